@@ -44,7 +44,7 @@ from transformers import LlamaForCausalLM
 
 import kvkeep
 from kvkeep.argument import handed
-from kvkeep.codes import KV_BITS
+from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.models.fused import prepare
 from kvkeep.models.packed import PackedLinear
 from kvkeep.planning.bandwidth import measure_bandwidth

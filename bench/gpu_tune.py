@@ -28,7 +28,7 @@ from lib.gpu_codes import filled
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import choose
 from kvkeep.backends.triton import gpu, prefill_ops
-from kvkeep.codes import CodedSlots
+from kvkeep.kv.slot_codec import CodedSlots
 from kvkeep.types import AttentionOptions, Slots
 
 DIM = 128

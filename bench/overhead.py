@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 import kvkeep
 from kvkeep.argument import handed
-from kvkeep.codes import check_bits
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.fused import prepare
 from kvkeep.policies._heads import under
 from kvkeep.rotary import rotation_for

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from kvkeep import parse
-from kvkeep.codes import KV_BITS, groups
+from kvkeep.kv.slot_codec import KV_BITS, groups
 from kvkeep.planning.slots import LayerShape, block_bytes
 
 GIB = 2**30

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
+from kvkeep.kv.store import inference
 from kvkeep.models.fused import prepare
-from kvkeep.store import inference
 from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
 

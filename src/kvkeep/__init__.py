@@ -35,8 +35,8 @@ if TYPE_CHECKING:
         UnsupportedOperationError,
     )
     from kvkeep.explain.explaining import explain
+    from kvkeep.kv.memory_usage import Memory
     from kvkeep.layer import Layer
-    from kvkeep.memory import Memory
     from kvkeep.models.compiled import compile_layers
     from kvkeep.models.fused import fuse_modules
     from kvkeep.models.hf import attach

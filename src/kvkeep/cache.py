@@ -24,10 +24,10 @@ from kvkeep.handing import (
 )
 from kvkeep.history import Decodes, History, Ids, device_of, padded, rows_of
 from kvkeep.hybrid import beside_state
+from kvkeep.kv.lost_mass import LostShares, shares
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents, windows_of
-from kvkeep.loss import LostShares, shares
-from kvkeep.memory import Memory
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy

@@ -9,9 +9,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvkeep.errors import CapacityError
+from kvkeep.kv.block import Block
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block
 from kvkeep.types import Phase
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvkeep import budget as budgets
-from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, KVKeepError, PolicyError
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies._heads import parsed as head_rule
 from kvkeep.policies.base import Policy
 from kvkeep.registry import available, parse, split

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.kv import ranking
 from kvkeep.policies.base import Policy
 from kvkeep.types import View
 
@@ -27,7 +27,7 @@ def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[T
     above = (found - held).clamp(min=0)
     free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)
     shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)
-    budgets = torch.where((found < held).any(dim=-1, keepdim=True), held + scores.rounded(shares, free), found)
+    budgets = torch.where((found < held).any(dim=-1, keepdim=True), held + ranking.rounded(shares, free), found)
     return view.heads.mine(budgets)
 
 
@@ -49,7 +49,7 @@ def may_stay(
     most = policy.spreads.ceilings(policy, view, score, heads)
     if view.pins is not None:
         most = most.maximum(_needed(policy, view, mean)) + 2  # what `divided` may round up
-    best = scores.keep(score.nan_to_num(nan=-torch.inf), view.positions, most)
+    best = ranking.keep(score.nan_to_num(nan=-torch.inf), view.positions, most)
     return (best | protected_slots(policy, replace(view, budget=most))) & (view.positions >= 0)
 
 
@@ -65,5 +65,5 @@ def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor,
 def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:
     """Whether each slot holds a token that may not be evicted: a sink, a recent one or a pinned one."""
     sinks, recent = policy.protected(view.budget)
-    held = scores.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+    held = ranking.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
     return held & (view.positions >= 0)

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep import loss, scores
 from kvkeep.attention_stats import Statistic
 from kvkeep.backends import Added, Backend, Limits, Repeat, Ring
 from kvkeep.division import divided, protected_slots
 from kvkeep.errors import PolicyError
+from kvkeep.kv import lost_mass, ranking
+from kvkeep.kv.block import Block, settle
 from kvkeep.policies._heads import average
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, settle
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
 
 
@@ -91,7 +91,7 @@ def fused(
     limits = _limits(policy, view, block.state, window=window) if ring is None else Limits(view.seen, window=window)
     out = backend.step(*_token(block, new), statistic=statistic, options=options, added=added, limits=limits)
     if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
-        block.lost[..., 2] += loss.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
+        block.lost[..., 2] += lost_mass.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
     return out
 
 
@@ -178,12 +178,12 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     if not at_hand and not backend.is_over(held, stays):
         return False
     if policy.bursts is not None:
-        held.masked_fill_(~scores.keep(shielded(policy, view, block.state), held, stays), EMPTY)
+        held.masked_fill_(~ranking.keep(shielded(policy, view, block.state), held, stays), EMPTY)
         return True
     sinks, recent = policy.protected(view.budget)
     score = _scores(policy, view, block.state)
     if view.pins is not None:  # a backend knows of sinks and recent tokens only
-        score = scores.above_all(score, scores.pinned(held, view.pins))
+        score = ranking.above_all(score, ranking.pinned(held, view.pins))
     backend.evict(held, score, Limits(view.seen, sinks, recent, stays))
     return True
 
@@ -227,7 +227,7 @@ def kept(
     there = view.positions >= 0
     if there.is_cpu and bool((there.sum(dim=-1) <= most).all()):
         return there
-    return scores.keep(_shielded(policy, view, score), view.positions, most)
+    return ranking.keep(_shielded(policy, view, score), view.positions, most)
 
 
 def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
@@ -273,7 +273,7 @@ def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"
 def _shielded(policy: Policy, view: View, found: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
     """Scores after `scores.protect`."""
     sinks, recent = policy.protected(view.budget)
-    return scores.protect(found, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+    return ranking.protect(found, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
 
 
 def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:

@@ -20,21 +20,16 @@ from kvkeep.capacity import check_room
 from kvkeep.errors import ShapeError
 from kvkeep.eviction import fuses
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.memory import Memory
+from kvkeep.kv.block import Block
+from kvkeep.kv.cascade import Alone, Cascade
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.pooled_store import PooledStore, kind_of
+from kvkeep.kv.row_copy import RowCopy
+from kvkeep.kv.store import Store, inference
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.repeating import Repeating
 from kvkeep.rotary import Rotation
-from kvkeep.store import (
-    Alone,
-    Block,
-    Cascade,
-    PooledStore,
-    RowCopy,
-    Store,
-    inference,
-    kind_of,
-)
 from kvkeep.together import Together
 from kvkeep.types import AttentionOptions, Phase, State
 
@@ -52,7 +47,8 @@ class Held:
         together: the layers that share their budget with this one.
         sequences: identity of each row for randomness.
         pins: spans that the policy may not evict.
-        kv_bits: bits of keys and values in the slots, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
+        kv_bits: bits of keys and values in the slots, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's
+        dtype.
 
     Attributes: see `kvkeep.Layer`.
     """
@@ -265,7 +261,7 @@ def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = N
     Args:
         policy: the policy.
         numbers: the budgets.
-        kv_bits: bits of keys and values, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
+        kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
     """
     return kind_of(kv_bits, pooled=bool(policy.spreads) or any(isinstance(number, tuple) for number in numbers))
 

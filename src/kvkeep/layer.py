@@ -15,20 +15,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep import loss, scores
 from kvkeep.asked import one_each
 from kvkeep.budget import Number
 from kvkeep.capacity import check_pins, check_room
-from kvkeep.copies import at
 from kvkeep.errors import BrokenCacheError, ShapeError, UnsupportedOperationError
 from kvkeep.eviction import append, cut, evict, fused, repeated
 from kvkeep.held import Held
+from kvkeep.kv import lost_mass, ranking
+from kvkeep.kv.block import beside, view_of
+from kvkeep.kv.cascade import Cascade
+from kvkeep.kv.slot_codec import at
+from kvkeep.kv.store import inference
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.prefill import chunk_size, for_prompt, in_chunks, read
 from kvkeep.repeating import Repeating
 from kvkeep.rotary import Rotation
-from kvkeep.store import Cascade, beside, inference, view_of
 from kvkeep.together import Together
 from kvkeep.types import AttentionOptions, Fresh, Phase, Report, Slots, View
 
@@ -48,7 +50,8 @@ class Layer(Held):
         cascade: the tables that this layer shares with others under a policy that prunes through the layers.
         together: the layers that share their budget with this one; ``None``: none do.
         pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
-        kv_bits: bits of keys and values in the slots, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
+        kv_bits: bits of keys and values in the slots, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's
+        dtype.
 
     Raises:
         BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget, or
@@ -218,9 +221,9 @@ class Layer(Held):
         out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
         self._shared.add(slots.positions[:, 0], report, self.heads)
         self.block.remember(self.policy.observe(self.state, view, report))
-        among = None if self.window is None else scores.expire(slots.positions, self.seen, self.window) >= 0
+        among = None if self.window is None else ranking.expire(slots.positions, self.seen, self.window) >= 0
         evict(self.policy, self.block, view, window=self.window, backend=backend)
-        loss.count(self.block.lost, report, self.store.positions >= 0, phase=Phase.DECODE, among=among)
+        lost_mass.count(self.block.lost, report, self.store.positions >= 0, phase=Phase.DECODE, among=among)
         self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
@@ -240,7 +243,7 @@ class Layer(Held):
             query, keys = self._rotation.unrotated(query, keys, new)
         chunk = (Fresh if real is None else Slots)(keys, values, new.to(torch.int32)[:, None])
         slots, state = beside(self.block, chunk, starts=self.policy.slots, used=used)
-        left = slots.positions if self.window is None else scores.expire(slots.positions, self.seen, self.window)
+        left = slots.positions if self.window is None else ranking.expire(slots.positions, self.seen, self.window)
         view = self._view(at(slots, left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
         view, turn = for_prompt(self.policy, view, query, new, options.output), self._rotation or self.rotary
         attended, wanted = slots if used else chunk, self.policy.wants(view)
@@ -252,7 +255,7 @@ class Layer(Held):
             self._together.wait(self.policy, self.block, view, state, report, used=used)
             return out
         stays = cut(self.policy, self.block, view, state, window=self.window, used=used, chunk=chunk)
-        loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
+        lost_mass.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
         self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 

@@ -11,10 +11,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from kvkeep import budget as budgets
 from kvkeep.budget import Number
 from kvkeep.capacity import check_pins
-from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
 from kvkeep.policies._heads import PROFILE, beside, check_joint, under
 from kvkeep.policies.base import Policy
@@ -59,7 +59,8 @@ class Layout:
         profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
         rotary: the rotary embedding that the policy needs, if any.
-        kv_bits: bits of keys and values in the slots, see `kvkeep.codes.check_bits`; ``None``: the model's dtype.
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.check_bits`; ``None``: the model's
+        dtype.
         heads: which KV heads of each layer this process holds.
     """
 

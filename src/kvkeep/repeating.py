@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 from kvkeep.backends import Repeat
-from kvkeep.store import Block
+from kvkeep.kv.block import Block
 from kvkeep.types import AttentionOptions
 
 

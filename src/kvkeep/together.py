@@ -11,16 +11,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep import loss
 from kvkeep.budget import table
 from kvkeep.division import divided, may_stay
 from kvkeep.errors import UnsupportedOperationError
 from kvkeep.eviction import kept, scored
-from kvkeep.lazy import nothing
+from kvkeep.kv import lost_mass
+from kvkeep.kv.block import Block, settle
+from kvkeep.kv.joint_block import JointBlock, PartBlock, divide
+from kvkeep.kv.slot_codec import Tokens, nothing
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, JointBlock, PartBlock, divide, settle
 from kvkeep.types import EMPTY, Phase, Report, State, View
-from kvkeep.vectors import Tokens
 
 AT_ONCE = 2
 """Tokens go early once so many times the slots of all layers wait."""
@@ -53,7 +53,7 @@ class Waiting:
         if width > WORTH * stays.shape[-1]:
             return self
         gone = ~stays & (self.view.positions >= 0)
-        loss.count(block.lost, self.report, torch.zeros_like(stays), phase=Phase.PREFILL, among=gone)
+        lost_mass.count(block.lost, self.report, torch.zeros_like(stays), phase=Phase.PREFILL, among=gone)
         index = (~stays).int().argsort(dim=-1, stable=True)[..., :width]
         there = stays.gather(-1, index)
         positions = self.view.positions.gather(-1, index).masked_fill(~there, EMPTY)
@@ -69,7 +69,7 @@ class Waiting:
         stays = kept(policy, view, self.state, self.score)
         settle(opened, view, stays, self.state, used=0, chunk=None, tokens=self.tokens)
         block.close(opened)
-        loss.count(block.lost, self.report, stays, phase=Phase.PREFILL, among=view.positions >= 0)
+        lost_mass.count(block.lost, self.report, stays, phase=Phase.PREFILL, among=view.positions >= 0)
 
 
 class Together:

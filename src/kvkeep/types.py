@@ -160,7 +160,7 @@ class View:
         past: mass that each slot's token has received in all earlier layers and steps, summed over heads. Only for a
             policy that cascades, whose heads hold the same tokens in the same slots: ``A`` is then ``S``, otherwise 0.
         alive: whether the layer before still holds each slot's token. Has the shape of ``past``.
-        pins: bounds of the spans that no policy may evict, see `kvkeep.scores.pinned`; ``None``: no row has any.
+        pins: bounds of the spans that no policy may evict, see `kvkeep.kv.ranking.pinned`; ``None``: no row has any.
         rotation: the model's rotary embedding, for a policy that `unrotates`; ``None`` if the model has none.
         turned: whether ``keys`` are rotated. They are not under slot positions.
         queries: a prompt's new queries and their positions, for a policy that `asks`.

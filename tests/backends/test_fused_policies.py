@@ -20,9 +20,9 @@ from kvkeep.backends.native import NativeBackend, native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.eviction import fuses
+from kvkeep.kv.cascade import Cascade
 from kvkeep.policies._mass import HeavyHitters
 from kvkeep.policies.abilities import Sums
-from kvkeep.store import Cascade
 from kvkeep.types import AttentionOptions, Phase, Report, View
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from kvkeep import scores
 from kvkeep.backends import Added, Limits, Ring
 from kvkeep.backends.native import native, ops, packing, slot_ops
 from kvkeep.backends.native.turn import Turn
+from kvkeep.kv import ranking
 from kvkeep.types import AttentionOptions, Slots
 
 pytestmark = [
@@ -247,7 +247,7 @@ def test_numbers_beyond_32_bits_protect_everything_instead_of_nothing(number):
     assert slot_ops.count_over(held(), number) == 0
     expired = held()
     assert slot_ops.expire(expired, SEEN, number)
-    assert torch.equal(expired, scores.expire(held(), SEEN, 2**31 - 1))
+    assert torch.equal(expired, ranking.expire(held(), SEEN, 2**31 - 1))
 
 
 def test_rows_of_numbers_that_had_to_be_converted_live_as_long_as_the_call(monkeypatch):

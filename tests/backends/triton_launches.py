@@ -17,7 +17,7 @@ from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import Wanted
-from kvkeep.codes import KV_BITS, CodedSlots, blank
+from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, blank
 from kvkeep.types import AttentionOptions, Slots
 
 

@@ -9,7 +9,7 @@ import torch
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import reference
 from kvkeep.backends.native import Native, build, packing
-from kvkeep.codes import KV_BITS, CodedSlots, Codes, encode, encode_keys, hadamard
+from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, encode, encode_keys, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 from .cases import DTYPES, NOW, backend_of, token

@@ -7,7 +7,7 @@ from sweeps import sweep
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
-from kvkeep.codes import KV_BITS
+from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.policies._heads import under
 from kvkeep.types import AttentionOptions, Phase
 

@@ -5,7 +5,7 @@ import torch
 
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import in_codes
-from kvkeep.codes import KV_BITS, CodedSlots, encode, encode_keys
+from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, encode, encode_keys
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions
 

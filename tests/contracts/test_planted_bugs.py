@@ -6,14 +6,15 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvkeep import held, layer, scores
+from kvkeep import held, layer
 from kvkeep.attention_stats import Mass
+from kvkeep.kv import ranking, row_copy
+from kvkeep.kv.block import Block
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.streaming_llm import StreamingLLM
 from kvkeep.snapshot import contents, reading
-from kvkeep.store import Block, row
 from kvkeep.testing import LAWS, Case
 
 CASE = Case(rows=2, prompt=20, steps=30, budget=8)
@@ -51,7 +52,7 @@ def test_sinks_found_by_slot_instead_of_position(monkeypatch):
     def by_slot(values, positions, seen, *, sinks=0, recent=0, pins=None):
         return values.index_fill(-1, torch.arange(sinks), torch.inf)
 
-    monkeypatch.setattr(scores, "protect", by_slot)
+    monkeypatch.setattr(ranking, "protect", by_slot)
     assert breaks("protected_tokens_stay", H2O(sinks=2, recent=2))
 
 
@@ -81,8 +82,8 @@ def test_state_of_the_victim_inherited_by_the_new_token(monkeypatch):
 
 
 def test_budget_off_by_one(monkeypatch):
-    honest = scores.keep
-    monkeypatch.setattr(scores, "keep", lambda values, positions, n: honest(values, positions, n + 1))
+    honest = ranking.keep
+    monkeypatch.setattr(ranking, "keep", lambda values, positions, n: honest(values, positions, n + 1))
     assert breaks("never_over_budget", H2O(recent=3))
 
 
@@ -172,7 +173,7 @@ def test_tokens_that_return_to_other_slots(monkeypatch):
 
 
 def test_state_left_out_of_a_copy(monkeypatch):
-    honest = row.put_row
+    honest = row_copy.put_row
 
     def forgetful(block, number, copy):
         honest(block, number, copy)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep import BoundedCache, Layer, UnsupportedModelError
-from kvkeep.codes import KV_BITS
+from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.planning.slots import LayerShape, block_bytes
 from kvkeep.policies._heads import under
 from kvkeep.together import Together

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep import BoundedCache, Engine, InputError, Layer, UnsupportedModelError
-from kvkeep.codes import KV_BITS, check_bits
+from kvkeep.kv.slot_codec import KV_BITS, check_bits
 from kvkeep.planning.slots import LayerShape, block_bytes
 from kvkeep.types import AttentionOptions, Phase
 
@@ -214,7 +214,7 @@ def losses_beside_outliers(monkeypatch, **given):
 
     with_outliers(net, 30.0)
     exact, turned = loss(None), loss("4")
-    for module in ("kvkeep.codes", "kvkeep.backends.pool"):
+    for module in ("kvkeep.kv.slot_codec", "kvkeep.backends.pool"):
         monkeypatch.setattr(f"{module}.hadamard", lambda x: x)
     return exact, turned, loss("4")
 

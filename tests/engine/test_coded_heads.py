@@ -6,9 +6,9 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep import BoundedCache
-from kvkeep.codes import KV_BITS
 from kvkeep.engine import Engine, Request, rotation
 from kvkeep.engine.sampling import Sampling
+from kvkeep.kv.slot_codec import KV_BITS
 
 from .models import model
 from .test_equal import prompt_of

@@ -14,8 +14,8 @@ from kvkeep import BoundedCache, BrokenCacheError, ShapeError, UnsupportedOperat
 from kvkeep.engine import Engine, Request, rotation, twins
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
-from kvkeep.memory import Memory
-from kvkeep.store import PartBlock, divide
+from kvkeep.kv.joint_block import PartBlock, divide
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.together import Together
 from kvkeep.types import Phase
 

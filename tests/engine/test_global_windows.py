@@ -11,12 +11,13 @@ import torch
 
 import kvkeep
 from kvkeep import BoundedCache, BrokenCacheError, UnsupportedOperationError, backends
-from kvkeep.codes import KV_BITS
 from kvkeep.engine import Engine, Request, rotation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
-from kvkeep.memory import Memory
-from kvkeep.store import DenseStore, PartBlock
+from kvkeep.kv.joint_block import PartBlock
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv.store import DenseStore
 from kvkeep.types import Phase
 
 from .models import CONFIGS, DEVICE, model

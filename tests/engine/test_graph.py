@@ -18,7 +18,7 @@ from kvkeep.engine import Engine, Request, graph
 from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.segments import Owner
-from kvkeep.store import PooledStore
+from kvkeep.kv.pooled_store import PooledStore
 
 from .models import CONFIGS, DEVICE, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of

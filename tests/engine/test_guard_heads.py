@@ -11,8 +11,10 @@ from kvkeep.engine import Engine, Request, trial
 from kvkeep.engine.choice import _end_of_prompt as end_of_prompt
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
+from kvkeep.kv.block import Block
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.store import DenseStore
 from kvkeep.policies._heads import under
-from kvkeep.store import Block, DenseStore, PooledStore
 
 from .models import model
 from .test_equal import prompt_of

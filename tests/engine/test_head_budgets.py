@@ -14,8 +14,8 @@ from kvkeep.budget import by_head
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
+from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.models.weights import fingerprint
-from kvkeep.store import PooledStore
 from kvkeep.types import Phase
 
 from .models import DEVICE, model

@@ -9,7 +9,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import PolicyError
-from kvkeep.memory import bytes_of
+from kvkeep.kv.memory_usage import bytes_of
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 

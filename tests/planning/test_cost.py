@@ -28,6 +28,7 @@ import kvkeep
 from kvkeep.backends import SWITCH
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.kv.block import numbers
 from kvkeep.layer import Layer
 from kvkeep.models.load import quiet
 from kvkeep.planning import cost, slots
@@ -36,7 +37,6 @@ from kvkeep.planning.shapes import outline
 from kvkeep.planning.slots import LayerShape
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.store.heads import numbers
 from kvkeep.types import AttentionOptions, Phase
 
 GIB, GB = 2**30, 10**9

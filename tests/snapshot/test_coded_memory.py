@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from snapshot_models import bounded, feed, ids, model
 
 from kvkeep import BoundedCache, Snapshot
-from kvkeep.codes import KV_BITS
 from kvkeep.errors import SnapshotError
+from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.snapshot import reading
 
 

@@ -15,7 +15,7 @@ from snapshot_models import POLICIES, bounded, feed, ids, model
 from sweeps import sweep
 
 from kvkeep import BoundedCache, Snapshot, SnapshotError
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.result_files import write_whole
 from kvkeep.snapshot.reading import unpacked_bits
 from kvkeep.snapshot.writing import packed_bits

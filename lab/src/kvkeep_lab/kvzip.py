@@ -24,10 +24,11 @@ from kvkeep.budget import between, check_one
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.eviction import cut
+from kvkeep.kv.block import Block, view_of
+from kvkeep.kv.store import inference
 from kvkeep.layer import Layer
 from kvkeep.policies._prefill import slide
 from kvkeep.policies.base import Policy, option
-from kvkeep.store import Block, inference, view_of
 from kvkeep.types import Budget, Phase, Report, State, View
 from kvkeep_lab.hindsight import Attached
 

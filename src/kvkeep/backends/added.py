@@ -37,8 +37,8 @@ class Ring:
     for a token that is low in this row, and cleared for the others. A burst brings a head that holds ``n`` tokens,
     more than the budget, down to ``max(n - k·drop, least)`` with the smallest ``k`` that is enough. So ``due`` of the
     last rows belong to the window of the next burst. Where ``m`` is the mass of this row and ``t`` the second sum, the
-    first sum becomes ``m + t·[window > 1]`` and the second ``m·[due > 0] + t·[due > 1]``. A padded token has no bit and no mass,
-    and is compared with 0 instead of 1.
+    first sum becomes ``m + t·[window > 1]`` and the second ``m·[due > 0] + t·[due > 1]``. A padded token has no bit
+    and no mass, and is compared with 0 instead of 1.
 
     Attributes:
         words: the states that hold the bits.

@@ -8,9 +8,8 @@ from torch import Tensor
 from kvkeep.attention_stats import Statistic
 from kvkeep.backends.added import Limits
 from kvkeep.backends.protocol import Backend
-from kvkeep.codes import CodedSlots, hadamard
-from kvkeep.lazy import LazySlots
-from kvkeep.ranges import PoolSlots
+from kvkeep.kv.pooled_store import PoolSlots
+from kvkeep.kv.slot_codec import CodedSlots, LazySlots, hadamard
 from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 

@@ -1,7 +1,7 @@
 """What a backend does: the work of a layer's step on slots.
 
 The rules that every backend follows are defined in one place each: empty slots in `kvkeep.types.EMPTY`, protection in
-`kvkeep.scores.protect`, expiry in `kvkeep.scores.expire`, the order of eviction in `kvkeep.scores`.
+`kvkeep.kv.ranking.protect`, expiry in `kvkeep.kv.ranking.expire`, the order of eviction in `kvkeep.kv.ranking`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Backend(abc.ABC):
         name: the name for ``KVKEEP_BACKEND``.
         fuses: whether `step` ever does anything.
         tallies: whether `step` knows `Added.ring`.
-        pools: whether it reads and writes slots in a pool (`kvkeep.ranges.PoolSlots`) where they lie.
-        codes: whether it reads and writes slots that hold codes (`kvkeep.codes.CodedSlots`) where they lie.
+        pools: whether it reads and writes slots in a pool (`kvkeep.kv.pooled_store.PoolSlots`) where they lie.
+        codes: whether it reads and writes slots that hold codes (`kvkeep.kv.slot_codec.CodedSlots`) where they lie.
         small: whether the functions of `kvkeep.backends.native.small_ops` run beside it.
     """
 
@@ -137,7 +137,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """Empty expired slots, in place; see `kvkeep.scores.expire`."""
+        """Empty expired slots, in place; see `kvkeep.kv.ranking.expire`."""
 
     @abc.abstractmethod
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
@@ -147,7 +147,7 @@ class Backend(abc.ABC):
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
         """Empty, in place, one slot of every head that holds more than its limit; ``limits.window`` is not used.
 
-        The victim is that of `kvkeep.scores.weakest` after `kvkeep.scores.protect`.
+        The victim is that of `kvkeep.kv.ranking.weakest` after `kvkeep.kv.ranking.protect`.
         """
 
     def step(

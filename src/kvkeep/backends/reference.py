@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep import scores
 from kvkeep.attention_stats import Rows, Statistic
 from kvkeep.backends import again
 from kvkeep.backends.added import Limits
 from kvkeep.backends.protocol import Backend
+from kvkeep.kv import ranking
 from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
@@ -68,7 +68,7 @@ def probabilities(
     p = softmax(logits(query.double(), keys.double(), sees, options), options.sinks).masked_fill(blind, 0.0)
     if options.top is None or query.shape[2] > 1:
         return p
-    return scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
+    return ranking.only_top(p, key_positions == query_positions[:, :, None], options.top)
 
 
 def attend(
@@ -157,7 +157,7 @@ class ReferenceBackend(Backend):
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
-        positions.copy_(scores.expire(positions, seen, window))
+        positions.copy_(ranking.expire(positions, seen, window))
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
         """See `Backend.is_over`."""
@@ -166,7 +166,7 @@ class ReferenceBackend(Backend):
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
         """See `Backend.evict`; without `scores.weakest`, so that each checks the other."""
-        shielded = scores.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
+        shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         B, Hk, _ = positions.shape
         stay = torch.as_tensor(limits.stay, device=positions.device).expand(B, Hk)
         for row in range(B):

@@ -112,7 +112,7 @@ def full_bytes(snapshot: Snapshot) -> int:
     """Bytes of the keys and values of every token that was seen."""
     import torch
 
-    from kvkeep.codes import KV_BITS
+    from kvkeep.kv.slot_codec import KV_BITS
 
     made, per_token = snapshot.fingerprint, 0
     for layer in snapshot.contents.layers:

@@ -17,26 +17,13 @@ from kvkeep.budget import Number, by_head
 from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.held import reach, store_for
-from kvkeep.memory import Memory, bytes_of
+from kvkeep.kv.block import Block, add_state, lacks, shared
+from kvkeep.kv.joint_block import JointBlock, check_together
+from kvkeep.kv.memory_usage import Memory, bytes_of
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.store import (
-    Block,
-    JointBlock,
-    PooledStore,
-    RowCopy,
-    add_state,
-    check_row,
-    check_rows,
-    check_together,
-    lacks,
-    pin_row,
-    put_row,
-    put_rows,
-    take_row,
-    take_rows,
-)
-from kvkeep.store.heads import shared
 from kvkeep.types import Slots
 
 
@@ -85,7 +72,8 @@ class Blocks:
     Args:
         policies: the policy of each layer, which differ in how heads share a budget.
         like: slots of each layer, which show shapes, dtype and device.
-        kv_bits: bits of keys and values in the slots, see `kvkeep.codes.KV_BITS`; ``None``: the dtype of ``like``.
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the dtype of
+        ``like``.
         among: which KV heads this process holds; by default all.
 
     Attributes:
@@ -259,7 +247,7 @@ class Blocks:
         return sum((self._row(stack, row).memory() for stack in self._stacks), Memory())
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Copies of a row's sums of attention mass of all heads in each layer, see `kvkeep.loss`."""
+        """Copies of a row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
         found: dict[int, Tensor] = {}
         for stack in self._stacks:
             found |= stack.lost(row)

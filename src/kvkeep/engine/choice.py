@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep import loss
 from kvkeep.budget import Number
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.errors import BudgetError, InputError, one_line
+from kvkeep.kv import lost_mass
 from kvkeep.layout import Layout
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
@@ -78,7 +78,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def measure(one: Generation, rows: Rows, row: int) -> None:
     """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
-    one.memory, one.lost = rows.memory_of(row), loss.mean(rows.lost_of(row))
+    one.memory, one.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
 
 
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from kvkeep.engine.sessions import Sessions
 from kvkeep.engine.shelf import Shelf
 from kvkeep.engine.split import Agreement, check_split
 from kvkeep.engine.staging import staging_for
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.offloaded import device_of

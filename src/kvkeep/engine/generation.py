@@ -15,8 +15,8 @@ from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
 from kvkeep.engine.staging import Pinned
 from kvkeep.engine.stops import StopText
 from kvkeep.engine.writing import Pending
-from kvkeep.loss import LostMass
-from kvkeep.memory import Memory
+from kvkeep.kv.lost_mass import LostMass
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents

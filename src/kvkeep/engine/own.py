@@ -12,13 +12,14 @@ from torch import Tensor
 from kvkeep.argument import handed
 from kvkeep.cache import BoundedCache
 from kvkeep.hybrid import state_part
-from kvkeep.memory import Memory, bytes_of
+from kvkeep.kv.block import Block
+from kvkeep.kv.cascade import Cascade
+from kvkeep.kv.memory_usage import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.models.offloaded import device_of
 from kvkeep.snapshot import Contents
 from kvkeep.snapshot.contents import put_beside, take_beside
 from kvkeep.snapshot.states import StateCopy
-from kvkeep.store import Block, Cascade
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from kvkeep.engine.prompts import checked_guard, conversation, functions, stop_t
 from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.engine.structure import Structured, structure_of
 from kvkeep.errors import InputError
-from kvkeep.loss import LostMass
-from kvkeep.memory import Memory
+from kvkeep.kv.lost_mass import LostMass
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.pins import Span, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Snapshot

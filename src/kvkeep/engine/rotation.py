@@ -21,7 +21,7 @@ from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import whole_within
 from kvkeep.engine.scheduler import Scheduler, Swap
 from kvkeep.engine.staging import Pinned, Staging
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 
 SHARE = 0.05
 """The largest share of the time of steps that copies take in the long run."""

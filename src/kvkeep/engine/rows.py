@@ -15,16 +15,18 @@ from kvkeep.engine.own import Own, probed, states_of
 from kvkeep.engine.segments import Owner, Segment, joined, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
+from kvkeep.kv.block import Block
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.row_copy import has_room
+from kvkeep.kv.store import inference
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents
-from kvkeep.memory import Memory
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies._heads import refusal
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside
 from kvkeep.snapshot.shared import mine, whole
-from kvkeep.store import Block, has_room, inference
 from kvkeep.together import Together
 from kvkeep.types import Phase
 
@@ -252,7 +254,7 @@ class Rows:
         return self._blocks.memory_of(row) + (self._own[row] or Own(None, {})).memory()
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Copies of one row's sums of attention mass of all heads in each layer, see `kvkeep.loss`."""
+        """Copies of one row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
         return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:

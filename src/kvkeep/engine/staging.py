@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.transfers import Bytes, CopyQueue, CudaCopyQueue, Event
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.store import inference
 from kvkeep.snapshot import Contents
-from kvkeep.store import inference
 
 COPIES = 2
 """Most copies of rows that lie on the device: one that leaves, and one that comes."""

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep import loss, scores
 from kvkeep.budget import largest
 from kvkeep.engine.batch import Batch
 from kvkeep.engine.choice import SHARES
@@ -27,11 +26,14 @@ from kvkeep.engine.rows import Rows
 from kvkeep.engine.segments import Segment
 from kvkeep.errors import PolicyError
 from kvkeep.eviction import head_budgets, kept, scored, shielded
+from kvkeep.kv import lost_mass, ranking
+from kvkeep.kv.block import Block
+from kvkeep.kv.joint_block import give
+from kvkeep.kv.slot_codec import Tokens
+from kvkeep.kv.store import inference
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, give, inference
 from kvkeep.together import positions_of, shared_budgets
 from kvkeep.types import EMPTY, Report, State, View
-from kvkeep.vectors import Tokens
 
 _LATER = torch.iinfo(torch.int32).max
 
@@ -227,14 +229,14 @@ class Trial:
         sums = self._rows.lost_of(row)
         for layer, cut in self._of(row, place):
             sums[layer][..., 0] = self._rows.heads.all(cut.gone)[0]
-        return loss.mean(sums).prompt
+        return lost_mass.mean(sums).prompt
 
 
 def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, "B Hk S"]]:
     """The view with the budgets of heads that share one, and whether each token stays; see `kvkeep.eviction.cut`."""
     if policy.spreads is not None:
         view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
-    return view, scores.keep(shielded(policy, view, state), view.positions, view.budget)
+    return view, ranking.keep(shielded(policy, view, state), view.positions, view.budget)
 
 
 def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk n"]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.argument import handed
 from kvkeep.cache import BoundedCache
-from kvkeep.codes import check_bits
 from kvkeep.errors import BudgetError
 from kvkeep.head_profile import Profile
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy

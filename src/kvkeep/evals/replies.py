@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive, batches, left_padded
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 

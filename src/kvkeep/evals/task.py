@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kvkeep.errors import InputError
 from kvkeep.evals.drive import PLAIN, Setup
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.models.tiny.documents import STYLES

@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 
 from kvkeep import budget as budgets
-from kvkeep.codes import check_bits
 from kvkeep.errors import BudgetError, InputError, show_bytes
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.device import DTYPES, parse_dtype
 from kvkeep.models.load import embedded
 from kvkeep.planning.cost import Cost

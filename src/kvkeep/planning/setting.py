@@ -10,6 +10,7 @@ import torch
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.budget import Number, by_head
 from kvkeep.cache import BoundedCache
+from kvkeep.kv.block import numbers
 from kvkeep.layer import Layer
 from kvkeep.planning import cost, slots
 from kvkeep.planning.cost import Cost, Packed
@@ -17,7 +18,6 @@ from kvkeep.planning.quantised import Scheme
 from kvkeep.planning.shapes import Outline
 from kvkeep.planning.slots import LayerShape
 from kvkeep.policies.base import Policy
-from kvkeep.store.heads import numbers
 
 _BLOCKS = 3
 _BLOCKS_WITH_NOISE = 9

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.budget import Number
-from kvkeep.codes import KV_BITS, check_dim, groups
 from kvkeep.errors import UnsupportedOperationError
+from kvkeep.kv.slot_codec import KV_BITS, check_dim, groups
 
 _FLOAT32 = 4
 _SCALE = 2
@@ -55,7 +55,7 @@ class LayerShape:
 
         Args:
             itemsize: bytes of a number where slots have the model's dtype.
-            kv_bits: bits of keys and values, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
+            kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
         """
         if kv_bits is None:
             return self.token_bytes(itemsize)

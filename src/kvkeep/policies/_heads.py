@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep import scores
 from kvkeep.budget import table
 from kvkeep.errors import BudgetError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
+from kvkeep.kv import ranking
 from kvkeep.policies.abilities import HeadBudgets, Near
 from kvkeep.policies.base import Policy
 from kvkeep.types import EMPTY, Budget, View
@@ -174,7 +174,7 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
     base, tokens = _older(policy, view, mean)
     own, Hk = (alpha * base.double() + 1e-9).long(), tokens.shape[1]
     best = _among_the_best(view, score, tokens, base * Hk)
-    share = scores.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
+    share = ranking.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
     crowded = (tokens >= 0).sum(dim=-1).amax(dim=1, keepdim=True) > base
     budgets = torch.where(crowded, share, base) + mean - base
     return torch.where(view.reads[:, None], view.heads.mine(budgets), now)
@@ -196,7 +196,7 @@ def _among_the_best(
 ) -> Int[Tensor, "B heads"]:
     """The number of each head's tokens among the ``n`` best of all heads."""
     found = view.heads.all_slots(score.nan_to_num(nan=-torch.inf), -torch.inf)
-    best = scores.keep(found.flatten(1)[:, None], tokens.flatten(1)[:, None], n)
+    best = ranking.keep(found.flatten(1)[:, None], tokens.flatten(1)[:, None], n)
     return best.view(tokens.shape).sum(dim=-1)
 
 

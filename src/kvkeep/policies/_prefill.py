@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvkeep import scores
 from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.budget import column, smaller
 from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.kv import ranking
 from kvkeep.policies.abilities import Growth, Sums
 from kvkeep.policies.base import Policy, option
 from kvkeep.types import Budget, Report, State, View
@@ -126,7 +126,7 @@ class ObservationWindow(PrefillOnly):
         """
         unrated = column(smaller(self.protected(view.budget)[1], self.window), view.seen)
         older = (view.positions >= 0) & (view.positions < (view.seen - unrated)[:, None, None])
-        return scores.pooled(mass, view.positions, older, kernel=self.kernel, kind=self.pool)
+        return ranking.pooled(mass, view.positions, older, kernel=self.kernel, kind=self.pool)
 
 
 def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:

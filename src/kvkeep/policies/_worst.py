@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvkeep import scores
 from kvkeep.attention_stats import Statistic, Worst
+from kvkeep.kv import ranking
 from kvkeep.policies._heads import average
 from kvkeep.policies._output import sizes
 from kvkeep.policies._prefill import PrefillOnly
@@ -63,12 +63,12 @@ class WorstCase(PrefillOnly):
         """The mean attention of the tokens that go first, and 0 for the others."""
         number = view.new.clamp(min=1, max=self.window)[:, None, None]
         mean, older = mass / number, self._older(view)
-        order = scores.ranks(mean.masked_fill(~older, -1.0), view.positions).argsort(dim=-1, descending=True)
+        order = ranking.ranks(mean.masked_fill(~older, -1.0), view.positions).argsort(dim=-1, descending=True)
         so_far = mean.masked_fill(~older, 0.0).gather(-1, order).cumsum(dim=-1)
         own = (1.0 - so_far[..., -1:]).clamp(min=0.0)
         early = torch.zeros_like(older).scatter_(-1, order, so_far + own < self.first) & older
         room = (average(view) - self.window - self.room).clamp(min=0)
-        chosen = scores.keep(mean, view.positions.masked_fill(~early, EMPTY), room)
+        chosen = ranking.keep(mean, view.positions.masked_fill(~early, EMPTY), room)
         return mean.masked_fill(~chosen, 0.0)
 
     def _sizes(self, state: State, view: View) -> Float[Tensor, "B Hk S"]:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.budget import table
-from kvkeep.store import Cascade
+from kvkeep.kv.cascade import Cascade
 from kvkeep.types import Budget, Phase, State, Top, View
 
 

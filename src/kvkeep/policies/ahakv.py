@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, where
 
 from kvkeep.attention_stats import Mass, Statistic
+from kvkeep.kv.ranking import value_prior
 from kvkeep.policies._heads import average
 from kvkeep.policies.abilities import Sums
 from kvkeep.policies.base import Policy, option
-from kvkeep.scores import value_prior
 from kvkeep.types import Budget, Report, State, View
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.budget import column
+from kvkeep.kv.cascade import Cascade
 from kvkeep.policies.abilities import Bursts, Defaults
 from kvkeep.policies.base import Policy, option
-from kvkeep.store import Cascade
 from kvkeep.types import Budget, Report, State, View
 
 

@@ -12,21 +12,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.memory import bytes_of
+from kvkeep.kv.block import Block
+from kvkeep.kv.cascade import Cascade
+from kvkeep.kv.joint_block import check_together, make_room
+from kvkeep.kv.memory_usage import bytes_of
+from kvkeep.kv.row_copy import Pack, RowCopy, check_row, put_row, take_row
+from kvkeep.kv.store import inference
 from kvkeep.pins import Spans
 from kvkeep.snapshot.states import StateCopy, check_state, put_state, take_state
-from kvkeep.store import (
-    Block,
-    Cascade,
-    Pack,
-    RowCopy,
-    check_row,
-    check_together,
-    inference,
-    make_room,
-    put_row,
-    take_row,
-)
 
 
 @dataclass(frozen=True, eq=False)

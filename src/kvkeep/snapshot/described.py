@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.codes import KV_BITS
 from kvkeep.errors import InputError
+from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.pins import Spans, spans
 from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
 from kvkeep.snapshot.header import NotASnapshotError, check

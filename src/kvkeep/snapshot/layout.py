@@ -55,7 +55,7 @@ STATE = re.compile(r"states\.(\d{1,4})\.([a-z_]{1,40})(?:\.(\d{1,4}))?")
 """Names of tensors: of a layer with slots, of the tables that layers share, and of a layer with a state."""
 
 SCALES = ("store.key_scales", "store.value_scales")
-"""Tensors that slots of codes have besides their numbers, see `kvkeep.codes`."""
+"""Tensors that slots of codes have besides their numbers, see `kvkeep.kv.slot_codec`."""
 
 CUT = ("store.keys", "store.values", "store.positions", *SCALES)
 """Tensors with one entry per slot, besides the policy's state."""

@@ -11,8 +11,10 @@ import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from kvkeep.codes import KV_BITS, NUMBERS, groups
 from kvkeep.errors import SnapshotError
+from kvkeep.kv.cascade import Cascade
+from kvkeep.kv.row_copy import RowCopy
+from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
 from kvkeep.result_files import in_full
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.described import LayerDescription, described_flags, described_layers, fingerprint_of, whole
@@ -20,7 +22,6 @@ from kvkeep.snapshot.fingerprint import Fingerprint
 from kvkeep.snapshot.header import Entry, NotASnapshotError, check, opened, read_header, read_tensor
 from kvkeep.snapshot.layout import LAYER, OCCUPIED, SCALES, SHARED, STATE, TOKENS, Parts, is_cut
 from kvkeep.snapshot.states import Place, StateCopy
-from kvkeep.store import Cascade, RowCopy
 from kvkeep.types import EMPTY
 
 _EXPANSION, _SLACK = 256, 2**20

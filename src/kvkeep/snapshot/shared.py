@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.head_sharding import Heads
+from kvkeep.kv.row_copy import RowCopy
 from kvkeep.snapshot.contents import Contents
-from kvkeep.store import RowCopy
 from kvkeep.types import EMPTY
 
 

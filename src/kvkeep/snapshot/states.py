@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError, UnsupportedOperationError
-from kvkeep.memory import bytes_of
+from kvkeep.kv.memory_usage import bytes_of
 
 Place: TypeAlias = tuple[str, int | None]
 """An attribute of a layer; with a key if the attribute is a dictionary."""

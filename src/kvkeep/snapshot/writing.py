@@ -14,10 +14,10 @@ from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from kvkeep.errors import SnapshotError
+from kvkeep.kv.row_copy import RowCopy
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
 from kvkeep.snapshot.header import LONGEST_HEADER
 from kvkeep.snapshot.layout import KEY, NAMES, OCCUPIED, TOKENS, Parts, is_cut
-from kvkeep.store import RowCopy
 
 _OLD_S = 3600.0
 """Temporary files of this age were left behind by a process that was killed."""

@@ -24,8 +24,8 @@ from kvkeep.backends.pool import Copying
 from kvkeep.backends.protocol import AtRanks, Backend, Repeat
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
-from kvkeep.lazy import LazySlots
-from kvkeep.ranges import lying
+from kvkeep.kv.pooled_store import lying
+from kvkeep.kv.slot_codec import LazySlots
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.codes import NUMBERS, CodedSlots, Codes
+from kvkeep.kv.slot_codec import NUMBERS, CodedSlots, Codes
 from kvkeep.types import Slots
 
 Coding: TypeAlias = tuple[Codes, Codes]

@@ -20,7 +20,7 @@ from kvkeep.backends.native import checks, coding
 from kvkeep.backends.native.packing import LAST, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.backends.native.turn import Turn
 from kvkeep.backends.wanted import Wanted
-from kvkeep.ranges import Ranges
+from kvkeep.kv.pooled_store import Ranges
 from kvkeep.types import AttentionOptions, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
@@ -47,7 +47,8 @@ def attend(  # noqa: PLR0913  all that the kernel is told
 ) -> list[Tensor] | None:
     """Attention of one token per row, in one pass over keys and values; with a ``turn`` keys are unrotated.
 
-    With ``ranges``, keys and values are pools as `kvkeep.ranges.lying` shows them; with ``codes``, the codes' numbers.
+    With ``ranges``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
+    numbers.
 
     A padded query (position -1), and a query that sees nothing, give zeros. `AttentionOptions.top` is ignored.
 

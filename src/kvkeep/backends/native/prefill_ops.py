@@ -15,7 +15,7 @@ from kvkeep.attention_stats import Statistic
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.packing import LAST, library_for, pointer
 from kvkeep.backends.wanted import sums_wanted
-from kvkeep.copies import pieces
+from kvkeep.kv.slot_codec import pieces
 from kvkeep.types import AttentionOptions, Report, Slots
 
 _SHAPE = struct.Struct("8q 4q")

@@ -33,7 +33,8 @@ def write(
 ) -> Int[Tensor, "B Hk 1"] | None:
     """`Backend.append`, where the new token has the dtype of the slots.
 
-    With ``starts``, keys and values are pools as `kvkeep.ranges.lying` shows them; with ``codes``, the codes' numbers.
+    With ``starts``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
+    numbers.
     """
     library, pooled = library_for(keys, values, positions, *new, now, *coding.scales_of(codes)), starts is not None
     new_keys, new_values = new

@@ -23,7 +23,7 @@ from kvkeep.backends.protocol import Backend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import is_known, wanted
-from kvkeep.lazy import LazySlots
+from kvkeep.kv.slot_codec import LazySlots
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 __all__ = ["TritonBackend"]

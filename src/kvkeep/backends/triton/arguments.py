@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.backends.added import Limits
 from kvkeep.backends.triton import gpu
 from kvkeep.backends.wanted import Wanted
-from kvkeep.codes import CodedSlots, Codes
+from kvkeep.kv.slot_codec import CodedSlots, Codes
 from kvkeep.types import Slots
 
 

@@ -1,4 +1,4 @@
-"""Keys and values in 8 or 4 bits in the kernels of decode; `kvkeep.codes` says how they lie."""
+"""Keys and values in 8 or 4 bits in the kernels of decode; `kvkeep.kv.slot_codec` says how they lie."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def append_codes(
 ):  # fmt: skip
     """Code a row's token into the head's free slot, which stays empty if the token is not finite; grid ``(B·Hk,)``.
 
-    Layout: as in `slots.append`; the new key is turned (`kvkeep.codes.hadamard`) and float32. `KEY_BLOCK` and
+    Layout: as in `slots.append`; the new key is turned (`kvkeep.kv.slot_codec.hadamard`) and float32. `KEY_BLOCK` and
     `VALUE_BLOCK`: powers of two for the bytes of a group.
     Bytes: ``4·S`` of positions, ``D + E`` elements, their codes and scales. FLOPs: about ``10·(D + E)``.
-    Error: the codes are those of `kvkeep.codes.encode`.
+    Error: the codes are those of `kvkeep.kv.slot_codec.encode`.
     """
     head = tl.program_id(0)
     row, group = (head // Hk).to(tl.int64), (head % Hk).to(tl.int64)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.triton import arguments, gpu
 from kvkeep.backends.wanted import Wanted
-from kvkeep.codes import CodedSlots, hadamard
+from kvkeep.kv.slot_codec import CodedSlots, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 _ENDLESS = 2**31 - 1
@@ -34,8 +34,8 @@ def attend(
     """Attention of one token per row; the results are those of `kvkeep.backends.native.ops.attend`.
 
     Cost:
-        two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with `kvkeep.codes`'
-        matrix before.
+        two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with
+        `kvkeep.kv.slot_codec`' matrix before.
     """
     if isinstance(slots, CodedSlots):
         like = query.new_empty((0, slots.positions.shape[1], *arguments.dims(slots)))
@@ -272,7 +272,7 @@ def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
 
 
 def turned(query: Float[Tensor, "B Hq 1 D"]) -> Float[Tensor, "B Hq 1 D"]:
-    """`kvkeep.codes.hadamard` as one product of matrices, which has fewer kernels."""
+    """`kvkeep.kv.slot_codec.hadamard` as one product of matrices, which has fewer kernels."""
     found: Tensor = query.float() @ _matrix(query.shape[-1], query.device)
     return found.to(query.dtype)
 

@@ -20,7 +20,7 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.cli.generate.summary import nothing_evicted, remark, summarise
 from kvkeep.engine import Engine, Result
 from kvkeep.errors import KVKeepError
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models import split, threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 
-from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import texts
 from kvkeep.evals.drive import PLAIN, Setup
@@ -22,6 +21,7 @@ from kvkeep.evals.tune.measure import PIECE, Answers, Losses, Measure
 from kvkeep.evals.tune.questions import UserQuestion
 from kvkeep.evals.tune.records import VERSION
 from kvkeep.evals.tune.run import WINDOWS
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
 from kvkeep.planning.setting import Setting
 from kvkeep.planning.shapes import outline

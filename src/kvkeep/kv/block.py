@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,13 +13,62 @@ from torch import Tensor, nn
 
 from kvkeep import budget as budgets
 from kvkeep import pins as spans
-from kvkeep.errors import ShapeError
-from kvkeep.memory import Memory, bytes_of
-from kvkeep.store.dense import DenseStore
-from kvkeep.store.heads import empty, places
-from kvkeep.store.pooled import PooledStore
-from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, Phase, State
+from kvkeep.errors import PolicyError, ShapeError
+from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.kv.memory_usage import Memory, bytes_of
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.slot_codec import Beside, LazySlots, LazyView, Tokens
+from kvkeep.kv.store import DenseStore, Store
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State, Turning, View
+
+# A policy's state of each head: one tensor for all of a head's slots, and for the tokens that have left them.
+
+
+def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> State:
+    """The state of heads that have seen no token: zeros in float32.
+
+    Args:
+        axes: the policy's `summaries`, name → axes.
+        keys: keys of the heads.
+        values: values of the heads.
+
+    Raises:
+        PolicyError: an axis is neither the keys' nor the values'.
+    """
+    sizes = {"D": keys.shape[-1], "E": values.shape[-1]}
+    found = {}
+    for name, letters in axes.items():
+        if unknown := set(letters.split()) - sizes.keys():
+            raise PolicyError(
+                f"A summary of the policy has the axes {letters!r}, and a head has no {min(unknown)!r}. An axis is D, "
+                "the head dim of keys, or E, that of values, with spaces between: 'D E'."
+            )
+        shape = (*keys.shape[:2], *(sizes[axis] for axis in letters.split()))
+        found[name] = keys.new_zeros(shape, dtype=torch.float32)
+    return found
+
+
+def places(axes: Mapping[str, str]) -> dict[str, str]:
+    """The names under which rows that several policies share hold a state of heads: name → axes and a number.
+
+    States of the same axes share a tensor, in the order in which a policy names them.
+    """
+    found: dict[str, str] = {}
+    for name, letters in axes.items():
+        found[name] = f"{letters}#{sum(place.partition('#')[0] == letters for place in found.values())}"
+    return found
+
+
+def shared(axes: Mapping[str, str]) -> dict[str, str]:
+    """The same states under the names of `places`: place → axes."""
+    return {place: axes[name] for name, place in places(axes).items()}
+
+
+def numbers(axes: Mapping[str, str], *, key_dim: int, value_dim: int) -> int:
+    """How many numbers the state of one head has."""
+    keys, values = (torch.empty((1, 1, 0, dim), device="meta") for dim in (key_dim, value_dim))
+    return sum(tensor.numel() for tensor in empty(axes, keys, values).values())
+
 
 _Block = TypeVar("_Block", bound="Block")
 
@@ -45,9 +94,9 @@ class Block:
         seen: real tokens seen per row.
         prompt: tokens seen at the end of the last piece of the row's prompt.
         sequences: identity of each row.
-        lost: attention mass of each head, see `kvkeep.loss`.
+        lost: attention mass of each head, see `kvkeep.kv.lost_mass`.
         budget: slots that may stay occupied, one number or one per row.
-        pins: bounds of each row's pinned spans, see `kvkeep.scores.pinned`; ``None`` if no row has any.
+        pins: bounds of each row's pinned spans, see `kvkeep.kv.ranking.pinned`; ``None`` if no row has any.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
@@ -275,3 +324,209 @@ class Block:
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
         self.lost = tensors["lost"]
         self.budget, self.pins = tensors.get("budget", self.budget), tensors.get("pins", self.pins)
+
+
+# State for several policies in one block: the rows of an engine belong to sequences under different policies.
+
+
+def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> int:
+    """The bytes that `add_state` would add.
+
+    Args:
+        block: a block whose state has general names: numbers for slots, `places` for heads.
+        starts: the policy's state of slots.
+        heads: the policy's state of heads.
+    """
+    missing = max(0, len(starts) - len(block.of_slots())) * 4 * block.store.room
+    return missing + bytes_of(_missing(block, heads, "meta").values())
+
+
+def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> None:
+    """Add the state tensors that a policy needs and the block lacks; arguments as for `lacks`.
+
+    Existing tensors stay the same objects.
+    """
+    for i in range(len(block.of_slots()), len(starts)):
+        block.state[str(i)] = block.store.numbers(0.0)
+    block.state |= _missing(block, heads)
+    block.heads = block.heads.union(shared(heads))
+
+
+def _missing(block: Block, heads: Mapping[str, str], device: str | None = None) -> State:
+    """State of heads that a block does not have yet."""
+    missing = {place: axes for place, axes in shared(heads).items() if place not in block.heads}
+    if not missing:
+        return {}
+    keys, values = (x.to(device) for x in block.store.no_token())
+    return empty(missing, keys, values)
+
+
+# A block's slots as a policy sees them.
+
+
+def view_of(  # noqa: PLR0913  the attributes of a view
+    block: Block,
+    slots: Slots,
+    *,
+    new: Int[Tensor, " B"],
+    phase: Phase,
+    layer: int,
+    tables: tuple[Float[Tensor, "B A"], Bool[Tensor, "B A"]],
+    rotation: Turning | None = None,
+    turned: bool = True,
+    heads: Heads = ALONE,
+) -> View:
+    """Slots of a block, alone or beside a chunk, as a policy sees them. Counters are live.
+
+    Args:
+        block: the block.
+        slots: keys, values and positions.
+        new: real tokens that each row received.
+        phase: the kind of these tokens.
+        layer: index of the layer in the model.
+        tables: ``past`` and ``alive``, see `View`.
+        rotation: see `View`.
+        turned: see `View`.
+        heads: see `View`.
+    """
+    others: dict[str, Any] = {
+        "seen": block.seen,
+        "budget": block.budget,
+        "new": new,
+        "prompt": block.prompt,
+        "phase": phase,
+        "layer": layer,
+        "sequences": block.sequences,
+        "past": tables[0],
+        "alive": tables[1],
+        "pins": block.pins,
+        "rotation": rotation,
+        "turned": turned,
+        "heads": heads,
+    }
+    if isinstance(slots, LazySlots):
+        return LazyView.of(slots, **others)
+    return View(slots.positions, slots.keys, slots.values, **others)
+
+
+# A chunk of a prompt beside the slots of a block: what is attended to, and where the tokens go that stay.
+
+_Index: TypeAlias = tuple[slice | Tensor, ...]
+
+_ALL = slice(None), slice(None)
+"""An index of all rows and heads."""
+
+
+def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) -> tuple[Slots, State]:
+    """The first ``used`` slots, followed by new tokens, and the policy's state of both and of the heads.
+
+    Keys and values of slots are not copied where the store shows them in place.
+
+    Args:
+        block: the slots.
+        new: the new tokens.
+        starts: the state of a new token.
+        used: number of slots; 0 if all are empty.
+    """
+    new = new._replace(positions=new.positions.expand(new.keys.shape[:3]))
+    state = {name: block.state[name].new_full(new.positions.shape, start) for name, start in starts.items()}
+    heads = {name: block.state[name] for name in block.heads}
+    if not used:
+        return new, state | heads
+    found = {name: _joined(block.state[name], chunk, used) for name, chunk in state.items()} | heads
+    if (held := block.store.lying(used)) is not None:
+        return Beside.of(held, new), found
+    copies = block.store.beside(new.keys, new.values, used=used)
+    return Slots(*copies, _joined(block.store.positions, new.positions, used)), found
+
+
+def settle(
+    block: Block,
+    view: View | Slots,
+    stays: Bool[Tensor, "B Hk S"],
+    state: State,
+    *,
+    used: int,
+    chunk: Slots | None,
+    tokens: Tokens | None = None,
+) -> None:
+    """Empty the slots whose tokens go, and put the tokens of a chunk that stay into the first empty slots, in order.
+
+    The ``n`` tokens of a head then lie in its first ``n`` slots: a token beyond them goes into an empty slot before the
+    chunk's. No other token is moved. The slot of a token depends on its own row and head only.
+
+    Args:
+        block: the slots, which have room for all tokens that stay.
+        view: the block's first slots, followed by the chunk; or other slots.
+        stays: whether each token stays.
+        state: the policy's state of slots, for these tokens.
+        used: number of slots among the tokens.
+        chunk: the chunk; ``None``: none of the tokens has a slot in the block any more.
+        tokens: what `Store.tokens` has returned for them; ``None``: it is asked now.
+    """
+    if chunk is not None and block.store.lying(used) is not None:
+        _add(block, chunk, stays, state)
+        return
+    capacity = block.store.capacity
+    index = _sources(stays, 0 if chunk is None else used, capacity)
+    there, index = index >= 0, index.clamp(min=0)
+    kept = view.positions.gather(-1, index).masked_fill(~there, EMPTY)
+    block.store.take(tokens or block.store.tokens(view, used=used), kept, index)
+    for name, numbers in state.items():
+        block.state[name][..., :capacity] = numbers.gather(-1, index)
+
+
+def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State) -> None:
+    """`settle` in place."""
+    slots, used = block.store.slots(), stays.shape[-1] - chunk.positions.shape[-1]
+    held, coming = stays[..., :used], stays[..., used:]
+    slots.positions[..., :used].masked_fill_(~held, EMPTY)
+    slots.positions[..., used:] = EMPTY
+    for name, numbers in state.items():
+        block.state[name][..., :used] = numbers[..., :used]
+    _close_gaps(block, stays.sum(dim=-1, keepdim=True), state)
+    at, of = _pairs(slots.positions < 0, coming, used)
+    slots.keys[at] = chunk.keys[of]
+    slots.values[at] = chunk.values[of]
+    slots.positions[at] = chunk.positions.expand(coming.shape)[of].to(slots.positions.dtype)
+    for name, numbers in state.items():
+        block.state[name][at] = numbers[..., used:][of].to(block.state[name].dtype)
+
+
+def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
+    """Move tokens that lie beyond the first ``n`` slots of their head into the first empty ones, in order."""
+    slots = block.store.slots()
+    beyond = (slots.positions >= 0) & (torch.arange(block.store.capacity, device=n.device) >= n)
+    if not beyond.any():
+        return
+    at, of = _pairs(slots.positions < 0, beyond, block.store.capacity)
+    for tensor in (*slots, *(block.state[name] for name in state)):
+        tensor[at] = tensor[of]
+    slots.positions[of] = EMPTY
+
+
+def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], used: int) -> tuple[_Index, _Index]:
+    """The slots that tokens of a chunk get, and these tokens, as two indices that belong together."""
+    stop = used + coming.shape[-1]
+    if stop <= free.shape[-1] and not free[..., :used].any() and coming.all():
+        return (*_ALL, slice(used, stop)), _ALL
+    chosen = free & (free.cumsum(dim=-1) <= coming.sum(dim=-1, keepdim=True))
+    return chosen.nonzero(as_tuple=True), coming.nonzero(as_tuple=True)
+
+
+def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Tensor, "B Hk capacity"]:
+    """The place of each slot's token among the first ``used`` slots and the chunk behind them; -1: none."""
+    (S, device), n = (stays.shape[-1], stays.device), stays.sum(dim=-1, keepdim=True)
+    places = torch.arange(max(capacity, S), device=device)
+    held = nn.functional.pad(stays[..., :used], (0, capacity - used)) & (places[:capacity] < n)
+    coming = stays & ~nn.functional.pad(held[..., :used], (0, S - used))
+    free = held.int().argsort(dim=-1, stable=True)  # the empty slots first
+    nth = (coming.cumsum(dim=-1) - 1).clamp(min=0, max=capacity - 1)
+    target = free.gather(-1, nth).masked_fill(~coming, capacity)
+    found = nn.functional.pad(torch.where(held, places[:capacity], -1), (0, 1))
+    return found.scatter(-1, target, places[:S].expand_as(target))[..., :capacity]
+
+
+def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:
+    """The numbers of the first ``used`` slots, followed by the numbers of a chunk."""
+    return torch.cat([slots[:, :, :used], chunk], dim=2)

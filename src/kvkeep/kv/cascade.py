@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.memory import bytes_of
+from kvkeep.kv.memory_usage import bytes_of
 from kvkeep.types import Report
 
 _LATER = torch.iinfo(torch.int64).max

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep.errors import ShapeError
-from kvkeep.memory import Memory
-from kvkeep.store.block import Block
-from kvkeep.store.pooled import PooledStore
-from kvkeep.store.row import RowCopy, pin_row
+from kvkeep.kv.block import Block
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.row_copy import RowCopy, pin_row
 from kvkeep.types import EMPTY
 
 _OF_HEADS = ("store.starts", "store.sizes", "lost", "budget")
