@@ -19,7 +19,7 @@ import kvkeep
 from kvkeep.argument import handed
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.fused import prepare
-from kvkeep.policies._heads import under
+from kvkeep.policies._head_budgets import under
 from kvkeep.rotary import rotation_for
 from kvkeep.types import Phase
 

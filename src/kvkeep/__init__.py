@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from kvkeep.models.packed import pack_weights
     from kvkeep.models.ready import load
     from kvkeep.policies.base import Policy, option
-    from kvkeep.registry import available as available_policies
-    from kvkeep.registry import parse, spec
+    from kvkeep.policies.registry import available as available_policies
+    from kvkeep.policies.registry import parse, spec
     from kvkeep.snapshot.snapshot import Snapshot
     from kvkeep.types import AttentionOptions, Budget, Report, State, View
 

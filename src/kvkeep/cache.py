@@ -31,7 +31,7 @@ from kvkeep.layout import Layout, caches_latents, windows_of
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep.snapshot.arguments import Settings, identities
 from kvkeep.snapshot.caches import SnapshotCache
 from kvkeep.together import Together

@@ -16,9 +16,9 @@ from typing import Any
 from kvkeep import budget as budgets
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.policies._heads import parsed as head_rule
+from kvkeep.policies._head_budgets import parsed as head_rule
 from kvkeep.policies.base import Policy
-from kvkeep.registry import available, parse, split
+from kvkeep.policies.registry import available, parse, split
 from kvkeep.result_files import in_full
 
 NAME = "kvkeep.toml"

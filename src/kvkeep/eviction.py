@@ -15,7 +15,7 @@ from kvkeep.division import divided, protected_slots
 from kvkeep.errors import PolicyError
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, settle
-from kvkeep.policies._heads import average
+from kvkeep.policies._head_budgets import average
 from kvkeep.policies.base import Policy
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
 

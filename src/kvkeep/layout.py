@@ -16,7 +16,7 @@ from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
-from kvkeep.policies._heads import PROFILE, beside, check_joint, under
+from kvkeep.policies._head_budgets import PROFILE, beside, check_joint, under
 from kvkeep.policies.base import Policy
 from kvkeep.rotary import UNROTATED, Rotation, rotation_for, rotation_of
 

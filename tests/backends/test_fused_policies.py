@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
 from kvkeep import held as held_module
-from kvkeep import registry
 from kvkeep.asked import Asked
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import SWITCH
@@ -21,8 +20,9 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.eviction import fuses
 from kvkeep.kv.cascade import Cascade
+from kvkeep.policies import registry
 from kvkeep.policies._mass import HeavyHitters
-from kvkeep.policies.abilities import Sums
+from kvkeep.policies.base import Sums
 from kvkeep.types import AttentionOptions, Phase, Report, View
 
 

@@ -11,7 +11,7 @@ from kvkeep.backends.native import NativeBackend, native, ops
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.layer import Layer
 from kvkeep.noise import Gumbel
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Phase, Slots, Top
 

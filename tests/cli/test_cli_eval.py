@@ -17,7 +17,7 @@ from kvkeep.errors import BudgetError, InputError, pip_install
 from kvkeep.evals.drive import PLAIN
 from kvkeep.evals.plan import Cell, Planned
 from kvkeep.models import load as loading
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 QUICK = ("--tasks", "perplexity", "--policies", "full,local", "--limit", 2, "--window", 40, "--budgets", "20%,12")
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 10

@@ -23,7 +23,7 @@ from kvkeep.errors import InputError
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey
 from kvkeep.models.load import load
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep.result_files import as_text, in_full, read_object
 from kvkeep_lab.analysis import report
 from kvkeep_lab.analysis.report import Folder

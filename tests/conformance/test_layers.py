@@ -10,7 +10,7 @@ from phases import phase_of
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
-from kvkeep.policies._heads import under
+from kvkeep.policies._head_budgets import under
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Phase
 

@@ -7,7 +7,7 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.kv.slot_codec import KV_BITS
-from kvkeep.policies._heads import under
+from kvkeep.policies._head_budgets import under
 from kvkeep.testing import LAWS, Case
 
 POLICIES = [

@@ -12,7 +12,7 @@ import kvkeep
 from kvkeep import BoundedCache, Layer, UnsupportedModelError
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.planning.slots import LayerShape, block_bytes
-from kvkeep.policies._heads import under
+from kvkeep.policies._head_budgets import under
 from kvkeep.together import Together
 from kvkeep.types import Phase
 

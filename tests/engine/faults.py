@@ -18,8 +18,8 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.staging import Staging
 from kvkeep.errors import BudgetError, CapacityError
-from kvkeep.policies._heads import refusal
-from kvkeep.registry import parse
+from kvkeep.policies._head_budgets import refusal
+from kvkeep.policies.registry import parse
 
 from .late import LateQueue
 from .models import VOCABULARY, model

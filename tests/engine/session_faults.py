@@ -11,8 +11,8 @@ from collections import Counter
 
 from kvkeep.engine import Engine, Request
 from kvkeep.errors import KVKeepError
-from kvkeep.policies._heads import refusal
-from kvkeep.registry import parse
+from kvkeep.policies._head_budgets import refusal
+from kvkeep.policies.registry import parse
 
 from .faults import PROMPTS, Faults, run_all
 from .models import model

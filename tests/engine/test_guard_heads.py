@@ -14,7 +14,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.store import DenseStore
-from kvkeep.policies._heads import under
+from kvkeep.policies._head_budgets import under
 
 from .models import model
 from .test_equal import prompt_of

@@ -11,7 +11,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import PolicyError
 from kvkeep.kv.memory_usage import bytes_of
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 from .models import alone, model
 from .test_equal import prompt_of

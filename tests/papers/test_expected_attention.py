@@ -7,7 +7,7 @@ from transformers import GptOssConfig
 
 import kvkeep
 from kvkeep import AttentionOptions, BudgetError, Layer, parse
-from kvkeep.policies._expected import met
+from kvkeep.policies._queries import met
 from kvkeep.rotary import Rotation
 
 from .cases import CHAT, DECODE, Case, family, variant

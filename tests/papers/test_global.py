@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvkeep import AttentionOptions, Layer, parse, together
-from kvkeep.policies._heads import under
+from kvkeep.policies._head_budgets import under
 from kvkeep.types import EMPTY, Phase
 
 from . import lockstep

@@ -36,7 +36,7 @@ from kvkeep.planning.cost import Cost, Experts, ModelShape, Workspace
 from kvkeep.planning.shapes import outline
 from kvkeep.planning.slots import LayerShape
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep.types import AttentionOptions, Phase
 
 GIB, GB = 2**30, 10**9

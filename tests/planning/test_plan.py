@@ -28,7 +28,7 @@ from kvkeep.planning import bandwidth, shapes
 from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
 from kvkeep.planning.plan import DEFAULT_BUDGET, Plan, default_budget, plan
 from kvkeep.planning.slots import LayerShape, joint_bytes
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
 
 CONTEXT = model_folders.TRAINED_LENGTH

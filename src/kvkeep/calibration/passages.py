@@ -21,7 +21,7 @@ from kvkeep.evals.task import Options
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 TAIL = 128
 """Last tokens of a window of text whose predictions are compared."""

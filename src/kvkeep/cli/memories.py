@@ -12,7 +12,7 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.engine.past import Past
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models.load import Checkpoint
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep.result_files import in_full
 from kvkeep.snapshot import Fingerprint, Snapshot
 from kvkeep.snapshot.fingerprint import hash_of_config, name_of_policy, policy_named, rule

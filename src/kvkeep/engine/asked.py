@@ -13,7 +13,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 Asked: TypeAlias = "Request | str"
 """A request, or a text that becomes one."""

@@ -10,7 +10,7 @@ from kvkeep.errors import PolicyError
 from kvkeep.layout import Layout
 from kvkeep.models.load import Model, Tokenizer
 from kvkeep.models.weights import fingerprint
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 from kvkeep.snapshot import Fingerprint
 from kvkeep.snapshot.fingerprint import hash_of_config, name_of_config, rule
 

@@ -23,7 +23,7 @@ from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
-from kvkeep.policies._heads import refusal
+from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside
 from kvkeep.snapshot.shared import mine, whole

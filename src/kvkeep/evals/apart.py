@@ -19,7 +19,7 @@ from kvkeep.evals.run import about, fingerprint, measure
 from kvkeep.evals.task import Options, Task
 from kvkeep.models.device import enough_memory
 from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 
 @dataclass(frozen=True)

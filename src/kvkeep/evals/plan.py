@@ -13,7 +13,7 @@ from kvkeep.evals.task import Task
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from kvkeep.models.ready import load
 from kvkeep.models.suitable import unwrapped
 from kvkeep.models.text import check_length, encode
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 POLICIES = ("h2o", "snapkv", "local")
 """The policies that are compared by default."""

@@ -26,7 +26,7 @@ from kvkeep.planning.setting import Setting
 from kvkeep.planning.shapes import Outline, outline
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 
 DEFAULT_BUDGET = 1024
 

@@ -13,8 +13,7 @@ from kvkeep.budget import between, column, smaller
 from kvkeep.errors import BudgetError
 from kvkeep.kv import ranking
 from kvkeep.pins import Spans
-from kvkeep.policies.abilities import Bursts
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Bursts, Policy, option
 from kvkeep.types import EMPTY, Budget, Report, State, View
 
 LONGEST = 100

@@ -13,8 +13,7 @@ from kvkeep.attention_stats import Mass, Nothing, Statistic
 from kvkeep.budget import column
 from kvkeep.kv import ranking
 from kvkeep.policies._bursts import when_outgrown
-from kvkeep.policies.abilities import Bursts
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Bursts, Policy, option
 from kvkeep.types import EMPTY, Budget, Report, State, View
 
 

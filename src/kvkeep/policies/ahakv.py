@@ -13,9 +13,8 @@ from torch import Tensor, where
 
 from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.kv.ranking import value_prior
-from kvkeep.policies._heads import average
-from kvkeep.policies.abilities import Sums
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies._head_budgets import average
+from kvkeep.policies.base import Policy, Sums, option
 from kvkeep.types import Budget, Report, State, View
 
 

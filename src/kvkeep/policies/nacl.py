@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvkeep.kv import ranking
 from kvkeep.noise import gumbel
-from kvkeep.policies._heads import average
+from kvkeep.policies._head_budgets import average
 from kvkeep.policies._prefill import PrefillOnly
 from kvkeep.policies.base import option
 from kvkeep.types import EMPTY, Budget, State, View

@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.kv import ranking
-from kvkeep.policies._rounds import NewestRows
-from kvkeep.policies._similar import redundancy
+from kvkeep.policies._rounds import NewestRows, redundancy
 from kvkeep.policies.base import option
 from kvkeep.types import State, View
 

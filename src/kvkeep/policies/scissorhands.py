@@ -17,8 +17,7 @@ from kvkeep.attention_stats import Low, LowRows, Statistic
 from kvkeep.budget import column
 from kvkeep.kv import ranking
 from kvkeep.policies._bursts import History
-from kvkeep.policies.abilities import Tally
-from kvkeep.policies.base import option
+from kvkeep.policies.base import Tally, option
 from kvkeep.types import State, View
 
 

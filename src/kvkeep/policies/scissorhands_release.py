@@ -18,8 +18,7 @@ from kvkeep.attention_stats import LastHit, Statistic
 from kvkeep.budget import between
 from kvkeep.kv import ranking
 from kvkeep.policies._bursts import when_outgrown
-from kvkeep.policies.abilities import Bursts
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Bursts, Policy, option
 from kvkeep.policies.scissorhands import Scissorhands
 from kvkeep.types import Budget, Report, State, View
 

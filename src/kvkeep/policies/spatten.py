@@ -16,8 +16,7 @@ from torch import Tensor
 from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.budget import column
 from kvkeep.kv.cascade import Cascade
-from kvkeep.policies.abilities import Bursts, Defaults
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Bursts, Defaults, Policy, option
 from kvkeep.types import Budget, Report, State, View
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep.attention_stats import MassAndLast, Statistic
 from kvkeep.kv import ranking
-from kvkeep.policies._heads import average
+from kvkeep.policies._head_budgets import average
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
 from kvkeep.types import Budget, Report, State, View

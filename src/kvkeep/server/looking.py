@@ -10,7 +10,7 @@ from kvkeep.errors import InputError
 from kvkeep.models import text
 from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT
-from kvkeep.registry import available
+from kvkeep.policies.registry import available
 from kvkeep.server.bodies import body_of
 from kvkeep.server.desk import Desk, in_thread
 from kvkeep.server.errors import parameter, unknown

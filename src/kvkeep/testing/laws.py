@@ -18,7 +18,7 @@ from kvkeep.errors import BudgetError
 from kvkeep.layer import Layer
 from kvkeep.pins import spans
 from kvkeep.policies.base import Policy
-from kvkeep.registry import available, parse, spec
+from kvkeep.policies.registry import available, parse, spec
 from kvkeep.testing.case import Case, Tape, replay, run
 from kvkeep.testing.moving import Fed
 from kvkeep.testing.shared import held, outputs, run_shared

@@ -27,7 +27,7 @@ from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
 from kvkeep.models.opening import check_system
 from kvkeep.planning.plan import DEFAULT_BUDGET
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 ROOM = 8192
 """The default budget of a policy that keeps everything."""

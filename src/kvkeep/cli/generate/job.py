@@ -40,8 +40,8 @@ from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse as parse_policy
-from kvkeep.registry import spec
+from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.policies.registry import spec
 from kvkeep.scale.cluster import check_ray, joined, own_cpus
 
 

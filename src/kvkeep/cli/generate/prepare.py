@@ -29,7 +29,7 @@ from kvkeep.models.system import system_spans
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies.base import Policy
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 
 
 def settled(request: Request, file: str) -> Request:

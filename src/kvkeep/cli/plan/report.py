@@ -18,7 +18,7 @@ from kvkeep.models.load import quiet
 from kvkeep.planning.cost import Cost
 from kvkeep.planning.plan import Plan, plan
 from kvkeep.planning.setting import Setting, name_of
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 
 COUNTED = (
     "weights",

@@ -31,7 +31,7 @@ from kvkeep.models.reading import watched
 from kvkeep.models.text import Writer, check_length
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 
 ROOM = 2048
 """Tokens of questions and answers for which a policy that keeps everything has room by default."""

@@ -29,7 +29,7 @@ from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
 from kvkeep.openai.tool_forms import ToolUse
-from kvkeep.registry import parse as parse_policy
+from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.scale.cluster import check_ray
 from kvkeep.scale.serving import need_serve
 from kvkeep.server.app import make_app

@@ -14,7 +14,7 @@ from kvkeep.evals.plan import Asked
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.text import Writer
 from kvkeep.policies import DEFAULT
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 _IGNORED = ("batch_size", "max_batch_size", "trust_remote_code")
 """Arguments that lm-eval adds by itself."""

@@ -14,7 +14,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals.plan import split_arms
 from kvkeep.evals.report import Row, Table, of_task
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 
 _FOLDER = "kvkeep.evals.recipes"
 _LARGE = 3.0

@@ -22,7 +22,7 @@ from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 PROMPT = 512
 """Tokens of a prompt; prompt and new tokens together are at most the trained length."""

@@ -19,7 +19,7 @@ from kvkeep.evals.tune.documents import Asked, Documents
 from kvkeep.evals.tune.quality import Kind, Tally
 from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 Outcome: TypeAlias = str | list[float]
 """What is stored of a unit: which questions were right, as ``1`` and ``0``; or sums of losses in pieces of the text."""

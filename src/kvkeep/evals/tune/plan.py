@@ -26,7 +26,7 @@ from kvkeep.models.load import Checkpoint
 from kvkeep.planning.setting import Setting
 from kvkeep.planning.shapes import outline
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 from kvkeep.result_files import in_full
 
 CONTEXT = 1024

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvkeep.errors import BudgetError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups import budget_claims
 from kvkeep_lab.analysis.measure import (
     Axes,

@@ -25,7 +25,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.evals.drive import Drive
 from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups import _shared
 from kvkeep_lab.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
 

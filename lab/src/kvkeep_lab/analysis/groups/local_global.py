@@ -24,7 +24,7 @@ from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.layer import Layer
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab import hindsight
 from kvkeep_lab.analysis.groups import _ranks as stats
 from kvkeep_lab.analysis.groups import _shared

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab import hindsight
 from kvkeep_lab.analysis.groups import _ranks as stats
 from kvkeep_lab.analysis.groups import _shared

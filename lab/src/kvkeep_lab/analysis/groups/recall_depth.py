@@ -22,7 +22,7 @@ from kvkeep.evals.task import Options
 from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 from kvkeep.models.tiny.recall import Question
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._shared import lines, mean, percent
 from kvkeep_lab.analysis.measure import (
     Axes,

@@ -19,7 +19,7 @@ from kvkeep.attention_stats import Statistic
 from kvkeep.eviction import limit
 from kvkeep.kv import ranking
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep.types import Phase, Report, View
 from kvkeep_lab.analysis.groups._ranks import uniform_mass
 from kvkeep_lab.analysis.groups._shared import in_bins, lines, percent, show

@@ -18,7 +18,7 @@ from kvkeep.argument import handed
 from kvkeep.cache import BoundedCache
 from kvkeep.evals.recording import Recorder, Tape, record, tapes
 from kvkeep.layer import Layer
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._shared import lines, mean, percent, show
 from kvkeep_lab.analysis.measure import (
     Axes,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvkeep.cli import console
 from kvkeep.cli.plan import report
 from kvkeep.errors import show_bytes, three_digits
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 from kvkeep_lab.fleet.load import FleetLoad
 from kvkeep_lab.fleet.setup import Fleet
 from kvkeep_lab.fleet.sizing import Found

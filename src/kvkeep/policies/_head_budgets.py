@@ -16,8 +16,7 @@ from kvkeep.budget import table
 from kvkeep.errors import BudgetError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.kv import ranking
-from kvkeep.policies.abilities import HeadBudgets, Near
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import HeadBudgets, Near, Policy
 from kvkeep.types import EMPTY, Budget, View
 
 RULES = {"uniform": "", "ada": "0.2", "global": "0.2"}
