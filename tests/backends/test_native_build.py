@@ -14,7 +14,7 @@ import torch
 import kvkeep
 from kvkeep import backends
 from kvkeep.attention_stats import Nothing
-from kvkeep.backends.native import Native, NativeBackend, build, native, packing
+from kvkeep.backends.native import Native, NativeBackend, bindings, build, native
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.types import AttentionOptions, Phase, Slots
 
@@ -144,7 +144,7 @@ def test_without_a_kernel_a_line_says_so_and_the_same_tokens_stay(cache, tmp_pat
     held = {"kernel": kept()}
     assert reason(caplog).endswith(complaint)
     found = load()  # the failure is remembered
-    for module in (packing, backends):
+    for module in (bindings, backends):
         monkeypatch.setattr(module, "native", lambda: found)
     assert backends.choose(torch.device("cpu"), torch.float32).name == "torch"
     assert complaint in backends.why(torch.device("cpu"), torch.float32)
@@ -326,7 +326,7 @@ def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
     def output(backend):
         return backend.attend(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.5))[0]
 
-    monkeypatch.setattr(packing, "native", lambda: Native(None, "not today"))
+    monkeypatch.setattr(bindings, "native", lambda: Native(None, "not today"))
     assert torch.equal(output(NativeBackend()), output(TorchBackend()))
 
 

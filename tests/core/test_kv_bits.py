@@ -214,7 +214,7 @@ def losses_beside_outliers(monkeypatch, **given):
 
     with_outliers(net, 30.0)
     exact, turned = loss(None), loss("4")
-    for module in ("kvkeep.kv.slot_codec", "kvkeep.backends.pool"):
+    for module in ("kvkeep.kv.slot_codec", "kvkeep.backends.copying"):
         monkeypatch.setattr(f"{module}.hadamard", lambda x: x)
     return exact, turned, loss("4")
 

@@ -13,7 +13,7 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import gpu
+from kvkeep.backends.triton import launch
 from kvkeep.engine import Engine, Request, graph
 from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.sampling import Sampling
@@ -82,7 +82,7 @@ def test_other_architectures(name):
 def kernels(monkeypatch):
     """Triton's interpreter does the work; what itself does with tensors is none of the step's business."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    if not gpu.interprets():
+    if not launch.interprets():
         pytest.skip("kernels run compiled here, not interpreted")
     run = interpreter.GridExecutor.__call__
 

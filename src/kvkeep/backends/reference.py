@@ -10,9 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Rows, Statistic
-from kvkeep.backends import again
-from kvkeep.backends.added import Limits
-from kvkeep.backends.protocol import Backend
+from kvkeep.backends import base
+from kvkeep.backends.base import Backend, Limits
 from kvkeep.kv import ranking
 from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
@@ -102,7 +101,7 @@ def reread(
     keys = keys.masked_fill((positions < 0)[..., None], 0.0)
     there = (positions >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
     first = logits(query.double(), keys, visible(now, positions, options.window), options)
-    second = logits(again.turned(query, length, rotation).double(), keys, there, options)
+    second = logits(base.turned(query, length, rotation).double(), keys, there, options)
     total = torch.cat([first, second], dim=-1)
     if options.sinks is not None:
         sinks = options.sinks.double().view(total.shape[1:3])[None, :, :, None, None].expand(*total.shape[:-1], 1)

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep.attention_stats import Rows, Statistic
-from kvkeep.backends.added import Limits
-from kvkeep.backends.protocol import Backend
+from kvkeep.backends.base import Backend, Limits
 from kvkeep.kv import ranking
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 

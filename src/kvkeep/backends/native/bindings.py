@@ -1,15 +1,159 @@
-"""Checks of dtypes and shapes that the kernel relies on and cannot make itself."""
+"""How tensors and numbers become arguments of the kernel."""
 
 from __future__ import annotations
 
+import ctypes
+import struct
+from typing import NamedTuple, TypeAlias
+
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.added import Added, Ring
-from kvkeep.backends.native.coding import Coding, decodable
-from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.wanted import Wanted
-from kvkeep.types import AttentionOptions, Budget
+from kvkeep.backends.base import Added, Ring, Wanted
+from kvkeep.backends.native.build import native
+from kvkeep.kv.slot_codec import NUMBERS, CodedSlots, Codes
+from kvkeep.rotary import Rotation
+from kvkeep.types import AttentionOptions, Budget, Slots
+
+LAST = 2**31 - 1
+"""The largest position: the kernel counts positions in 32 bits."""
+
+
+def strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
+    """From row to row and from head to head; the latter is 0 where one number is for all heads."""
+    return limits.stride(0), limits.stride(1) if limits.shape[1] > 1 else 0
+
+
+def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype; a comparison is cheaper than a conversion to the same dtype."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def bounded(value: Budget) -> Budget:
+    """The value, limited so that the kernel can subtract it from a position without an overflow."""
+    return value.to(torch.int64).clamp(-LAST, LAST) if isinstance(value, Tensor) else max(-LAST, min(value, LAST))
+
+
+def either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
+    """A dense tensor of this dtype and 0, or ``None`` and one number for all."""
+    return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """The tensor's address; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The kernel, if the tensors are ordinary ones in main memory, dense in the last axis, without gradients."""
+    library = native().library
+    if library is None or torch.compiler.is_compiling():
+        return None
+    differentiates = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
+            return None
+        if tensor.stride(-1) != 1 or (differentiates and tensor.requires_grad):
+            return None
+    return library
+
+
+# Slots that hold codes, as the kernel takes them.
+
+Coding: TypeAlias = tuple[Codes, Codes]
+"""Codes of the keys and of the values."""
+
+_CODED = struct.Struct("3q 3q 3q 3q")
+_NONE = bytes(_CODED.size)
+
+
+def coding_of(slots: Slots) -> tuple[Slots, Coding | None]:
+    """The numbers of slots that hold codes, in place of keys and values, and the codes; ``None``: they hold none."""
+    if not isinstance(slots, CodedSlots):
+        return slots, None
+    keys, values = slots.coded_keys, slots.coded_values
+    return Slots(keys.numbers, values.numbers, slots.positions), (keys, values)
+
+
+def packed(coding: Coding | None) -> bytes:
+    """Two structs `Coded` of the kernel."""
+    if coding is None:
+        return _NONE
+    (keys, key_scales, key_bits), (values, value_scales, value_bits) = coding
+    return _CODED.pack(
+        *(key_bits, keys.shape[-1] * 8 // key_bits // key_scales.shape[-1]),
+        *(key_scales.data_ptr(), *key_scales.stride()[:3]),
+        *(value_bits, values.shape[-1] * 8 // value_bits // value_scales.shape[-1]),
+        *(value_scales.data_ptr(), *value_scales.stride()[:3]),
+    )
+
+
+def scales_of(coding: Coding | None) -> tuple[Tensor, ...]:
+    """The scales of keys and values."""
+    return () if coding is None else (coding[0].scales, coding[1].scales)
+
+
+def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
+    """Whether dtypes and shapes of codes are those that are promised to the kernel.
+
+    Args:
+        codes: the codes.
+        slots: rows, KV heads, and slots of each.
+        dim: channels of a vector.
+    """
+    numbers, scales, bits = codes
+    if scales.dtype != torch.float16 or numbers.dtype != NUMBERS.get(bits) or numbers.shape != (*slots, dim * bits / 8):
+        return False
+    groups = scales.shape[-1]
+    return groups > 0 and scales.shape == (*slots, groups) and dim % groups == 0 and dim // groups * bits % 8 == 0
+
+
+# The angles by which the kernel turns unrotated keys to their ranks.
+
+
+class Turn(NamedTuple):
+    """Rows of cosines and sines, in the dtype of the keys.
+
+    Attributes:
+        angles: a row for each rank.
+        back: a row for the true position of each query; ``None`` if queries are unrotated.
+    """
+
+    angles: Float[Tensor, "n F2"]
+    back: Float[Tensor, "B F2"] | None = None
+
+    def fits(self, query: Float[Tensor, "B Hq 1 D"], slots: int) -> bool:
+        """Whether dtypes and shapes are those that are promised to the kernel: a rank for each slot and one more."""
+        (n, width), B, D = self.angles.shape, query.shape[0], query.shape[-1]
+        shape_fits = n > slots and width % 2 == 0 and 0 < width <= D
+        back_fits = self.back is None or self.back.shape == (B, width)
+        return shape_fits and back_fits and all(_is_plain(rows, query.dtype) for rows in self if rows is not None)
+
+    def packed(self) -> tuple[int, int, int]:
+        """Addresses and the number of dims that turn against as many others."""
+        back = 0 if self.back is None else self.back.data_ptr()
+        return self.angles.data_ptr(), back, self.angles.shape[1] // 2
+
+
+def turn_of(rotation: Rotation, slots: int, dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None) -> Turn:
+    """The turn of keys in so many slots.
+
+    Args:
+        rotation: the model's rotary embedding.
+        slots: number of slots.
+        dtype: dtype of the keys.
+        rotated_at: positions to which queries and new keys are rotated; ``None`` if they are unrotated.
+    """
+    back = None if rotated_at is None else rotation.angles_now(rotated_at, dtype)
+    return Turn(rotation.table(slots + 1, dtype), back)
+
+
+def _is_plain(rows: Tensor, dtype: torch.dtype) -> bool:
+    return rows.is_cpu and rows.dtype == dtype and rows.is_contiguous()
+
+
+# Checks of dtypes and shapes that the kernel relies on and cannot make itself.
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types that the kernel knows, with the kernel's numbers for them."""

@@ -6,8 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends.added import Limits
-from kvkeep.backends.protocol import Backend
+from kvkeep.backends.base import Backend, Limits
 from kvkeep.kv.pooled_store import PoolSlots
 from kvkeep.kv.slot_codec import CodedSlots, LazySlots, hadamard
 from kvkeep.rotary import Rotation
