@@ -43,7 +43,7 @@ from peers import transformers as dense
 from transformers import LlamaForCausalLM
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.models.fused import prepare
 from kvkeep.models.packed import PackedLinear

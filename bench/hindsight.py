@@ -19,7 +19,7 @@ import torch
 from lib import report
 
 from kvkeep import Policy, parse
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.task import Options

@@ -20,7 +20,7 @@ from lib.sizes import MIB
 from peers.__main__ import forget_peak, resident_bytes
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.models.fused import prepare
 from kvkeep.types import Phase
 

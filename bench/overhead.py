@@ -16,7 +16,7 @@ from lib import arguments, finish, interleaved, kernel, median_ms, positive, sho
 from transformers import LlamaConfig
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.fused import prepare
 from kvkeep.policies._head_budgets import under

@@ -37,7 +37,7 @@ from lib import (
 from transformers import DynamicCache, PreTrainedModel
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.models.fused import fuse_if_slow
 from kvkeep.types import Phase
 

@@ -26,7 +26,7 @@ import torch
 from lib import report
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.kv.block import Block
 from kvkeep.kv.store import DenseStore
 from kvkeep.models import tiny

@@ -273,4 +273,4 @@ def test_only_one_file_names_the_argument_that_takes_a_cache():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.keyword) and node.arg == "past_key_values"
     ]
-    assert wrong == []  # `kvkeep.argument.handed` knows its name in this version of transformers
+    assert wrong == []  # `kvkeep.cache.hf_layers.handed` knows its name in this version of transformers

@@ -11,7 +11,7 @@ from peers import transformers as dense
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.batch import Batch, Run
 from kvkeep.engine.generation import Generation

@@ -17,7 +17,8 @@ from kvkeep.version import __version__
 if TYPE_CHECKING:
     from kvkeep.attention_stats import Mass, Nothing, Statistic
     from kvkeep.budget import from_ratio as budget_from_ratio
-    from kvkeep.cache import BoundedCache
+    from kvkeep.cache.bounded_cache import BoundedCache
+    from kvkeep.cache.layer import Layer
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.request import Event, Request, Result
     from kvkeep.engine.sampling import Sampling
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     )
     from kvkeep.explain.explaining import explain
     from kvkeep.kv.memory_usage import Memory
-    from kvkeep.layer import Layer
     from kvkeep.models.compiled import compile_layers
     from kvkeep.models.fused import fuse_modules
     from kvkeep.models.hf import attach

@@ -9,7 +9,7 @@ from conformance.cases import GREAT_SINK_AND_ALL, token
 from kvkeep.attention_stats import LastHit, Mass, Nothing
 from kvkeep.backends.native import NativeBackend, native, ops
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.layer import Layer
+from kvkeep.cache.layer import Layer
 from kvkeep.noise import Gumbel
 from kvkeep.policies.registry import parse
 from kvkeep.rotary import Rotation

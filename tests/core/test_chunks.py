@@ -8,10 +8,10 @@ import torch
 
 import kvkeep
 from kvkeep.backends import SWITCH
+from kvkeep.cache.layer import Layer
 from kvkeep.kv.block import Block, settle
 from kvkeep.kv.slot_codec import Beside, at, pieces
 from kvkeep.kv.store import DenseStore
-from kvkeep.layer import Layer
 from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
 

@@ -11,7 +11,7 @@ from test_house import FLOOR, SRC, room
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.native import native
-from kvkeep.layer import Layer
+from kvkeep.cache.layer import Layer
 from kvkeep.types import AttentionOptions, Phase
 
 ROOT = Path(__file__).parents[2]

@@ -84,9 +84,9 @@ class Faults:
     @contextmanager
     def injected(self, network, monkeypatch):
         """Put the faults into a model, the layers' policies, the sampler and the rows."""
+        from kvkeep.cache.layer import Layer
         from kvkeep.engine import rotation, sampler
         from kvkeep.engine.rows import Rows
-        from kvkeep.layer import Layer
 
         def before(module, args):
             if self.strikes("layer"):

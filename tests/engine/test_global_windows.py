@@ -205,7 +205,7 @@ def test_a_run_that_fails_in_any_layer_is_mended_by_a_reset_or_a_memory(layer, m
 
     def fail(ids):
         with monkeypatch.context() as patch:
-            patch.setattr("kvkeep.layer.Layer.step", failing)
+            patch.setattr("kvkeep.cache.layer.Layer.step", failing)
             with pytest.raises(RuntimeError, match="no memory"):
                 feed(cache, ids)
         if layer:

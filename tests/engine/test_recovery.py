@@ -166,7 +166,7 @@ def test_a_listener_that_leaves_while_its_request_is_checked_adds_nothing(monkey
 
 def test_checking_a_request_makes_no_cache(monkeypatch):
     engine = Engine(model("llama"), policy="h2o", budget=20, rows=1)
-    monkeypatch.setattr("kvkeep.cache.BoundedCache.__init__", None)
+    monkeypatch.setattr("kvkeep.cache.bounded_cache.BoundedCache.__init__", None)
     for budget in range(4, 20):
         engine.check(Request(prompt=(1, 2), budget=budget, policy="snapkv:window=2"))
 

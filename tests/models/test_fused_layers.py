@@ -25,9 +25,9 @@ from transformers import (
 )
 
 import kvkeep
-from kvkeep.argument import handed
 from kvkeep.backends import layers
 from kvkeep.backends.native import native
+from kvkeep.cache.hf_layers import handed
 from kvkeep.models import fused
 from kvkeep.models.fused import FusedLinear, chosen, fuse_modules, prepare
 from kvkeep.models.fused_layers import FusedLayer, seconds

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssConfig, SeedOssMLP
 
 import kvkeep
-from kvkeep.argument import handed
 from kvkeep.backends import small
 from kvkeep.backends.native import native
+from kvkeep.cache.hf_layers import handed
 from kvkeep.models import fused, fused_layers
 from kvkeep.models.fused import FusedLinear, chosen, fuse_if_slow, fuse_modules, prepare
 from kvkeep.models.fused_layers import FusedLayer

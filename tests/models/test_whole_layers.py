@@ -12,10 +12,10 @@ from test_fused import fused_copy, made
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.argument import handed
 from kvkeep.backends import layers
 from kvkeep.backends.native import layer_ops, native
 from kvkeep.backends.native.layer_ops import Whole
+from kvkeep.cache.hf_layers import handed
 from kvkeep.policies import DEFAULT
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")

@@ -27,9 +27,9 @@ from transformers import (
 import kvkeep
 from kvkeep.backends import SWITCH
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.kv.block import numbers
-from kvkeep.layer import Layer
 from kvkeep.models.load import quiet
 from kvkeep.planning import cost, slots
 from kvkeep.planning.cost import Cost, Experts, ModelShape, Workspace

@@ -103,7 +103,7 @@ def test_heads_that_share_a_budget_take_what_is_planned(policy: str, kv_bits: st
 
 def test_the_peak_holds_the_layers_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """If no token goes before the last layer has attended. Attention of the model needs little beside its keys."""
-    monkeypatch.setattr("kvkeep.together.AT_ONCE", 1e9)
+    monkeypatch.setattr("kvkeep.cache.shared_budget.AT_ONCE", 1e9)
     sizes = {"num_hidden_layers": 16, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100, "head_dim": 128}
     config = LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=4096)
     config.save_pretrained(tmp_path)
@@ -119,7 +119,7 @@ def test_the_peak_holds_the_layers_that_wait(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_layers_that_wait_hold_the_tokens_of_their_slots_as_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvkeep.together.AT_ONCE", 1e9)
+    monkeypatch.setattr("kvkeep.cache.shared_budget.AT_ONCE", 1e9)
     sizes = {"num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100, "head_dim": 128}
     config = LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=4096)
     config.save_pretrained(tmp_path)

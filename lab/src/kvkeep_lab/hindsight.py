@@ -23,12 +23,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import noise
-from kvkeep.argument import handed
 from kvkeep.attention_stats import Nothing
-from kvkeep.cache import handing_cache
+from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.cache.hf_layers import PhasedCache, handed
 from kvkeep.errors import InputError
 from kvkeep.evals.whole import Adding, Hiding, positions_of
-from kvkeep.handing import PhasedCache
 from kvkeep.kv import ranking
 from kvkeep.policies._mass import HeavyHitters
 from kvkeep.types import EMPTY, Report, State, View

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.budget import MOST
+from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import InputError
 from kvkeep.head_profile import MOST_BYTES, Profile, describe
-from kvkeep.layout import windows_of
 from kvkeep.result_files import as_text, in_full, parse
 
 HEADS, CONFIG = "full_attention_heads.tsv", "config.json"

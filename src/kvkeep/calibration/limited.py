@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.argument import handed
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import choose, reference
-from kvkeep.cache import handing_cache
+from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.cache.hf_layers import handed
 from kvkeep.evals.whole import WholeText
 from kvkeep.models.device import enough_memory
 from kvkeep.types import AttentionOptions, Slots

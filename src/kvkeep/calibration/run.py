@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeAlias
 
-from kvkeep.cache import handing_cache
+from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.cache.hf_layers import HandingLayer
 from kvkeep.calibration import passages
 from kvkeep.calibration.limited import Near, Passage
 from kvkeep.calibration.losses import Bench, Head, Loss
@@ -19,7 +20,6 @@ from kvkeep.evals.asking import Prompted
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import check_positions, past_training
 from kvkeep.evals.whole import Adding
-from kvkeep.handing import HandingLayer
 from kvkeep.head_profile import Profile, describe
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Threads, parse_threads

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.engine import choice
 from kvkeep.engine.asked import usable
 from kvkeep.engine.generation import Generation
@@ -23,7 +24,6 @@ from kvkeep.engine.staging import Staging
 from kvkeep.engine.stops import StopText
 from kvkeep.engine.words import Words
 from kvkeep.errors import BudgetError, InputError, show_bytes
-from kvkeep.layout import Layout
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Model, Tokenizer, position_limit
 from kvkeep.models.offloaded import device_of

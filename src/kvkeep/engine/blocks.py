@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import Number, by_head
+from kvkeep.cache.layer import reach, store_for
 from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.held import reach, store_for
 from kvkeep.kv.block import Block, add_state, lacks, shared
 from kvkeep.kv.joint_block import JointBlock, check_together
 from kvkeep.kv.memory_usage import Memory, bytes_of

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import Number
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.errors import BudgetError, InputError, one_line
 from kvkeep.kv import lost_mass
-from kvkeep.layout import Layout
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase, View

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.engine.batch import Batch
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.segments import Owner

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.errors import PolicyError
-from kvkeep.layout import Layout
 from kvkeep.models.load import Model, Tokenizer
 from kvkeep.models.weights import fingerprint
 from kvkeep.policies.registry import spec

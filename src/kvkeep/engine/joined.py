@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvkeep.handing import HandingLayer, PhasedCache
+from kvkeep.cache.hf_layers import HandingLayer, PhasedCache
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 

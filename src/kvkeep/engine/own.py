@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.argument import handed
-from kvkeep.cache import BoundedCache
-from kvkeep.hybrid import state_part
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import handed, state_part
 from kvkeep.kv.block import Block
 from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.memory_usage import Memory, bytes_of

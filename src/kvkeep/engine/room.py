@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.staging import COPIES, Staging, block_bytes, bound
 from kvkeep.errors import BudgetError, CapacityError, show_bytes
-from kvkeep.layout import Layout
 from kvkeep.models.load import Model
 from kvkeep.policies.base import Policy
 

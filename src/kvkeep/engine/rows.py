@@ -9,25 +9,24 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import Number
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import HandingLayer, PhasedCache, beside_state
+from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import Layout, caches_latents
+from kvkeep.cache.shared_budget import Together
 from kvkeep.engine.blocks import Blocks
 from kvkeep.engine.own import Own, probed, states_of
 from kvkeep.engine.segments import Owner, Segment, joined, segments
-from kvkeep.handing import HandingLayer, PhasedCache
-from kvkeep.hybrid import beside_state
 from kvkeep.kv.block import Block
 from kvkeep.kv.memory_usage import Memory
 from kvkeep.kv.row_copy import has_room
 from kvkeep.kv.store import inference
-from kvkeep.layer import Layer
-from kvkeep.layout import Layout, caches_latents
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside
 from kvkeep.snapshot.shared import mine, whole
-from kvkeep.together import Together
 from kvkeep.types import Phase
 
 Watch: TypeAlias = Callable[[int, Segment, Policy], Policy]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import PhasedCache, handed
 from kvkeep.engine.batch import Batch, Run
 from kvkeep.engine.graph import Graphs
 from kvkeep.engine.joined import Part, joined
@@ -18,7 +18,6 @@ from kvkeep.engine.rows import Rows
 from kvkeep.engine.scoring import is_scored, score
 from kvkeep.engine.trial import Trial
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.handing import PhasedCache
 from kvkeep.models.load import Model
 from kvkeep.models.offloaded import device_of
 

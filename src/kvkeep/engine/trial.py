@@ -19,20 +19,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.budget import largest
+from kvkeep.cache.eviction import head_budgets, kept, scored, shielded
+from kvkeep.cache.shared_budget import positions_of, shared_budgets
 from kvkeep.engine.batch import Batch
 from kvkeep.engine.choice import SHARES
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.segments import Segment
 from kvkeep.errors import PolicyError
-from kvkeep.eviction import head_budgets, kept, scored, shielded
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block
 from kvkeep.kv.joint_block import give
 from kvkeep.kv.slot_codec import Tokens
 from kvkeep.kv.store import inference
 from kvkeep.policies.base import Policy
-from kvkeep.together import positions_of, shared_budgets
 from kvkeep.types import EMPTY, Report, State, View
 
 _LATER = torch.iinfo(torch.int32).max
@@ -233,7 +233,7 @@ class Trial:
 
 
 def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, "B Hk S"]]:
-    """The view with the budgets of heads that share one, and whether each token stays; see `kvkeep.eviction.cut`."""
+    """The view with the budgets of heads that share one, and whether each token stays; see `kvkeep.cache.eviction.cut`."""
     if policy.spreads is not None:
         view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
     return view, ranking.keep(shielded(policy, view, state), view.positions, view.budget)

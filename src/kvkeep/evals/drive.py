@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.argument import handed
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import BudgetError
 from kvkeep.head_profile import Profile
 from kvkeep.kv.slot_codec import check_bits

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.explain import runs
 from kvkeep.explain.explanation import Explanation, Run
@@ -16,7 +17,6 @@ from kvkeep.explain.packed import MOST_MOMENTS
 from kvkeep.explain.pieces import pieces
 from kvkeep.explain.runs import Prompt
 from kvkeep.explain.watch import refuse_states
-from kvkeep.layout import Layout
 from kvkeep.models.device import enough_memory
 from kvkeep.models.generation import ends_of
 from kvkeep.models.hf import attached

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.argument import CACHE_ARGUMENTS, handed_over, taken_as, usual
 from kvkeep.backends import layers
-from kvkeep.handing import PhasedCache
+from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
 from kvkeep.models.fused_calls import Calls, Parts, parts_of
 from kvkeep.models.fused_parts import SCALES, is_close, mixed
 from kvkeep.models.hf import ATTENTION, is_known

@@ -15,12 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvkeep.argument import handed_over
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import choose
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
 from kvkeep.errors import InputError, UnsupportedModelError
-from kvkeep.handing import HandingLayer, unwrap
 from kvkeep.models.device import without_autocast
 from kvkeep.models.masks import PaddingMask, padding_mask
 from kvkeep.models.offloaded import check_offloaded

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import ModelFileError, UnsupportedModelError
 from kvkeep.models import split, tiny
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvkeep.backends import Repeat
-from kvkeep.handing import PhasedCache
-from kvkeep.layer import Layer
+from kvkeep.cache.hf_layers import PhasedCache
+from kvkeep.cache.layer import Layer
 from kvkeep.models.hf import ATTENTION, is_known
 from kvkeep.models.masks import PaddingMask
 from kvkeep.types import AttentionOptions, Phase

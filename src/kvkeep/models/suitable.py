@@ -19,12 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvkeep.argument import CACHE_ARGUMENTS, handed, taken_as
-from kvkeep.cache import BoundedCache, handing_cache
+from kvkeep.cache.bounded_cache import BoundedCache, handing_cache
+from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, handed, state_part, taken_as
+from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.hybrid import state_part
-from kvkeep.layout import windows_of
 from kvkeep.models.offloaded import device_of
 
 _TEXT = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError
 from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained

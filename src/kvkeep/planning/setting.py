@@ -9,9 +9,9 @@ import torch
 
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.budget import Number, by_head
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.layer import Layer
 from kvkeep.kv.block import numbers
-from kvkeep.layer import Layer
 from kvkeep.planning import cost, slots
 from kvkeep.planning.cost import Cost, Packed
 from kvkeep.planning.quantised import Scheme

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvkeep.argument import handed
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import KVKeepError, UnsupportedModelError
-from kvkeep.layer import Layer
 from kvkeep.models.files import locate
 from kvkeep.models.hub import cached_if_unreachable
 from kvkeep.models.load import build_empty, position_limit, read_config, trained_length

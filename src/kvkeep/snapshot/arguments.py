@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import by_head, check_rows
+from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.token_history import rows_of
 from kvkeep.errors import InputError, UnsupportedOperationError
-from kvkeep.history import rows_of
 from kvkeep.kv.cascade import Cascade
-from kvkeep.layer import Layer
-from kvkeep.layout import Layout
 from kvkeep.snapshot.fingerprint import hash_of_config, rule
 from kvkeep.snapshot.snapshot import Snapshot
 

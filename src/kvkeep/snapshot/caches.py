@@ -10,12 +10,11 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from kvkeep.cache.hf_layers import PhasedCache, state_part
+from kvkeep.cache.layer import Layer
+from kvkeep.cache.token_history import History, padded
 from kvkeep.errors import InputError, ShapeError, SnapshotError, UnsupportedOperationError
-from kvkeep.handing import PhasedCache
 from kvkeep.head_profile import Profile
-from kvkeep.history import History, padded
-from kvkeep.hybrid import state_part
-from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.arguments import Settings, check_kind, checked_row, ids_of_row
 from kvkeep.snapshot.contents import check, put, take

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from kvkeep.budget import largest
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.store import inference
-from kvkeep.layer import Layer
 from kvkeep.snapshot.contents import Contents
 
 

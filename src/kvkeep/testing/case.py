@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.backends import reference
-from kvkeep.eviction import head_budgets, limit
+from kvkeep.cache.eviction import head_budgets, limit
+from kvkeep.cache.layer import Layer
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import ranking
 from kvkeep.kv.block import empty
 from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.slot_codec import KV_BITS, decode, encode, encode_keys, hadamard
-from kvkeep.layer import Layer
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Queries, Report, Slots, View

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import reference
 from kvkeep.budget import per_head
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import BudgetError
-from kvkeep.layer import Layer
 from kvkeep.pins import spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import available, parse, spec

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep import engine as engines
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.loading import check_weights, writer_of
@@ -22,7 +23,6 @@ from kvkeep.engine.room import check_room
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.structure import json_structure
 from kvkeep.errors import InputError
-from kvkeep.layout import Layout
 from kvkeep.models import text
 from kvkeep.models.load import Checkpoint, embedded, find
 from kvkeep.models.system import system_spans

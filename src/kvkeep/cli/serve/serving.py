@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve.far import Answering, engine_options, serve_far
@@ -24,7 +25,6 @@ from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.rotation import MOST_HOST_ROWS
 from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.errors import InputError
-from kvkeep.layout import Layout
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import Checkpoint, embedded, find, quiet

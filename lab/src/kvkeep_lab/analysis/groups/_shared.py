@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import PhasedCache, handed
 from kvkeep.evals import metrics
-from kvkeep.handing import PhasedCache
 from kvkeep_lab.analysis.measure import Axes, Skipped, Subject
 
 

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.cache.layer import Layer
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.recording import Tape, members, tapes
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.layer import Layer
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.attention_stats import Rows as Block
 from kvkeep.attention_stats import Statistic
-from kvkeep.eviction import limit
+from kvkeep.cache.eviction import limit
 from kvkeep.kv import ranking
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse

@@ -11,30 +11,30 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
-from kvkeep.argument import usual
-from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
-from kvkeep.handing import (
+from kvkeep.cache.hf_layers import (
     BoundedLayer,
     CountingLayer,
     CountingStepper,
     HandingLayer,
     PhasedCache,
+    beside_state,
     handing_part,
     refuse_rollback,
+    usual,
 )
-from kvkeep.history import Decodes, History, Ids, device_of, padded, rows_of
-from kvkeep.hybrid import beside_state
+from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import Layout, caches_latents, windows_of
+from kvkeep.cache.shared_budget import Together
+from kvkeep.cache.token_history import Decodes, History, Ids, device_of, padded, rows_of
+from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
 from kvkeep.kv.lost_mass import LostShares, shares
 from kvkeep.kv.memory_usage import Memory
-from kvkeep.layer import Layer
-from kvkeep.layout import Layout, caches_latents, windows_of
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 from kvkeep.snapshot.arguments import Settings, identities
 from kvkeep.snapshot.caches import SnapshotCache
-from kvkeep.together import Together
 from kvkeep.types import Phase
 
 

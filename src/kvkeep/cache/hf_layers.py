@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, runtime_checkable
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache as remembered
+from typing import Any, Final, NoReturn, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
-from kvkeep.layer import Layer
 from kvkeep.types import Phase, Stepper
 
 _BYPASSED = (
@@ -273,3 +275,144 @@ def refuse_rollback() -> NoReturn:
         "A bounded cache cannot be cropped: tokens that are evicted cannot come back, so a rollback would leave a "
         "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
     )
+
+
+# Layers that have attention and a state of fixed size at once (FalconH1, Zamba).
+
+
+class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
+    """A layer with attention and a state beside it: keys go to one part, and the state of fixed size is the other.
+
+    Args:
+        keys: the part with keys and values.
+        state: transformers' own layer, of which only the state is used.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, keys: HandingLayer, state: LinearAttentionLayer):
+        self.keys_part: Any = keys
+        self.state = state
+        self.is_sliding = keys.is_sliding
+
+    def __getattr__(self, name: str) -> Any:
+        """The state's attributes.
+
+        Raises:
+            AttributeError: the state has none of this name either.
+        """
+        if name in ("state", "keys_part") or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.state, name)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand the new keys and values on."""
+        handed: tuple[Tensor, Tensor] = self.keys_part.update(*args, **kwargs)
+        return handed
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Update the state's convolution."""
+        return self.state.update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Update the state's recurrence."""
+        return self.state.update_recurrent_state(*args, **kwargs)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: both parts allocate on their first step."""
+
+    def get_seq_length(self) -> int:
+        """The logical length of the sequence."""
+        return int(self.keys_part.get_seq_length())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the logical key axis."""
+        length, offset = self.keys_part.get_mask_sizes(query_length)
+        return length, offset
+
+    def get_max_length(self) -> int:
+        """No limit on the length of a sequence."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` under its name before transformers 5.16."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget both parts."""
+        self.keys_part.reset()
+        LinearAttentionLayer.reset(self.state)  # its class may be one with keys
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        self.keys_part.reorder_cache(beam_idx)
+        LinearAttentionLayer.reorder_cache(self.state, beam_idx)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep only the rows ``indices``, in that order."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse to repeat rows, which transformers does not do for a state.
+
+        Raises:
+            UnsupportedOperationError: always.
+        """
+        raise UnsupportedOperationError(
+            "Rows of a cache with states cannot be repeated. Repeat the rows of input_ids before the first call."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to roll back, as the part with keys does."""
+        self.keys_part.crop(tokens_to_remove)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Both parts, for copies."""
+        return dict(vars(self))
+
+
+def state_part(layer: object) -> object | None:
+    """The part of a cache's layer that is a state; ``None`` if it has none."""
+    part = layer.state if isinstance(layer, HybridLayer) else layer
+    return None if isinstance(part, HandingLayer) else part
+
+
+def beside_state(keys: HandingLayer, original: object) -> HandingLayer | HybridLayer:
+    """A layer that takes the place of transformers' ``original``, whose state it keeps if there is one."""
+    return HybridLayer(keys, original) if isinstance(original, LinearAttentionLayer) else keys
+
+
+# The argument by which a decoder of transformers takes its cache: ``cache`` since 5.24, ``past_key_values`` before.
+
+CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
+"""The names, the newest first."""
+
+
+def taken_as(kind: type) -> str | None:
+    """The name under which ``forward`` of a class takes a cache; ``None`` if it names no cache."""
+    return _among(getattr(kind, "forward", kind.__call__))
+
+
+def handed(model: object, cache: object) -> dict[str, Any]:
+    """Keyword arguments that hand a cache to a model, also to one within a wrapper that passes everything on."""
+    return {taken_as(type(model)) or usual(): cache}
+
+
+def handed_over(given: Mapping[str, Any]) -> Any:
+    """The cache among the keyword arguments of a forward; ``None`` if there is none."""
+    return next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+
+
+def usual() -> str:
+    """The name that the installed transformers gives it."""
+    from transformers import GenerationMixin  # here, since the command line starts without transformers
+
+    return _among(GenerationMixin.prepare_inputs_for_generation) or CACHE_ARGUMENTS[-1]
+
+
+@remembered
+def _among(function: Callable[..., Any]) -> str | None:
+    known = inspect.signature(function).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in known), None)

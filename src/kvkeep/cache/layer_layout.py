@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from kvkeep import budget as budgets
 from kvkeep.budget import Number
-from kvkeep.capacity import check_pins
+from kvkeep.cache.eviction import check_pins
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads

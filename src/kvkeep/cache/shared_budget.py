@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep.budget import table
-from kvkeep.division import divided, may_stay
+from kvkeep.cache.eviction import divided, kept, may_stay, scored
 from kvkeep.errors import UnsupportedOperationError
-from kvkeep.eviction import kept, scored
 from kvkeep.kv import lost_mass
 from kvkeep.kv.block import Block, settle
 from kvkeep.kv.joint_block import JointBlock, PartBlock, divide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,13 +12,71 @@ from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
 from kvkeep.backends import Added, Backend, Limits, Repeat, Ring
-from kvkeep.division import divided, protected_slots
-from kvkeep.errors import PolicyError
+from kvkeep.errors import CapacityError, PolicyError
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, settle
+from kvkeep.pins import Spans
 from kvkeep.policies._head_budgets import average
 from kvkeep.policies.base import Policy
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
+
+# Budgets of heads from the scores of their tokens: the policy's rule, and what pins need beside it.
+
+
+def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
+    """The budgets that a policy gives to heads. Where pins need more, heads with more give of what they have above it.
+
+    The sum over a row's heads stays the same.
+    """
+    assert policy.spreads is not None
+    found = policy.spreads.heads(policy, view, score)
+    if view.pins is None:
+        return found
+    found = view.heads.all(found)
+    held = _needed(policy, view, found.sum(dim=-1, keepdim=True) // found.shape[1])
+    above = (found - held).clamp(min=0)
+    free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)
+    shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)
+    budgets = torch.where((found < held).any(dim=-1, keepdim=True), held + ranking.rounded(shares, free), found)
+    return view.heads.mine(budgets)
+
+
+def may_stay(
+    policy: Policy, view: View, score: Float[Tensor, "B Hk S"], mean: Int[Tensor, "B 1"], *, heads: int
+) -> Bool[Tensor, "B Hk S"]:
+    """Whether each token may stay when other heads will join the division; the others go, whatever these hold.
+
+    Args:
+        policy: its heads share a budget over the layers.
+        view: the heads that have come so far.
+        score: of their tokens.
+        mean: budget of a head on average.
+        heads: number of heads that will share the budget.
+    """
+    assert policy.spreads is not None
+    assert policy.spreads.ceilings is not None
+    view = replace(view, budget=mean)
+    most = policy.spreads.ceilings(policy, view, score, heads)
+    if view.pins is not None:
+        most = most.maximum(_needed(policy, view, mean)) + 2  # what `divided` may round up
+    best = ranking.keep(score.nan_to_num(nan=-torch.inf), view.positions, most)
+    return (best | protected_slots(policy, replace(view, budget=most))) & (view.positions >= 0)
+
+
+def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor, "B heads"]:
+    """The slots that each head needs for pinned tokens, and those that an equal share of the budget protects."""
+    pins = view.pins
+    assert pins is not None
+    view = replace(view, budget=mean)
+    coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(mean)[1]
+    return view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)  # generated tokens may be, too
+
+
+def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:
+    """Whether each slot holds a token that may not be evicted: a sink, a recent one or a pinned one."""
+    sinks, recent = policy.protected(view.budget)
+    held = ranking.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+    return held & (view.positions >= 0)
 
 
 def append(
@@ -293,3 +352,72 @@ def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]
         f"{type(policy).__name__}.score returned {kind}. It must return floats of the shape of view.positions, here "
         f"{tuple(view.positions.shape)}: for whole numbers add .float()."
     )
+
+
+# Room for what may not be evicted: the tokens of policies that never evict, and pins. It is checked before a step.
+
+
+def check_room(
+    policy: Policy, block: Block, T: int, real: Bool[Tensor, "B T"] | None, *, phase: Phase, window: int | None
+) -> None:
+    """Refuse new tokens for which a policy that does not evict has no room.
+
+    Args:
+        policy: the eviction policy.
+        block: the slots.
+        T: new tokens per row.
+        real: which of them are no padding; ``None``: all.
+        phase: what the tokens are. Those that are only read again need no room.
+        window: sliding window of the layer.
+
+    Raises:
+        CapacityError: a row would hold more tokens than its budget.
+    """
+    grows = policy.grows is not None and phase is Phase.DECODE
+    if phase is Phase.PROBE or (policy.evicts and not grows):
+        return
+    coming = T if real is None else real.sum(dim=1, keepdim=True)
+    _check(block, coming + (block.held() if policy.evicts else block.seen[:, None]), window=window)
+
+
+def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> None:
+    """Refuse tokens for which there are no slots.
+
+    Args:
+        block: the slots and their budgets.
+        needed: slots that each row would occupy in each head, or in all heads.
+        window: sliding window of the layer. A budget that holds the whole window has room for any number of tokens.
+
+    Raises:
+        CapacityError: a row would hold more tokens than its budget.
+    """
+    if isinstance(block.budget, int) and bool((needed <= block.budget).all()):
+        return  # the usual case, without the operators below
+    room = torch.as_tensor(block.budget, device=needed.device).expand_as(needed)
+    endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
+    for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
+        n, budget = int(needed[row, head]), int(room[row, head])
+        raise CapacityError(
+            f"Row {row} has reached {n} tokens, its budget is {budget}, and this policy "
+            "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
+            "room), or another policy."
+        )
+
+
+def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *, window: int | None) -> None:
+    """Refuse pins for which a row has no room.
+
+    Args:
+        policy: protects tokens of its own.
+        budgets: one number for all rows, or one per row.
+        pins: one entry for all rows, or one per row.
+        window: sliding window of the layer. Where the budget holds all of it, no token has to go before it expires.
+
+    Raises:
+        BudgetError: a row's pinned and protected tokens are more than its budget.
+    """
+    rows = max(len(budgets), len(pins))
+    for row in range(rows if pins else 0):
+        budget = budgets[row if len(budgets) == rows else 0]
+        if window is None or budget < window:
+            policy.check_pins(budget, pins[row if len(pins) == rows else 0])
