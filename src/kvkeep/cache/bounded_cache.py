@@ -33,8 +33,8 @@ from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
-from kvkeep.snapshot.arguments import Settings, identities
-from kvkeep.snapshot.caches import SnapshotCache
+from kvkeep.snapshot.cache_mixin import SnapshotCache
+from kvkeep.snapshot.snapshot import Settings, identities
 from kvkeep.types import Phase
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.errors import InputError
 from kvkeep.result_files import Lock, sync_folder
-from kvkeep.snapshot.writing import check_target, not_saved
+from kvkeep.snapshot.file_io import check_target, not_saved
 
 if TYPE_CHECKING:
     from kvkeep.engine.shelf import Kept

@@ -17,8 +17,7 @@ from kvkeep.kv.memory_usage import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.models.offloaded import device_of
 from kvkeep.snapshot import Contents
-from kvkeep.snapshot.contents import put_beside, take_beside
-from kvkeep.snapshot.states import StateCopy
+from kvkeep.snapshot.contents import StateCopy, put_beside, take_beside
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,7 @@ from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot.contents import Contents, check_beside
-from kvkeep.snapshot.shared import mine, whole
+from kvkeep.snapshot.contents import Contents, check_beside, mine, whole
 from kvkeep.types import Phase
 
 Watch: TypeAlias = Callable[[int, Segment, Policy], Policy]

@@ -16,17 +16,9 @@ from kvkeep.cache.token_history import History, padded
 from kvkeep.errors import InputError, ShapeError, SnapshotError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot.arguments import Settings, check_kind, checked_row, ids_of_row
-from kvkeep.snapshot.contents import check, put, take
-from kvkeep.snapshot.fingerprint import (
-    Fingerprint,
-    name_of_config,
-    name_of_policy,
-    policy_named,
-)
-from kvkeep.snapshot.layers import blocks_for
-from kvkeep.snapshot.shared import mine, whole
-from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.contents import blocks_for, check, mine, put, take, whole
+from kvkeep.snapshot.fingerprint import Fingerprint, name_of_config, name_of_policy, policy_named
+from kvkeep.snapshot.snapshot import Settings, Snapshot, check_kind, checked_row, ids_of_row
 
 _Cache = TypeVar("_Cache", bound="SnapshotCache")
 
