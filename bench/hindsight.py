@@ -27,7 +27,7 @@ from kvkeep.evals.tasks.mass import Mass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep_lab import hindsight
 from kvkeep_lab.hindsight import H2OGlobal, Totals
 

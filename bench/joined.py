@@ -21,7 +21,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.batch import Batch, Run
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.sampling import Sampling
-from kvkeep.models.fused import prepare
+from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase
 
 COLUMNS = ["runs of the model", "CPU ms (minimum)", "against one by one"]

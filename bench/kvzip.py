@@ -26,7 +26,7 @@ from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.recall import Recall
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep_lab import kvzip
 
 COLUMNS = ["tokens", "budget", "rule", "stays, %", "minus kvzip", "questions"]

@@ -21,7 +21,7 @@ from peers.__main__ import forget_peak, resident_bytes
 
 import kvkeep
 from kvkeep.cache.hf_layers import handed
-from kvkeep.models.fused import prepare
+from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase
 
 COLUMNS = ["tokens read", "seconds", "tokens/s", "cache MiB", "peak MiB"]

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 import kvkeep
 from kvkeep.cache.hf_layers import handed
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.models.fused import prepare
+from kvkeep.models.prepare import prepare
 from kvkeep.policies._head_budgets import under
 from kvkeep.rotary import rotation_for
 from kvkeep.types import Phase

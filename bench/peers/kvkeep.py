@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.kv.store import inference
-from kvkeep.models.fused import prepare
+from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
 

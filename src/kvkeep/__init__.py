@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     )
     from kvkeep.explain.explaining import explain
     from kvkeep.kv.memory_usage import Memory
-    from kvkeep.models.compiled import compile_layers
-    from kvkeep.models.fused import fuse_modules
-    from kvkeep.models.hf import attach
-    from kvkeep.models.packed import pack_weights
-    from kvkeep.models.ready import load
+    from kvkeep.models.attention import attach
+    from kvkeep.models.compile import compile_layers
+    from kvkeep.models.fused_modules import pack_weights
+    from kvkeep.models.load import load_with_tokenizer
+    from kvkeep.models.prepare import fuse_modules
     from kvkeep.policies.base import Policy, option
     from kvkeep.policies.registry import available as available_policies
     from kvkeep.policies.registry import parse, spec

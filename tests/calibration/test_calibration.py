@@ -17,9 +17,9 @@ from kvkeep.calibration.part import Part
 from kvkeep.calibration.run import Job, Settings, calibrate, needs
 from kvkeep.head_profile import Profile
 from kvkeep.models import load
-from kvkeep.models.suitable import auto_class
-from kvkeep.models.text import Writer
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.support import auto_class
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
 from kvkeep.result_files import Lock
 
 SIZES = {

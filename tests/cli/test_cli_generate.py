@@ -22,7 +22,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.stops import TextPieces
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, load, quiet
-from kvkeep.models.text import encode
+from kvkeep.models.tokenization import encode
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies import DEFAULT
 

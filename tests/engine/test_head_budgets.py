@@ -15,7 +15,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.weight_hash import fingerprint
 from kvkeep.types import Phase
 
 from .models import DEVICE, model

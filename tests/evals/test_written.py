@@ -21,7 +21,7 @@ from kvkeep.evals.tasks.long_generation import LongGeneration
 from kvkeep.evals.tasks.summary import Summary
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 ARTICLE = " ".join(f"The fox number {i} ran home." for i in range(12))
 

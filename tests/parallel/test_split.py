@@ -146,7 +146,7 @@ def test_a_model_is_only_split_by_torchrun(monkeypatch):
 
 
 def split_options(config=None, *, device="auto", load_in=None):
-    from kvkeep.models.split import options
+    from kvkeep.models.tensor_parallel import options
 
     return options(config or LlamaConfig(), device=device, load_in=load_in)
 

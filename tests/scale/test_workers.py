@@ -15,7 +15,7 @@ from kvkeep.engine import Engine
 from kvkeep.errors import InputError, pip_install
 from kvkeep.jobs.lines import BadLine, parse
 from kvkeep.jobs.survey import Survey
-from kvkeep.models import templates
+from kvkeep.models import chat_templates
 from kvkeep.scale import cluster
 from kvkeep.scale.cluster import Need, Node, check_ray, check_room, check_versions, last_words, share
 from kvkeep.scale.worker import Built, EngineFacts, Worker
@@ -213,10 +213,12 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
     monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
     monkeypatch.setattr(far, "Crew", crew)
     assert "This is enough." in run("-i", lines[0], "-o", lines[1], "--ray-workers", 1).said
-    templates._WORKER.end()
+    chat_templates._WORKER.end()
     built = made[0](None)
-    assert templates._WORKER.runs
-    monkeypatch.setattr(templates, "_WORKER", None)  # it has begun, but a line that fails is no failure of the worker
+    assert chat_templates._WORKER.runs
+    monkeypatch.setattr(
+        chat_templates, "_WORKER", None
+    )  # it has begun, but a line that fails is no failure of the worker
     assert isinstance(made[0](built.layout), Built)
 
 
@@ -245,14 +247,14 @@ def test_options_that_make_no_job(lines, options, word):
 
 
 def test_the_layout_of_weights_is_followed_without_a_measurement(monkeypatch):
-    from kvkeep.models import fused, packed
+    from kvkeep.models import fused_modules, prepare
 
     for like in [(False, False), (True, False), (False, True), (True, True)]:
         network, _ = kvkeep.load(dtype="float32")
         with monkeypatch.context() as patch:
-            for module in (fused, packed):
+            for module in (prepare, fused_modules):
                 patch.setattr(module, "faster", lambda *args, **kwargs: 1 / 0)
-            fused.prepare(network, 4, like)
-        got = fused.chosen(network)
+            prepare.prepare(network, 4, like)
+        got = prepare.chosen(network)
         assert got[1] == like[1]
         assert got[0] <= like[0]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, UnsupportedModelError, pip_install
 from kvkeep.models import load as loading
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.result_files import Lock
 from kvkeep.scale import crew
 from kvkeep_lab.analysis import run as running

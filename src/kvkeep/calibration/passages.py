@@ -18,9 +18,8 @@ from kvkeep.evals.asking import NEW_TOKENS, Prompted, ask, right, wording_of
 from kvkeep.evals.drive import Drive, batches, left_padded
 from kvkeep.evals.replies import decode_greedily
 from kvkeep.evals.task import Options
-from kvkeep.models.generation import ends_of
-from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.load import Checkpoint, ends_of
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 
 TAIL = 128

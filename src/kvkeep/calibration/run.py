@@ -22,7 +22,7 @@ from kvkeep.evals.task import check_positions, past_training
 from kvkeep.evals.whole import Adding
 from kvkeep.head_profile import Profile, describe
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.result_files import as_text
 
 METHOD = 1

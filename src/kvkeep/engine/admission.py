@@ -24,10 +24,9 @@ from kvkeep.engine.staging import Staging
 from kvkeep.engine.stops import StopText
 from kvkeep.engine.words import Words
 from kvkeep.errors import BudgetError, InputError, show_bytes
-from kvkeep.models.generation import ends_of
-from kvkeep.models.load import Model, Tokenizer, position_limit
-from kvkeep.models.offloaded import device_of
-from kvkeep.models.suitable import placeholders
+from kvkeep.models.device import device_of
+from kvkeep.models.load import Model, Tokenizer, ends_of, position_limit
+from kvkeep.models.support import placeholders
 from kvkeep.pins import Spans, end, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Fingerprint, Snapshot

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvkeep.config import Config
 from kvkeep.errors import InputError
-from kvkeep.models.ready import load
+from kvkeep.models.load import load_with_tokenizer
 
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 """The path of a ``kvkeep.toml``, or its content as a mapping."""
@@ -37,5 +37,5 @@ def configured(
     name, dtype, load_in = (settings.pop(key, None) for key in ("model", "dtype", "load_in"))
     if isinstance(model, nn.Module):
         return {"model": model, **settings, **options}
-    loaded, tokenizer = load(name if model is None else model, dtype=dtype or "auto", load_in=load_in)
+    loaded, tokenizer = load_with_tokenizer(name if model is None else model, dtype=dtype or "auto", load_in=load_in)
     return {"model": loaded, "tokenizer": tokenizer, **settings, **options}

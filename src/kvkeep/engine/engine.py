@@ -29,10 +29,10 @@ from kvkeep.engine.shelf import Shelf
 from kvkeep.engine.split import Agreement, check_split
 from kvkeep.engine.staging import staging_for
 from kvkeep.kv.memory_usage import Memory
-from kvkeep.models.hf import attach
+from kvkeep.models.attention import attach
+from kvkeep.models.device import device_of
 from kvkeep.models.load import Tokenizer
-from kvkeep.models.offloaded import device_of
-from kvkeep.models.suitable import generator
+from kvkeep.models.support import generator
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 

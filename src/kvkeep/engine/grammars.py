@@ -21,7 +21,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.structure import NAMES, Structure
 from kvkeep.errors import InputError, pip_install
 from kvkeep.models.load import Tokenizer
-from kvkeep.models.worker import Worker
+from kvkeep.models.sandbox import Worker
 
 TIMEOUT_S = 5.0
 MEMORY_BYTES = 2**27

@@ -9,7 +9,7 @@ from functools import cached_property
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.errors import PolicyError
 from kvkeep.models.load import Model, Tokenizer
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.weight_hash import fingerprint
 from kvkeep.policies.registry import spec
 from kvkeep.snapshot import Fingerprint
 from kvkeep.snapshot.fingerprint import hash_of_config, name_of_config, rule

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.session import Session
 from kvkeep.engine.work import Work
-from kvkeep.models.opening import noted
+from kvkeep.models.document_prompt import noted
 from kvkeep.pins import Span
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Snapshot

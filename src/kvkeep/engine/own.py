@@ -14,8 +14,8 @@ from kvkeep.cache.hf_layers import handed, state_part
 from kvkeep.kv.block import Block
 from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.memory_usage import Memory, bytes_of
-from kvkeep.models.hf import Decoder
-from kvkeep.models.offloaded import device_of
+from kvkeep.models.attention import Decoder
+from kvkeep.models.device import device_of
 from kvkeep.snapshot import Contents
 from kvkeep.snapshot.contents import StateCopy, put_beside, take_beside
 

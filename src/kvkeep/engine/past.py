@@ -12,7 +12,7 @@ import torch
 from kvkeep.engine.prompts import conversation
 from kvkeep.engine.sampling import whole_within
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.models.opening import Opening, opening_of
+from kvkeep.models.document_prompt import Opening, opening_of
 from kvkeep.pins import Spans
 from kvkeep.snapshot import Contents, Snapshot
 
@@ -27,7 +27,7 @@ class Past:
         ids: the token ids that the memory stands for.
         pending: token ids that follow, and that the model has not read: usually the last token of an answer.
         messages: the conversation that they are, ending with an answer; empty if they are something else.
-        opening: set while they end inside of the user's first message, see `kvkeep.models.opening`.
+        opening: set while they end inside of the user's first message, see `kvkeep.models.document_prompt`.
         pins: the spans that its memory holds pinned.
         budgets: the budget of its memory in each layer; a tuple where heads have their own.
     """

@@ -21,7 +21,7 @@ from kvkeep.kv.block import Block
 from kvkeep.kv.memory_usage import Memory
 from kvkeep.kv.row_copy import has_room
 from kvkeep.kv.store import inference
-from kvkeep.models.hf import Decoder
+from kvkeep.models.attention import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies.base import Policy

@@ -18,8 +18,8 @@ from kvkeep.engine.rows import Rows
 from kvkeep.engine.scoring import is_scored, score
 from kvkeep.engine.trial import Trial
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.device import device_of
 from kvkeep.models.load import Model
-from kvkeep.models.offloaded import device_of
 
 _ALONE = {
     "kosmos-2.5": "counts positions in a way of its own",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from kvkeep.models.limits import limit_memory, serve
+from kvkeep.models.sandbox_limits import limit_memory, serve
 
 _TOKENIZER_BYTES = 2**31
 _FOUND: list[LLTokenizer] = []

@@ -8,9 +8,9 @@ from typing import cast
 from kvkeep.engine.past import Past
 from kvkeep.engine.request import Request
 from kvkeep.errors import InputError
-from kvkeep.models import text
+from kvkeep.models import tokenization
+from kvkeep.models.document_prompt import Opening, opened
 from kvkeep.models.load import Checkpoint, Model, Tokenizer
-from kvkeep.models.opening import Opening, opened
 
 
 class Words:
@@ -38,13 +38,13 @@ class Words:
             return tuple(cast(Sequence[int], request.prompt))
         checkpoint = self._checkpoint(request)
         if isinstance(request.prompt, str):
-            ids = text.encode(checkpoint, request.prompt, raw=request.raw)
+            ids = tokenization.encode(checkpoint, request.prompt, raw=request.raw)
         else:
-            ids = text.encode_chat(checkpoint, request.messages or (), request.tools)
+            ids = tokenization.encode_chat(checkpoint, request.messages or (), request.tools)
         return tuple(ids[0].tolist())
 
     def opened(self, asked: str, *, system: str | None, raw: bool) -> tuple[list[int], Opening]:
-        """Return the token ids of a text that questions will follow, see `kvkeep.models.opening.opened`."""
+        """Return the token ids of a text that questions will follow, see `kvkeep.models.document_prompt.opened`."""
         return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
     def continued(self, request: Request, past: Past) -> tuple[int, ...]:
@@ -67,8 +67,8 @@ class Words:
             return before + tuple(past.opening.rest(checkpoint, question, past.ids, more))
         new = self.messages_of(request)
         if not new:
-            return before + tuple(text.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
-        ids = tuple(text.encode_next(checkpoint, past.messages, new, request.tools)[0].tolist())
+            return before + tuple(tokenization.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
+        ids = tuple(tokenization.encode_next(checkpoint, past.messages, new, request.tools)[0].tolist())
         if past.messages and past.pending and past.pending[-1] in self._ends:
             before = before[:-1]
         return before + ids

@@ -19,7 +19,7 @@ from kvkeep.errors import BudgetError
 from kvkeep.head_profile import Profile
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.rotary import rotation_for
 

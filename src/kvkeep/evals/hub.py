@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError, pip_install
-from kvkeep.models.hub import UNREACHABLE, cached_if_unreachable
+from kvkeep.models.files import UNREACHABLE, cached_if_unreachable
 
 _READERS = {"Parquet", "Arrow", "Json", "Csv"}
 """The package's classes that read tables. Others would unpickle, or decode pictures and archives."""

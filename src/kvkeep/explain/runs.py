@@ -16,7 +16,7 @@ from kvkeep.cache.layer_layout import windows_of
 from kvkeep.explain.ledger import Answered, Ledger
 from kvkeep.explain.overheard import Heard, overheard
 from kvkeep.explain.watch import FullCache, feed, watch
-from kvkeep.models.suitable import unwrapped
+from kvkeep.models.support import unwrapped
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 

@@ -115,7 +115,7 @@ class Output:
 
     @property
     def weight_layout(self) -> tuple[bool, bool] | None:
-        """How an earlier run of the job laid out the weights, see `kvkeep.models.fused.chosen`; `None` if unknown."""
+        """How an earlier run of the job laid out the weights, see `kvkeep.models.prepare.chosen`; `None` if unknown."""
         said = self.made_by.get(LAYOUT)
         if isinstance(said, list | tuple) and [type(one) for one in said] == [bool, bool]:
             return said[0], said[1]

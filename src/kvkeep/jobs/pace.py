@@ -48,7 +48,7 @@ class Pace:
         """Note that some layers have read tokens of a prompt that is not read to its end.
 
         Args:
-            tokens: a fraction of the tokens that these layers have read, as `kvkeep.models.reading.watched` counts.
+            tokens: a fraction of the tokens that these layers have read, as `kvkeep.models.load.watched` counts.
             now: the present time.
         """
         self._in_part += tokens

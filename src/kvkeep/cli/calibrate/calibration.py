@@ -24,8 +24,7 @@ from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.errors import InputError
 from kvkeep.head_profile import Profile
 from kvkeep.models import threads
-from kvkeep.models.files import locate
-from kvkeep.models.hub import cached_if_unreachable
+from kvkeep.models.files import cached_if_unreachable, locate
 from kvkeep.models.load import embedded, find, quiet, read_config
 
 EMBEDDED = "the embedded model"

@@ -24,8 +24,8 @@ from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.document_prompt import check_system
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
-from kvkeep.models.opening import check_system
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.registry import parse
 

@@ -12,7 +12,7 @@ from kvkeep.cli import console
 from kvkeep.engine import Engine
 from kvkeep.engine.request import Request, Result
 from kvkeep.jobs.pace import Pace, Work
-from kvkeep.models.reading import watched
+from kvkeep.models.load import watched
 
 
 class Bar:

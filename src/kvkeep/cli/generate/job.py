@@ -32,12 +32,12 @@ from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import Line, digest, read
 from kvkeep.jobs.output import LAYOUT, Output
 from kvkeep.jobs.survey import Judge, Survey, problem, remove_bad
-from kvkeep.models import split, threads
+from kvkeep.models import tensor_parallel, threads
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.fused import chosen
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
-from kvkeep.models.text import Writer
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.prepare import chosen
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse as parse_policy
@@ -63,7 +63,7 @@ def serve(request: Request, batch: Batch) -> None:
         quiet(),
         threads.restored(),
         enough_memory(device),
-        split.left(),
+        tensor_parallel.left(),
         lines_of(batch) as source,
         published(together(batch)) as batch,
     ):

@@ -25,10 +25,9 @@ from kvkeep.engine import Engine, Result
 from kvkeep.engine.room import check_room
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import Checkpoint, Model, embedded, find, quiet
-from kvkeep.models.opening import Opening, noted, opened
-from kvkeep.models.reading import watched
-from kvkeep.models.text import Writer, check_length
+from kvkeep.models.document_prompt import Opening, noted, opened
+from kvkeep.models.load import Checkpoint, Model, embedded, find, quiet, watched
+from kvkeep.models.tokenization import Writer, check_length
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec

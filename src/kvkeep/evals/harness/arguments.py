@@ -12,7 +12,7 @@ from kvkeep.evals.drive import Setup
 from kvkeep.evals.harness.scoring import Bounded
 from kvkeep.evals.plan import Asked
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.registry import parse
 

@@ -13,7 +13,7 @@ from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.diversity import continued
 from kvkeep.evals.texts import describe
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 
 _MOST = 512

@@ -22,7 +22,7 @@ from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.recording import Tape, members, tapes
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 from kvkeep_lab import hindsight

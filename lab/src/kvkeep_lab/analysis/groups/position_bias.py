@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 from kvkeep_lab import hindsight
 from kvkeep_lab.analysis.groups import _ranks as stats

@@ -20,8 +20,8 @@ from kvkeep.cli.workers import ended_with_its_cluster
 from kvkeep.models import load, threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import quiet
-from kvkeep.models.quantised import check_format
-from kvkeep.models.text import Writer
+from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tokenization import Writer
 from kvkeep.scale.cluster import check_ray
 from kvkeep_lab.analysis import page, report
 from kvkeep_lab.analysis.job import Job, find, read

@@ -15,7 +15,7 @@ from kvkeep.cli.workers import PROCESS_BYTES, interruptible, room_for, whole
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.planning.plan import plan
 from kvkeep.scale.bench import MEASUREMENTS, ModelFacts, Refusal
 from kvkeep.scale.cluster import joined, own_cpus

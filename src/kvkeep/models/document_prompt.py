@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from kvkeep.errors import InputError
+from kvkeep.models.chat_templates import fill
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.templates import fill
-from kvkeep.models.text import encode, encode_rest
+from kvkeep.models.tokenization import encode, encode_rest
 from kvkeep.snapshot import Snapshot
 
 SEPARATOR = "\n\n"

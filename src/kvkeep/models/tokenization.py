@@ -16,13 +16,13 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError
+from kvkeep.models.attention import attach
+from kvkeep.models.chat_templates import fill
 from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained
-from kvkeep.models.fused import fuse_if_slow
-from kvkeep.models.hf import attach
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.suitable import auto_class
-from kvkeep.models.templates import fill
+from kvkeep.models.prepare import fuse_if_slow
+from kvkeep.models.support import auto_class
 
 
 def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:

@@ -12,10 +12,19 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from kvkeep.backends import choose, small
-from kvkeep.models.fused_calls import is_decoder
-from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, seconds
-from kvkeep.models.fused_parts import TOLERANCE, FusedGate, FusedLinear, FusedNorm, Together, agrees, mixed
-from kvkeep.models.packed import PackedLinear, faster, pack_weights
+from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
+from kvkeep.models.fused_modules import (
+    TOLERANCE,
+    FusedGate,
+    FusedLinear,
+    FusedNorm,
+    PackedLinear,
+    Together,
+    agrees,
+    faster,
+    mixed,
+    pack_weights,
+)
 
 FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""

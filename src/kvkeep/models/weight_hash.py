@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from kvkeep.models.offloaded import weights_of
-from kvkeep.models.packed import PackedLinear
-from kvkeep.models.quantised import parts
-from kvkeep.models.suitable import unwrapped
+from kvkeep.models.device import weights_of
+from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.quantized_weights import parts
+from kvkeep.models.support import unwrapped
 
 _SAMPLES = 256
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()

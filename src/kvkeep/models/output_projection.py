@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvkeep.models.packed import PackedLinear
+from kvkeep.models.fused_modules import PackedLinear
 
 NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj_out", "proj")
 """Names of the projection in models of transformers. Its shape is checked as well."""

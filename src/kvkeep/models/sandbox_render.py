@@ -8,7 +8,7 @@ import sys
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from kvkeep.models.limits import serve
+from kvkeep.models.sandbox_limits import serve
 
 _LONGEST_BYTES, _GROWTH = 2**20, 4
 """Limits of a text: this many characters, plus this many times the characters that were given."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.models.fused import FUSED
-from kvkeep.models.packed import PackedLinear
+from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.prepare import FUSED
 
 _log = logging.getLogger(__name__)
 

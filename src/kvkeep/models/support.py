@@ -24,7 +24,7 @@ from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, handed, state_part, taken_as
 from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.models.offloaded import device_of
+from kvkeep.models.device import device_of
 
 _TEXT = {
     "input_ids",

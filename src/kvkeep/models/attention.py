@@ -6,25 +6,26 @@ Importing this module registers both functions under the name ``kvkeep``; `attac
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar, cast
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import choose
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
-from kvkeep.errors import InputError, UnsupportedModelError
-from kvkeep.models.device import without_autocast
-from kvkeep.models.masks import PaddingMask, padding_mask
-from kvkeep.models.offloaded import check_offloaded
-from kvkeep.models.output import OutputOf
-from kvkeep.models.suitable import (
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
+from kvkeep.models.device import check_offloaded, without_autocast
+from kvkeep.models.output_projection import OutputOf
+from kvkeep.models.support import (
     check_attention,
     check_cache,
     check_has_weights,
@@ -35,8 +36,110 @@ from kvkeep.models.suitable import (
     text_config,
     unwrapped,
 )
-from kvkeep.models.weights import WeightsOf
+from kvkeep.models.weight_hash import WeightsOf
 from kvkeep.types import EMPTY, AttentionOptions, Slots
+
+# The mask that models hand to kvkeep's attention: which columns are padding. All else follows from positions.
+
+# without `to` and `device`: tools that move a model's inputs between devices ask whether these exist
+_TENSOR_ATTRIBUTES = {"contiguous", "dim", "dtype", "expand", "ndim", "shape", "size", "unsqueeze", "view"}
+
+
+@dataclass(frozen=True)
+class PaddingMask:
+    """The columns of a batch that are padding. Causality and sliding windows follow from positions.
+
+    Attributes:
+        real: which columns of the logical key axis hold real tokens; ``None``: all.
+        q_offset: column of the first query.
+        kv_offset: column of the first key, for caches that drop old keys.
+        window: sliding window that the model asked for.
+        honoured: whether this is all that the model asked for.
+    """
+
+    real: Bool[Tensor, "B columns"] | None
+    q_offset: int
+    kv_offset: int
+    window: int | None
+    honoured: bool = True
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say why there is no mask tensor if a model or cache uses this as one.
+
+        Raises:
+            UnsupportedModelError: the attribute is one of a tensor.
+            AttributeError: the attribute is another one.
+        """
+        if name in _TENSOR_ATTRIBUTES:
+            raise UnsupportedModelError(
+                f"Something wants a mask tensor (its {name!r}): a static or compiled cache, or the model's own code. "
+                "kvkeep's attention derives masks from positions. Use a BoundedCache or a DynamicCache, or go back "
+                'to the model\'s own attention with model.set_attn_implementation("sdpa").'
+            )
+        raise AttributeError(name)
+
+    def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
+        """The part of the mask that belongs to the ``T`` new tokens.
+
+        Raises:
+            ShapeError: the mask does not cover the tokens seen so far and the new ones.
+        """
+        if self.real is None:
+            return None
+        if self.real.shape[1] != self.q_offset + T:
+            raise ShapeError(
+                f"attention_mask has {self.real.shape[1]} columns, but {self.q_offset} tokens are in the cache and "
+                f"{T} are new. Pass a mask over all {self.q_offset + T}, old and new; or, for another text, call "
+                "reset() on the cache or make a new one. With use_cache=False pass no cache."
+            )
+        return self.real[:, self.q_offset :]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all tokens are real, and positions say all the rest."""
+        return self.real is None and self.honoured
+
+    def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
+        """Which of the ``T`` new tokens of a prompt are padding; ``None``: none that the mask tells.
+
+        Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
+        """
+        if self.real is None or T == 1 or self.real.shape[1] != self.q_offset + T:
+            return None
+        return ~self.real[:, self.q_offset :]
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Tensor],
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Bool[Tensor, "B columns"] | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> PaddingMask:
+    """The mask function of transformers' interface: keep the padding, and note whether positions say all the rest.
+
+    A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
+    """
+    expected = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
+    honoured = q_length == 1 or _same_function(mask_function, expected)
+    return PaddingMask(attention_mask, int(q_offset), kv_offset, local_size, honoured)
+
+
+def _same_function(one: object, two: object) -> bool:
+    """Whether two mask functions are the same code over the same closure."""
+    if isinstance(one, FunctionType) and isinstance(two, FunctionType):
+        inner = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, two))
+        return one.__code__ is two.__code__ and _same_function(*inner)
+    if isinstance(one, tuple) and isinstance(two, tuple):
+        return len(one) == len(two) and all(map(_same_function, one, two))
+    return type(one) is type(two) is int and one == two
+
 
 ATTENTION = "kvkeep"
 """The name under which both functions are registered with transformers."""
