@@ -14,7 +14,7 @@ from kvkeep.attention_stats import Low, Mass, Statistic
 from kvkeep.backends import SWITCH, choose, reference
 from kvkeep.backends.triton import prefill_ops
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.types import AttentionOptions, Phase, Slots
 from lib.gpu import DRY, Bench, fill
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.cache.layer import Layer
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.request import Event, Request, Result
-    from kvkeep.engine.sampling import Sampling
+    from kvkeep.engine.sampling_params import Sampling
     from kvkeep.errors import (
         BrokenCacheError,
         BudgetError,

@@ -18,7 +18,7 @@ from kvkeep.cache import layer as held_module
 from kvkeep.cache.decode_replay import Asked
 from kvkeep.cache.eviction import fuses
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.kv.cascade import Cascade
 from kvkeep.policies import registry
 from kvkeep.policies._mass import HeavyHitters

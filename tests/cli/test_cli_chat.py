@@ -17,7 +17,7 @@ from kvkeep.cli.chat import commands, talk
 from kvkeep.cli.chat.sessions import Folder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
-from kvkeep.engine.runner import Runner
+from kvkeep.engine.model_runner import Runner
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
 from kvkeep.policies import LATER

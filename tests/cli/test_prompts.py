@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli.generate.summary import _percent
 from kvkeep.cli.main import app
-from kvkeep.engine.room import check_room
+from kvkeep.engine.admission import check_room
 from kvkeep.errors import InputError
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.load import find, load, quiet

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import kvkeep
 from kvkeep import BoundedCache, BrokenCacheError, ShapeError, UnsupportedOperationError, backends
 from kvkeep.cache.shared_budget import Together
-from kvkeep.engine import Engine, Request, rotation, twins
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine import Engine, Request, scheduler, swapping
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.kv.joint_block import PartBlock, divide
 from kvkeep.kv.memory_usage import Memory
 from kvkeep.types import Phase
@@ -328,8 +328,8 @@ def test_pins_are_held_in_every_head(chunk, pins):
 
 
 def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
-    monkeypatch.setattr(rotation, "SHARE", 1e9)
-    monkeypatch.setattr(rotation, "LEAST", 1)
+    monkeypatch.setattr(swapping, "SHARE", 1e9)
+    monkeypatch.setattr(swapping, "LEAST", 1)
     requests = asked()
     engine = engine_of(host_rows=3, prefill_chunk=7)
     for request, result in zip(requests, engine.generate(requests), strict=True):
@@ -339,7 +339,7 @@ def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
 
 
 def test_equal_prompts_and_common_beginnings_are_read_once(monkeypatch):
-    monkeypatch.setattr(twins, "SHORTEST", 4)
+    monkeypatch.setattr(scheduler, "SHORTEST", 4)
     prompt, engine = prompt_of(1, 40), engine_of(rows=3, prefix_memory=10**6, prefill_chunk=10)
     want = alone(prompt, POLICY, RULE, chunk=10, new=6)[0]
     one = Request(prompt=prompt, sampling=Sampling(max_new_tokens=6), ignore_end=True)

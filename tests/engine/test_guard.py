@@ -7,7 +7,7 @@ from sweeps import sweep
 
 from kvkeep import InputError, backends
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.policies._mass import HeavyHitters
 

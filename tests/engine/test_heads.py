@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import PolicyError
 from kvkeep.kv.memory_usage import bytes_of
 from kvkeep.policies.base import Policy

@@ -7,7 +7,7 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.kv.pooled_store import PooledStore
 
 from .models import DEVICE, alone, model

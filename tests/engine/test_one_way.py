@@ -9,7 +9,7 @@ from commands import completions, run, write
 from transformers import LlamaConfig
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.noise import spread, uniform
 

@@ -6,7 +6,7 @@ import torch
 import kvkeep
 from kvkeep.cache.layer import Layer
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.types import AttentionOptions, Phase
 
 from .models import DEVICE, alone, model

@@ -11,7 +11,7 @@ import kvkeep
 from kvkeep import BudgetError, InputError, backends
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.types import Phase
 
 from .models import DEVICE, alone, model

@@ -13,8 +13,8 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.engine import Engine
-from kvkeep.engine.shelf import Shelf
-from kvkeep.engine.turn import Turn
+from kvkeep.engine.dispatcher import Turn
+from kvkeep.engine.session_store import Shelf
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.snapshot import Snapshot
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvkeep import parse
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import KVKeepError
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.harness import scoring, writing

@@ -6,7 +6,7 @@ import random
 import pytest
 from commands import result_of, run
 
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.jobs.lines import COMPLETION, BadLine, Line, digest, parse
 from kvkeep.jobs.output import Output
 from kvkeep.models import tokenization

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from kvkeep.cli.generate import encode as encoding
 from kvkeep.cli.generate import job
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.model_runner import Runner
 from kvkeep.engine.request import Event
-from kvkeep.engine.runner import Runner
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import COMPLETION, Line
 from kvkeep.jobs.output import Output

@@ -16,7 +16,7 @@ from sweeps import sweep
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.jobs.output import Output

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import Line, parse
 from kvkeep.openai.answers import answer, error

@@ -14,7 +14,7 @@ from commands import result_of, run, write
 from kvkeep import result_files
 from kvkeep.engine import Engine
 from kvkeep.engine.request import Event
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import BadLine, Line, parse
 from kvkeep.jobs.output import Output

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvkeep import result_files
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs import output as outputs
 from kvkeep.jobs.lines import COMPLETION, digest, parse

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.engine.structure import MOST_CHARACTERS
+from kvkeep.engine.request import MOST_CHARACTERS
 from kvkeep.openai.calls import Calls
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import CHAT, COMPLETIONS, read

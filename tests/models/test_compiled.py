@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep.cli.generate import build
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.models.compile import compile_layers
 from kvkeep.models.fused_modules import PackedLinear, pack_weights
 

@@ -26,7 +26,7 @@ import kvkeep
 from kvkeep.backends import small
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.models import prepare
 from kvkeep.models.fused_modules import FusedLinear, PackedLinear, pack_weights
 from kvkeep.models.prepare import FUSED, fuse_modules, prepare

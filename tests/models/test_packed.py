@@ -8,7 +8,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.models import fused_modules
 from kvkeep.models.fused_modules import PackedLinear, pack_weights
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli import torchrun
 from kvkeep.cli.main import app
-from kvkeep.engine.split import check_split
+from kvkeep.engine.tensor_parallel import check_split
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads, number_of_heads, sharing
 from kvkeep.types import AttentionOptions, Phase

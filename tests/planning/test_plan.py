@@ -19,8 +19,8 @@ import kvkeep
 from kvkeep.backends import SWITCH
 from kvkeep.budget import per_layer
 from kvkeep.engine import Engine
-from kvkeep.engine.rotation import MOST_HOST_ROWS
-from kvkeep.engine.staging import COPIES
+from kvkeep.engine.host_copies import COPIES
+from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import BudgetError, InputError, KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, quiet, read_weights

@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from kvkeep.cli.generate.request import Request
-from kvkeep.engine.past import Past
+from kvkeep.engine.prompt_encoding import Past
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models.load import Checkpoint
 from kvkeep.policies.registry import parse

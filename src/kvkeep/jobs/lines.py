@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from kvkeep.engine.request import Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs import batch
 from kvkeep.jobs.batch import custom_id_of, is_batch_line

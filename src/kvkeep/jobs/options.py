@@ -6,9 +6,8 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-from kvkeep.engine.request import Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.structure import Structure
+from kvkeep.engine.request import Request, Structure
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 from kvkeep.pins import Spans, spans
 

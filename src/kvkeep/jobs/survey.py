@@ -13,9 +13,8 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 from kvkeep import result_files
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.request import Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.structure import Structure, structure_of
+from kvkeep.engine.request import Request, Structure, structure_of
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs import batch
 from kvkeep.jobs.lines import BadLine, Line, digest, reason_of

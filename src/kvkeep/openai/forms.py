@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvkeep.engine.structure import Structure, json_structure, structure_of
+from kvkeep.engine.request import Structure, json_structure, structure_of
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import ParameterError, short
 

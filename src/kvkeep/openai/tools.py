@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvkeep.engine.structure import Structure, checked, compact
+from kvkeep.engine.request import Structure, checked, compact
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import ParameterError, short, whole_text
 from kvkeep.openai.tool_forms import BY_WORDS, NAME, ToolUse

@@ -31,12 +31,12 @@ from kvkeep.policies.registry import parse, spec
 DEFAULT_BUDGET = 1024
 
 _MOST_ROWS = 2**31 - 1
-"""As many as `kvkeep.engine.rotation.MOST_HOST_ROWS`; the bytes of more need not fit into a float."""
+"""As many as `kvkeep.engine.swapping.MOST_HOST_ROWS`; the bytes of more need not fit into a float."""
 
 _MOST_BYTES = 2**63 - 1
 
 STAGED_ROWS = 2
-"""Rows that are on their way, see `kvkeep.engine.staging.COPIES`."""
+"""Rows that are on their way, see `kvkeep.engine.host_copies.COPIES`."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvkeep.engine.room import free_bytes
+from kvkeep.engine.admission import free_bytes
 from kvkeep.errors import InputError, pip_install, show_bytes
 from kvkeep.models.threads import cores
 from kvkeep.scale import EXTRA

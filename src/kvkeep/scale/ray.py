@@ -10,7 +10,7 @@ from typing import Any
 
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs.lines import COMPLETION, Line, reason_of
 from kvkeep.jobs.options import OPTIONS, request_of

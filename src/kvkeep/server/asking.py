@@ -10,7 +10,7 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.engine import Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.openai import requests as openai
 from kvkeep.openai.messages import ParameterError

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from kvkeep.engine import Result
-from kvkeep.engine.coroutines import AsyncEvents
+from kvkeep.engine.async_stream import AsyncEvents
 from kvkeep.openai import answers
 from kvkeep.openai.echo import echoed
 from kvkeep.openai.requests import CHAT, COMPLETIONS

@@ -20,7 +20,7 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.engine import Engine
-from kvkeep.engine.interrupts import Uninterrupted
+from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device

@@ -7,10 +7,9 @@ from typing import TypeAlias, TypeGuard, cast
 
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.memories import Memory
-from kvkeep.engine.past import Past
+from kvkeep.engine.prompt_encoding import Past, question_of
 from kvkeep.engine.request import Request as Asked
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.words import question_of
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import BadLine, Line, after, parse
 from kvkeep.models import tokenization

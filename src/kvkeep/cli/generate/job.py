@@ -27,7 +27,7 @@ from kvkeep.cli.memories import Memory, settled
 from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.cli.workers import ended_with_its_cluster, interruptible
 from kvkeep.engine import Engine
-from kvkeep.engine.prompts import checked_guard
+from kvkeep.engine.request import checked_guard
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import Line, digest, read
 from kvkeep.jobs.output import LAYOUT, Output

@@ -17,11 +17,10 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.engine import Engine
-from kvkeep.engine.choice import levels
-from kvkeep.engine.prompts import checked_guard
-from kvkeep.engine.room import check_room
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.structure import json_structure
+from kvkeep.engine.admission import check_room
+from kvkeep.engine.budget_guard import levels
+from kvkeep.engine.request import checked_guard, json_structure
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import system_spans

@@ -22,7 +22,7 @@ from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.remember.request import Request, target
 from kvkeep.engine import Engine, Result
-from kvkeep.engine.room import check_room
+from kvkeep.engine.admission import check_room
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.document_prompt import Opening, noted, opened

@@ -20,10 +20,10 @@ from kvkeep.cli.serve.far import Answering, engine_options, serve_far
 from kvkeep.cli.serve.keys import read_keys
 from kvkeep.cli.serve.request import Request
 from kvkeep.engine import Engine
-from kvkeep.engine.prefixes import check_prefix_memory
-from kvkeep.engine.prompts import checked_guard
-from kvkeep.engine.rotation import MOST_HOST_ROWS
-from kvkeep.engine.sampling import Sampling, whole_within
+from kvkeep.engine.prefix_cache import check_prefix_memory
+from kvkeep.engine.request import checked_guard
+from kvkeep.engine.sampling_params import Sampling, whole_within
+from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import InputError
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.evals.drive import Setup
 from kvkeep.evals.harness.scoring import Bounded

@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.engine.sampler import choose
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.evals.drive import Drive
 from kvkeep.models.load import ends_of
 from kvkeep.models.tokenization import Writer

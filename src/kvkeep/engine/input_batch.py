@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvkeep.engine.generation import Generation
+from kvkeep.engine.sequence import Generation
 from kvkeep.types import Phase
 
 

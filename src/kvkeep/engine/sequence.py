@@ -10,11 +10,11 @@ from typing import cast
 
 from torch import Tensor
 
-from kvkeep.engine.constraint import Constraint
+from kvkeep.engine.detokenizer import StopText
+from kvkeep.engine.grammar import Constraint
+from kvkeep.engine.host_copies import Pinned
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
-from kvkeep.engine.staging import Pinned
-from kvkeep.engine.stops import StopText
-from kvkeep.engine.writing import Pending
+from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.kv.memory_usage import Memory
 from kvkeep.pins import Spans

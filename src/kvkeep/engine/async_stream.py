@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
+from kvkeep.engine.dispatcher import Box
 from kvkeep.engine.request import Event
-from kvkeep.engine.service import Box
 from kvkeep.errors import InputError
 
 Sink: TypeAlias = "Callable[[Event | BaseException], object]"

@@ -21,7 +21,7 @@ def compiled(kind: str, text: str) -> str:
     """Return a grammar of llguidance.
 
     Args:
-        kind: see `kvkeep.engine.structure.Structure`.
+        kind: see `kvkeep.engine.request.Structure`.
         text: the schema, choices, regular expression or grammar.
 
     Raises:

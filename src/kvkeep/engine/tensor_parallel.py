@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvkeep.engine.generation import Generation
+from kvkeep.engine.sequence import Generation
 from kvkeep.errors import InputError, UnsupportedOperationError
 from kvkeep.head_sharding import sharing
 from kvkeep.snapshot import Snapshot

@@ -2,7 +2,7 @@
 
 A slice ends when the time spent on copies is again a small share of the time of all steps. Both are measured. Copies
 count as far as steps wait for them: on a CUDA device most of them take place beside the steps, see
-`kvkeep.engine.staging`.
+`kvkeep.engine.host_copies`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from kvkeep.engine.beginning import begin
-from kvkeep.engine.generation import Generation, Hosted
-from kvkeep.engine.interrupts import Guard
-from kvkeep.engine.prefixes import Prefixes
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import whole_within
+from kvkeep.engine.dispatcher import Guard
+from kvkeep.engine.host_copies import Pinned, Staging
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.prefix_cache import Prefixes, begin
+from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.scheduler import Scheduler, Swap
-from kvkeep.engine.staging import Pinned, Staging
+from kvkeep.engine.sequence import Generation, Hosted
 from kvkeep.kv.memory_usage import Memory
 
 SHARE = 0.05

@@ -9,15 +9,153 @@ from __future__ import annotations
 import atexit
 import os
 import queue
+import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.request import Event
-from kvkeep.engine.turn import Turn
+from kvkeep.engine.sequence import Generation
+from kvkeep.errors import InputError
+
+# A lock that threads get in the order in which they ask.
+
+
+class Turn:
+    """A lock that threads get in the order in which they ask. Its owner may take it again.
+
+    A plain lock would let a thread that steps in a loop keep out everybody else.
+
+    Attributes:
+        lost: whether the thread that would pass it on was left behind in another process.
+    """
+
+    lost = False
+
+    def __init__(self) -> None:
+        self._inner = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._taken = False
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def taken(self) -> bool:
+        """Whether some thread has the turn."""
+        return self._taken
+
+    def __enter__(self) -> None:
+        """Wait for the turn, and take it.
+
+        Raises:
+            InputError: it is lost.
+        """
+        if self.lost:
+            raise InputError(
+                "This process was forked while the engine was at work, and the engine's threads stayed behind. Make an "
+                "engine in the new process, or start it with multiprocessing's method 'spawn'."
+            )
+        if not self.mine:
+            self._take()
+            self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._pass_on()
+
+    def _take(self) -> None:
+        with self._inner:
+            if not self._taken:
+                self._taken = True
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+        try:
+            gate.acquire()  # until it is opened by the thread that had the turn before
+        except BaseException:
+            with self._inner:
+                given = gate not in self._waiting
+                if not given:
+                    self._waiting.remove(gate)
+            if given:
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        with self._inner:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._taken = False
+
+
+# Ctrl-C and failures in a step: an interrupt waits for the step's end, and a failure ends the requests it touched.
+
+
+class Uninterrupted:
+    """A context that holds back Ctrl-C until its end; a second Ctrl-C interrupts at once.
+
+    An interrupt in the middle of a step would leave no way to tell which parts of the step were done. So the step is
+    brought to its end first. Signals reach the main thread only; in other threads this context does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._held = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):  # neither ignored nor left to the system
+                self._before = before
+                signal.signal(signal.SIGINT, self._hold)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        if self._held:
+            self._before(signal.SIGINT, None)
+
+    def _hold(self, number: int, frame: object) -> None:
+        self._held = True
+        signal.signal(signal.SIGINT, self._before)
+
+
+class Guard:
+    """A context that recovers from failures. An interrupt is passed on to the caller after the recovery.
+
+    Args:
+        recover: called with the exception and the requests that it touched.
+        touched: returns these requests; called when something fails.
+    """
+
+    def __init__(
+        self,
+        recover: Callable[[BaseException, Sequence[Generation]], None],
+        touched: Callable[[], Sequence[Generation]],
+    ) -> None:
+        self._recover, self._touched = recover, touched
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None or isinstance(error, GeneratorExit):
+            return False
+        self._recover(error, self._touched())
+        return isinstance(error, Exception)
+
 
 _T = TypeVar("_T")
 _END: Any = object()

@@ -26,9 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeep.cache.hf_layers import handed
-from kvkeep.engine.batch import Batch
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.segments import Owner
+from kvkeep.engine.input_batch import Batch
+from kvkeep.engine.kv_manager import Owner, Rows
 from kvkeep.models.load import Model
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase

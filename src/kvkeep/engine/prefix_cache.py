@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 
-from kvkeep.engine.generation import Generation
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import whole_within
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import whole_within
+from kvkeep.engine.sequence import Generation
 from kvkeep.errors import InputError
 from kvkeep.snapshot import Contents
 
@@ -104,3 +104,19 @@ def _hashes(tokens: Sequence[int], chunk: int) -> Iterator[bytes]:
     for end in range(chunk, len(tokens) + 1, chunk):
         digest.update(array("q", tokens[end - chunk : end]).tobytes())
         yield digest.digest()
+
+
+# The first moment of a request in its row.
+
+
+def begin(one: Generation, row: int, rows: Rows, prefixes: Prefixes) -> None:
+    """Begin a request in its row, with the memory that it continues if there is one."""
+    if not one.token_ids:
+        one.mark("started")
+    held, one.resumed = one.hosted, len(one.token_ids)
+    contents = held.load() if held else one.load() if one.load else None if one.scored else prefixes.find(one)
+    sequence, pins = one.request.sequence, one.pins
+    rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins, contents=contents)
+    one.hosted = None
+    if held is None:
+        one.fed = one.cached = contents.seen if contents else 0
