@@ -11,7 +11,7 @@ from kvkeep.jobs.lines import COMPLETION, BadLine, Line, digest, parse
 from kvkeep.jobs.output import Output
 from kvkeep.models import tokenization
 from kvkeep.models.load import embedded, find
-from kvkeep.openai.strict import MAX_DEPTH
+from kvkeep.openai.messages import MAX_DEPTH
 
 
 @pytest.fixture(scope="module")

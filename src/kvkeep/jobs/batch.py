@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.openai import answers, requests
+from kvkeep.openai import requests, responses
 from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked
 
 BEGINNING = '{"id": "batch_req_%d_%s", '
@@ -84,7 +84,7 @@ def error_line(
         param: the parameter that is wrong.
     """
     status = 500 if failed else 400
-    body = answers.error(reason, status=status, param=param)
+    body = responses.error(reason, status=status, param=param)
     return line(number, digest, custom_id, body, status=status)
 
 

@@ -22,9 +22,8 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs import batch
 from kvkeep.jobs.batch import custom_id_of, is_batch_line
 from kvkeep.jobs.options import OPTIONS, check_place, request_of
-from kvkeep.openai.messages import ParameterError
+from kvkeep.openai.messages import MAX_DEPTH, ParameterError, decoded
 from kvkeep.openai.requests import COMPLETIONS, Asked, Prompt, in_words_of
-from kvkeep.openai.strict import MAX_DEPTH, decoded
 from kvkeep.pins import Spans
 from kvkeep.snapshot import Snapshot
 

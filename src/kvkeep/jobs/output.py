@@ -15,7 +15,7 @@ from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import Line
 from kvkeep.jobs.records import as_line, is_ours, origin_of, record
-from kvkeep.openai.answers import Show
+from kvkeep.openai.responses import Show
 
 FORMAT = 3
 """Version of the lines. Older versions chunked prompts and drew tokens differently, so their jobs are not resumed."""

@@ -19,7 +19,7 @@ from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 from kvkeep.jobs import batch
 from kvkeep.jobs.lines import COMPLETION, Line
-from kvkeep.openai.answers import Show, answer
+from kvkeep.openai.responses import Show, answer
 
 _BEGINNING = f'{{"{COMPLETION}": {{"line": %d, "digest": "%s", '
 _WRITTEN_HERE = re.compile(

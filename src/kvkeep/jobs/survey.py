@@ -20,7 +20,7 @@ from kvkeep.jobs import batch
 from kvkeep.jobs.lines import BadLine, Line, digest, reason_of
 from kvkeep.jobs.pace import Work
 from kvkeep.jobs.records import as_line
-from kvkeep.openai.strict import decoded
+from kvkeep.openai.messages import decoded
 from kvkeep.pins import Spans, spans
 from kvkeep.snapshot import Snapshot
 

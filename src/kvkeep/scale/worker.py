@@ -22,7 +22,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.jobs.lines import BadLine, Line, reason_of
 from kvkeep.jobs.records import as_line, record
 from kvkeep.jobs.survey import Shape, problem
-from kvkeep.openai.answers import Show
+from kvkeep.openai.responses import Show
 from kvkeep.scale.pieces import Answer
 from kvkeep.scale.trade import Facts, Layout, Trade
 from kvkeep.snapshot import Snapshot

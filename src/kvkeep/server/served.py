@@ -12,8 +12,8 @@ from kvkeep.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
 from kvkeep.models.load import Checkpoint
+from kvkeep.openai.messages import BY_WORDS, ToolUse
 from kvkeep.openai.requests import Prompt
-from kvkeep.openai.tool_forms import BY_WORDS, ToolUse
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.prepare import chosen, prepare
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
-from kvkeep.openai.answers import Show
+from kvkeep.openai.responses import Show
 from kvkeep.scale.trade import Layout
 from kvkeep.scale.worker import Built
 

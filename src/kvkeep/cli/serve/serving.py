@@ -28,7 +28,7 @@ from kvkeep.errors import InputError
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
-from kvkeep.openai.tool_forms import ToolUse
+from kvkeep.openai.messages import ToolUse
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.scale.cluster import check_ray
 from kvkeep.scale.serving import need_serve
