@@ -15,13 +15,13 @@ import result_folders
 from typer.testing import CliRunner
 
 from kvkeep import plots
+from kvkeep.batch.output import Output
+from kvkeep.batch.survey import Survey
 from kvkeep.cli import console, files, main
 from kvkeep.cli.generate import job
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.options import parse_layer_budget
 from kvkeep.errors import InputError
-from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey
 from kvkeep.models.load import load
 from kvkeep.policies.registry import parse
 from kvkeep.result_files import as_text, in_full, read_object

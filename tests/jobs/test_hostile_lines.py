@@ -6,9 +6,9 @@ import random
 import pytest
 from commands import result_of, run
 
+from kvkeep.batch.input import COMPLETION, BadLine, Line, digest, parse
+from kvkeep.batch.output import Output
 from kvkeep.engine.sampling_params import Sampling
-from kvkeep.jobs.lines import COMPLETION, BadLine, Line, digest, parse
-from kvkeep.jobs.output import Output
 from kvkeep.models import tokenization
 from kvkeep.models.load import embedded, find
 from kvkeep.openai.messages import MAX_DEPTH

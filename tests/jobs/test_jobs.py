@@ -15,11 +15,11 @@ from commands import completions, result_of, run, write
 from sweeps import sweep
 from typer.testing import CliRunner
 
+from kvkeep.batch.input import COMPLETION, parse
+from kvkeep.batch.output import Output
 from kvkeep.cli.main import app
 from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import COMPLETION, parse
-from kvkeep.jobs.output import Output
 from kvkeep.models import fused_modules
 from kvkeep.policies import DEFAULT
 

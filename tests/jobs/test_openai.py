@@ -7,10 +7,10 @@ from commands import result_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.batch.input import Line, parse
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import Line, parse
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
 from kvkeep.openai.responses import answer, error

@@ -12,13 +12,13 @@ import pytest
 from commands import result_of, run, write
 
 from kvkeep import result_files
+from kvkeep.batch.input import BadLine, Line, parse
+from kvkeep.batch.output import Output
+from kvkeep.batch.survey import Survey
 from kvkeep.engine import Engine
 from kvkeep.engine.request import Event
 from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import BadLine, Line, parse
-from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey
 from kvkeep.openai.requests import CHAT, COMPLETIONS
 
 SMALL = ("--budget", 24, "-n", 3)

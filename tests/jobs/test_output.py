@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep import result_files
+from kvkeep.batch import output as outputs
+from kvkeep.batch.input import COMPLETION, digest, parse
+from kvkeep.batch.output import Output
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs import output as outputs
-from kvkeep.jobs.lines import COMPLETION, digest, parse
-from kvkeep.jobs.output import Output
 
 MADE_BY = {"model": "embedded", "policy": "h2o", "budget": 24, "weights": "0123456789abcdef"}
 RAW = [json.dumps({"prompt": f"prompt {i}", "id": "x" * 10 * i}).encode() for i in range(1, 5)]

@@ -10,11 +10,11 @@ import pytest
 from commands import run, write
 
 import kvkeep
+from kvkeep.batch.input import BadLine, parse
+from kvkeep.batch.survey import Survey
 from kvkeep.cli.generate import far, job
 from kvkeep.engine import Engine
 from kvkeep.errors import InputError, pip_install
-from kvkeep.jobs.lines import BadLine, parse
-from kvkeep.jobs.survey import Survey
 from kvkeep.models import chat_templates
 from kvkeep.scale import cluster
 from kvkeep.scale.cluster import Need, Node, check_ray, check_room, check_versions, last_words, share

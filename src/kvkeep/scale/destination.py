@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvkeep.batch.input import COMPLETION
 from kvkeep.errors import InputError, one_line, pip_install
-from kvkeep.jobs.lines import COMPLETION
 from kvkeep.result_files import Lock, sync, sync_folder
 from kvkeep.scale import EXTRA
 from kvkeep.scale.files import is_address, is_parquet

@@ -8,12 +8,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvkeep.batch.input import COMPLETION, OPTIONS, Line, reason_of, request_of
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
 from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.jobs.lines import COMPLETION, Line, reason_of
-from kvkeep.jobs.options import OPTIONS, request_of
 from kvkeep.models.load import load_with_tokenizer
 from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.files import bare

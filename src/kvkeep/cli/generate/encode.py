@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeGuard, cast
 
+from kvkeep.batch.input import BadLine, Line, after, parse
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.memories import Memory
 from kvkeep.engine.prompt_encoding import Past, question_of
 from kvkeep.engine.request import Request as Asked
 from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import BadLine, Line, after, parse
 from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.load import Checkpoint

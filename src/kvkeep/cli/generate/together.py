@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvkeep.batch.output import Output
 from kvkeep.cli import torchrun
 from kvkeep.cli.generate.request import Batch
 from kvkeep.errors import InputError
-from kvkeep.jobs.output import Output
 from kvkeep.models import tensor_parallel
 
 
