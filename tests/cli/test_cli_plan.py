@@ -17,7 +17,7 @@ from kvkeep.cli.plan import measured
 from kvkeep.cli.plan.options import parse_speed
 from kvkeep.errors import InputError
 from kvkeep.models import load as loading
-from kvkeep.planning import shapes
+from kvkeep.planning import model_shapes
 from kvkeep.planning.bandwidth import Bandwidth
 from kvkeep.planning.plan import plan as plan_of
 from kvkeep.policies import DEFAULT
@@ -364,7 +364,7 @@ def test_models_that_cannot_be_planned(tmp_path: Path):
 
 
 def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shapes, "trained_length", lambda config: None)
+    monkeypatch.setattr(model_shapes, "trained_length", lambda config: None)
     assert "give --context, in tokens" in refused()
     assert as_json("--context", 50)["context_tokens"] == 50
 

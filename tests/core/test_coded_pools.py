@@ -12,7 +12,7 @@ import kvkeep
 from kvkeep import BoundedCache, Layer, UnsupportedModelError
 from kvkeep.cache.shared_budget import Together
 from kvkeep.kv.slot_codec import KV_BITS
-from kvkeep.planning.slots import LayerShape, block_bytes
+from kvkeep.planning.cost import LayerShape, block_bytes
 from kvkeep.policies._head_budgets import under
 from kvkeep.types import Phase
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import kvkeep
 from kvkeep import BoundedCache, Engine, InputError, Layer, UnsupportedModelError
 from kvkeep.kv.slot_codec import KV_BITS, check_bits
-from kvkeep.planning.slots import LayerShape, block_bytes
+from kvkeep.planning.cost import LayerShape, block_bytes
 from kvkeep.types import AttentionOptions, Phase
 
 OPTIONS = AttentionOptions(scaling=0.3)

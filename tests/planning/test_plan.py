@@ -24,10 +24,10 @@ from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import BudgetError, InputError, KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, quiet, read_weights
-from kvkeep.planning import bandwidth, shapes
+from kvkeep.planning import bandwidth, model_shapes
 from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
+from kvkeep.planning.cost import LayerShape, joint_bytes
 from kvkeep.planning.plan import DEFAULT_BUDGET, Plan, default_budget, plan
-from kvkeep.planning.slots import LayerShape, joint_bytes
 from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
 
@@ -398,7 +398,7 @@ def test_learned_positions_end():
 
 
 def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shapes, "trained_length", lambda config: None)
+    monkeypatch.setattr(model_shapes, "trained_length", lambda config: None)
     with pytest.raises(InputError, match="give `context`, in tokens"):
         made()
     assert made(context=50).setting.context == 50

@@ -23,8 +23,8 @@ from kvkeep.evals.tune.records import VERSION
 from kvkeep.evals.tune.run import WINDOWS
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
-from kvkeep.planning.setting import Setting
-from kvkeep.planning.shapes import outline
+from kvkeep.planning.model_shapes import outline
+from kvkeep.planning.plan import Setting
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec
 from kvkeep.result_files import in_full

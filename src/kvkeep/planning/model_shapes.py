@@ -16,9 +16,8 @@ from kvkeep.cache.layer import Layer
 from kvkeep.errors import KVKeepError, UnsupportedModelError
 from kvkeep.models.files import cached_if_unreachable, locate
 from kvkeep.models.load import build_empty, position_limit, read_config, trained_length
-from kvkeep.planning.cost import Experts, ModelShape, Packed
-from kvkeep.planning.quantised import Scheme, is_quantised, pack, scheme_of
-from kvkeep.planning.slots import LayerShape
+from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
+from kvkeep.planning.weight_bytes import Scheme, is_quantised, pack, scheme_of
 
 
 @dataclass(frozen=True)
