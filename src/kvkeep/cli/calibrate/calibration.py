@@ -13,9 +13,8 @@ from typing import Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvkeep.calibration import duo
-from kvkeep.calibration.part import Part
-from kvkeep.calibration.run import Job, OnStage, Settings, calibrate
+from kvkeep.calibration import duo_attention
+from kvkeep.calibration.calibrate import Job, OnStage, Part, Settings, calibrate
 from kvkeep.cli import console
 from kvkeep.cli.calibrate import report
 from kvkeep.cli.calibrate.request import Request, target
@@ -52,7 +51,7 @@ def _import(request: Request, path: str) -> Profile:
     name = locate(request.model)
     with cached_if_unreachable(name):
         config = read_config(name)
-    profile = duo.imported(path, config, name=request.model, sparsity=request.sparsity)
+    profile = duo_attention.imported(path, config, name=request.model, sparsity=request.sparsity)
     _save(profile, request)
     return profile
 
