@@ -35,36 +35,36 @@ help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 # torch first and alone: a range would be resolved to a build with CUDA
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet $(TRITON) --editable ".[dev]"
+	$(BIN)/pip install --quiet $(TRITON) --editable ".[dev]" --editable lab
 	@touch $@
 
-.venv-oldest/.installed: pyproject.toml
+.venv-oldest/.installed: pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
 	$(OLD)/pip install --quiet "$(TORCH)"
-	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" $(OLDEST_TRITON) "$(TORCHAO)" --editable ".[dev]"
+	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" $(OLDEST_TRITON) "$(TORCHAO)" --editable ".[dev]" --editable lab
 	@touch $@
 
-.venv-clients/.installed: pyproject.toml
+.venv-clients/.installed: pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv .venv-clients
 	$(CLIENTS)/pip install --quiet "$(TORCH)"
-	$(CLIENTS)/pip install --quiet --editable ".[clients]"
+	$(CLIENTS)/pip install --quiet --editable ".[clients]" --editable lab
 	@touch $@
 
 # Ray and pyarrow are large, so they are installed apart
-.venv-ray/.installed: pyproject.toml
+.venv-ray/.installed: pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv .venv-ray
 	$(RAY)/pip install --quiet "$(TORCH)"
-	$(RAY)/pip install --quiet --editable ".[dev,ray]"
+	$(RAY)/pip install --quiet --editable ".[dev,ray]" --editable lab
 	@touch $@
 
 # every requirement at the oldest version that pyproject.toml allows; torch's oldest is a build with CUDA, so this is large
-.venv-lowest/.installed: pyproject.toml
+.venv-lowest/.installed: pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv .venv-lowest
 	$(LOW)/pip install --quiet $$($(PYTHON) tools/requirements.py --lowest dev)
-	$(LOW)/pip install --quiet --no-deps --editable .
+	$(LOW)/pip install --quiet --no-deps --editable . --editable lab
 	@touch $@
 
 .venv-docs/.installed: pyproject.toml
@@ -90,15 +90,17 @@ docs-check: .venv-docs/.installed  ## open the built site in Chromium at two wid
 	$(DOCS)/zizmor --offline --quiet .github
 	$(DOCS)/python tools/site_check.py site
 
-package: .venv-docs/.installed  ## build wheel and sdist, and install the wheel into an empty environment that runs the demo
+package: .venv-docs/.installed  ## build wheels and sdists, and install the wheels into an empty environment that runs the demo
 	rm -rf dist .venv-package
 	$(DOCS)/python -m build --outdir dist .
+	$(DOCS)/python -m build --outdir dist lab
 	$(DOCS)/twine check --strict dist/*
 	$(DOCS)/python tools/package_check.py dist
 	$(PYTHON) -m venv .venv-package
 	.venv-package/bin/pip install --quiet "$(TORCH)"
 	.venv-package/bin/pip install --quiet dist/*.whl
 	cd dist && HOME=$$(mktemp -d) ../.venv-package/bin/kvkeep demo
+	.venv-package/bin/kvkeep theory --only ahakv-gain
 	set -e; for version in $(PYTHONS); do echo "Python $$version"; .venv-package/bin/pip install --quiet --dry-run --target dist/none --python-version $$version --only-binary :all: dist/*.whl; done
 	set -e; for extra in $(EXTRAS); do echo "extra $$extra"; .venv-package/bin/pip install --quiet --dry-run ".[$$extra]"; done
 
@@ -117,14 +119,15 @@ test-all: .venv/.installed  ## what `make test` leaves out: most cases of long l
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported
 	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \
-		$(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
+		$(addprefix tests/,parity models rotary planning engine evals cli) \
+		$(addprefix lab/tests/,analysis cli fleet test_hindsight.py)
 	$(OLD)/python -m pytest -m "" $(addprefix tests/backends/test_triton_,compiles.py decode.py)
 
 test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own
 	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest -W default tests/clients
 
 test-ray: .venv-ray/.installed  ## jobs and servers on Ray, with processes that are killed (20 minutes on 2 cores)
-	$(RAY)/python -m pytest -m "" tests/scale
+	$(RAY)/python -m pytest -m "" tests/scale lab/tests/scale
 
 test-lowest: .venv-lowest/.installed  ## the core, with the oldest version of every dependency
 	$(LOW)/python -m pytest $(SPREAD) -W ignore::DeprecationWarning $(addprefix tests/,core parity conformance/test_backends.py contracts)

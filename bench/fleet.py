@@ -1,8 +1,8 @@
-"""Does `kvkeep plan --fleet` foretell what an engine does?
+"""Does `kvkeep fleet` foretell what an engine does?
 
     python bench/fleet.py [--repeats 3]           # the model for speed with 6 layers, three loads
     python bench/fleet.py --embedded              # the embedded model, whose steps are short
-    python bench/fleet.py --steps-only > steps.txt    # measured steps alone, for kvkeep plan --fleet --steps
+    python bench/fleet.py --steps-only > steps.txt    # measured steps alone, for kvkeep fleet --steps
 
 Requests arrive at random times, in an open loop in this process, at shares of the rate that the rows could just bear;
 the simulator gets the same arrivals and lengths, and lines through measured steps with the ratios of single steps to
@@ -26,11 +26,11 @@ from lib.real import Real, fitted, steps_alone
 import kvkeep
 from kvkeep.engine.scheduler import MIXED_TOKENS, pace_of
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.planning.fleet.bounded import Bounded, Rows
-from kvkeep.planning.fleet.load import Arrivals, FleetLoad, Turn
-from kvkeep.planning.fleet.steps import Fitted, fit
-from kvkeep.traffic.lengths import Lengths
-from kvkeep.traffic.percentiles import percentile
+from kvkeep_lab.fleet.bounded import Bounded, Rows
+from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn
+from kvkeep_lab.fleet.steps import Fitted, fit
+from kvkeep_lab.loadtest.lengths import Lengths
+from kvkeep_lab.loadtest.percentiles import percentile
 
 AIM = 0.15
 """Relative difference that is aimed at."""

@@ -19,7 +19,7 @@ import torch
 from lib import report
 
 from kvkeep import Policy, parse
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.task import Options
@@ -27,9 +27,9 @@ from kvkeep.evals.tasks.mass import Mass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
-from kvkeep.models.text import Writer
-from kvkeep.research import hindsight
-from kvkeep.research.hindsight import H2OGlobal, Totals
+from kvkeep.models.tokenization import Writer
+from kvkeep_lab import hindsight
+from kvkeep_lab.hindsight import H2OGlobal, Totals
 
 SHARES = (0.01, 0.05, 0.1, 0.2)
 Sets = list[frozenset[int]]

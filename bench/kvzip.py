@@ -1,4 +1,4 @@
-"""A text read twice against rules that read it once: the later questions that `kvkeep.research.kvzip` still answers.
+"""A text read twice against rules that read it once: the later questions that `kvkeep_lab.kvzip` still answers.
 
     python bench/kvzip.py [--questions 400] [--contexts 1024 2040] [--budgets 5% 10% 20%] [--policies reread ...]
 
@@ -26,8 +26,8 @@ from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.recall import Recall
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
-from kvkeep.models.text import Writer
-from kvkeep.research import kvzip
+from kvkeep.models.tokenization import Writer
+from kvkeep_lab import kvzip
 
 COLUMNS = ["tokens", "budget", "rule", "stays, %", "minus kvzip", "questions"]
 

@@ -23,8 +23,8 @@ from kvkeep.evals.tune.run import Measured, Result, tune
 from kvkeep.evals.tune.search import Confirmation
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.text import Writer
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
 
 
 def exhaustive(plan: Plan, test: Confirmation) -> Candidate | None:

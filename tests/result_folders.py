@@ -9,7 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-FINISHED = json.loads((Path(__file__).parent / "research" / "analysis" / "finished.json").read_text(encoding="utf-8"))
+FINISHED = json.loads(
+    (Path(__file__).parents[1] / "lab" / "tests" / "analysis" / "finished.json").read_text(encoding="utf-8")
+)
 """What an analysis of a tiny random model wrote: file → content, numbers rounded."""
 
 SCORES: dict[str, dict[str, Any]] = {

@@ -1,13 +1,19 @@
-"""The house keeps its shape: imports point down and never in circles, third-party packages have one room each."""
+"""The house keeps its shape: imports point down and never in circles, third-party packages have one room each.
+
+The lab, a package of its own, uses the library; the library knows nothing of the lab.
+"""
 
 import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import kvkeep
+import kvkeep_lab
 from kvkeep import backends
 
-SRC = Path(kvkeep.__file__).parent
+SRC, LAB = Path(kvkeep.__file__).parent, Path(kvkeep_lab.__file__).parent
 TESTING = "testing"
 
 # the lower floor first; rooms on one floor never import each other
@@ -42,14 +48,16 @@ FLOORS = [
     {"hybrid"},
     {"snapshot"},
     {"cache"},
-    {"models", "plots", "traffic"},
+    {"models", "plots"},
     {"engine", "explain"},
     {"openai", "planning"},
     {"jobs", "server", "evals"},
-    {"research", "scale"},
+    {"calibration", "scale"},
     {"cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAB_FLOORS = [{"theory", "hindsight", "loadtest"}, {"kvzip", "analysis", "fleet"}, {"cli"}]
+LAB_FLOOR = {room: number for number, rooms in enumerate(LAB_FLOORS) for room in rooms}
 ABOVE_ALL = {TESTING, "__init__", "__main__"}
 
 ONE_ROOM = {
@@ -62,7 +70,7 @@ ONE_ROOM = {
     "uvicorn": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"server"},
-    "httpx": {"traffic"},
+    "httpx": {"loadtest"},
     "llguidance": {"engine"},
     "lm_eval": {"evals"},
     "rouge_score": {"evals"},
@@ -79,8 +87,13 @@ ALLOWED = {"planning": {"kvkeep.backends.torch"}}
 """Modules of single backends that a room may import: bytes are planned with the blocks that torch's backend makes."""
 
 
+def inside(path):
+    """A file's path within its package."""
+    return path.relative_to(LAB if path.is_relative_to(LAB) else SRC)
+
+
 def room(path):
-    return path.relative_to(SRC).parts[0].removesuffix(".py")
+    return inside(path).parts[0].removesuffix(".py")
 
 
 def imports(path):
@@ -95,12 +108,14 @@ def imports(path):
                 yield from (f"kvkeep.{alias.name}" for alias in node.names)
 
 
-FILES = sorted(SRC.rglob("*.py"))
+OWN, OF_LAB = sorted(SRC.rglob("*.py")), sorted(LAB.rglob("*.py"))
+FILES = [*OWN, *OF_LAB]
 
 
 def module(path):
     """The name by which a file is imported."""
-    return ".".join(("kvkeep", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
+    package = LAB if path.is_relative_to(LAB) else SRC
+    return ".".join((package.name, *inside(path).with_suffix("").parts)).removesuffix(".__init__")
 
 
 MODULES = {module(path) for path in FILES}
@@ -131,23 +146,29 @@ def needs(path):
 
 
 def test_every_room_has_a_floor():
-    assert {room(path) for path in FILES} <= set(FLOOR) | ABOVE_ALL
+    assert {room(path) for path in OWN} <= set(FLOOR) | ABOVE_ALL
+    assert {room(path) for path in OF_LAB} <= set(LAB_FLOOR) | ABOVE_ALL
 
 
-def test_imports_point_down():
+@pytest.mark.parametrize(("files", "floors"), [(OWN, FLOOR), (OF_LAB, LAB_FLOOR)], ids=["kvkeep", "kvkeep_lab"])
+def test_imports_point_down(files, floors):
     wrong = []
-    for path in FILES:
+    for path in files:
         here = room(path)
         if here in ABOVE_ALL:
             continue
         for name in imports(path):
             parts = name.split(".")
-            if parts[0] != "kvkeep" or len(parts) == 1 or parts[1] == here:
+            if parts[0] != module(path).split(".")[0] or len(parts) == 1 or parts[1] == here:
                 continue
             there = parts[1]
-            if there not in FLOOR or FLOOR[there] >= FLOOR[here]:
-                wrong.append(f"{path.relative_to(SRC)} imports {name}")
+            if there not in floors or floors[there] >= floors[here]:
+                wrong.append(f"{inside(path)} imports {name}")
     assert wrong == []
+
+
+def test_the_library_knows_nothing_of_the_lab():
+    assert [module(path) for path in OWN if re.search(r"\bkvkeep_lab\b", path.read_text())] == []
 
 
 def test_no_module_imports_itself_by_way_of_others():
@@ -164,9 +185,9 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_errors_of_the_library_name_arguments_and_not_flags():
     """`kvkeep.cli.console.with_flags` puts flags in their place."""
     wrong = [
-        f"{path.relative_to(SRC)}:{node.lineno}: {flag}"
+        f"{inside(path)}:{node.lineno}: {flag}"
         for path in FILES
-        if room(path) not in {"cli", "research"}  # analyses print commands to type
+        if room(path) not in {"cli", "analysis"}  # analyses print commands to type
         if path.name != "build.py"  # compilers have flags, too
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "``" not in node.value
@@ -177,7 +198,7 @@ def test_errors_of_the_library_name_arguments_and_not_flags():
 
 def test_a_third_party_package_has_one_room():
     wrong = [
-        f"{path.relative_to(SRC)} imports {name}"
+        f"{inside(path)} imports {name}"
         for path in FILES
         for name in imports(path)
         if name.split(".")[0] in ONE_ROOM and room(path) not in ONE_ROOM[name.split(".")[0]]
@@ -187,7 +208,7 @@ def test_a_third_party_package_has_one_room():
 
 def test_only_stores_and_backends_know_how_slots_lie_in_memory():
     wrong = [
-        f"{path.relative_to(SRC)}: {line.strip()}"
+        f"{inside(path)}: {line.strip()}"
         for path in FILES
         if room(path) not in {"store", "backends"}
         for line in path.read_text().splitlines()
@@ -204,16 +225,16 @@ def test_nobody_outside_names_a_backend():
         if room(path) == "backends":
             continue
         words = set(re.findall(r"\w+", path.read_text()))
-        wrong += [f"{path.relative_to(SRC)} names {name}" for name in sorted(words & kinds)]
+        wrong += [f"{inside(path)} names {name}" for name in sorted(words & kinds)]
         rooms = {name for name in imports(path) if name.startswith("kvkeep.backends.")} - ALLOWED.get(room(path), set())
-        wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(rooms)]
+        wrong += [f"{inside(path)} imports {name}" for name in sorted(rooms)]
     assert wrong == []
 
 
 def test_nobody_subclasses_a_layer():
     """A layer is a protocol with one method, `Stepper.step`: recorders wrap a layer, stand-ins have the method."""
     wrong = [
-        f"{path.relative_to(SRC)}: {node.name}"
+        f"{inside(path)}: {node.name}"
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
@@ -238,18 +259,18 @@ def test_the_names_that_type_checkers_see_are_those_that_are_loaded():
 
 
 def test_files_and_policies_stay_small():
-    lines = {str(path.relative_to(SRC)): len(path.read_text().splitlines()) for path in FILES}
+    lines = {module(path): len(path.read_text().splitlines()) for path in FILES}
     assert {name: n for name, n in lines.items() if n > 300} == {}
-    policies = {name: n for name, n in lines.items() if name.startswith("policies/") and "/_" not in name}
-    del policies["policies/base.py"], policies["policies/abilities.py"]
+    policies = {name: n for name, n in lines.items() if name.startswith("kvkeep.policies.") and "._" not in name}
+    del policies["kvkeep.policies.base"], policies["kvkeep.policies.base"]
     assert {name: n for name, n in policies.items() if n > 60} == {}
 
 
 def test_only_one_file_names_the_argument_that_takes_a_cache():
     wrong = [
-        f"{path.relative_to(SRC)}:{node.value.lineno}"
+        f"{inside(path)}:{node.value.lineno}"
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.keyword) and node.arg == "past_key_values"
     ]
-    assert wrong == []  # `kvkeep.argument.handed` knows its name in this version of transformers
+    assert wrong == []  # `kvkeep.cache.hf_layers.handed` knows its name in this version of transformers

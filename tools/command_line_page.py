@@ -16,7 +16,6 @@ from rich.text import Text
 from typer.main import get_command
 
 from kvkeep.cli import pages
-from kvkeep.cli.examples import EXAMPLES
 from kvkeep.cli.main import app
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
@@ -46,9 +45,9 @@ def table(rows: Iterable[tuple[str, Text, Text]]) -> str:
     )
 
 
-def examples(name: str) -> str:
+def examples(name: str, command: Any) -> str:
     """The examples of a command as a block for a terminal."""
-    lines = [f"{line}  # {what}" for line, what in EXAMPLES.get(name, {}).items()]
+    lines = [f"{line}  # {what}" for line, what in pages.examples(command, name).items()]
     return "\n```sh\n" + "\n".join(lines) + "\n```\n" if lines else ""
 
 
@@ -58,7 +57,7 @@ def section(name: str, command: Any, level: int = 2) -> str:
     usage = " ".join(("kvkeep", name, *pages.pieces(command)))
     rows = list(pages.parameters(command, typer.Context(command, info_name=name)))
     text = f"\n{'#' * level} kvkeep {name}\n\n{Text.from_markup(about, emoji=False).plain}\n\n"
-    text += f"```text\n{usage}\n```\n{examples(name)}{table(rows)}"
+    text += f"```text\n{usage}\n```\n{examples(name, command)}{table(rows)}"
     for child, inner in getattr(command, "commands", {}).items():
         text += section(f"{name} {child}", inner, level + 1)
     return text

@@ -1,4 +1,4 @@
-"""Check what is in a wheel and an sdist.
+"""Check what is in the wheels and sdists of kvkeep and kvkeep-lab.
 
 python tools/package_check.py dist
 """
@@ -11,32 +11,46 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+WANTED = {
+    "kvkeep": [
+        "README.md",
+        "LICENSE",
+        "pyproject.toml",
+        "src/kvkeep/py.typed",
+        "conftest.py",
+        "docs/index.md",
+        "lab/pyproject.toml",
+    ],
+    "kvkeep_lab": ["README.md", "LICENSE", "pyproject.toml", "hatch_build.py", "src/kvkeep_lab/py.typed"],
+}
+"""Package → files of its sdist; a wheel has all files of the package."""
 
 
-def sources() -> set[str]:
-    """The files of the package, as they are called in a wheel."""
-    found = (path for path in (ROOT / "src").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {path.relative_to(ROOT / "src").as_posix() for path in found if path.suffix not in (".pyc", ".so")}
+def sources(package: str) -> set[str]:
+    """The files of a package, as they are called in a wheel."""
+    home = ROOT / ("src" if package == "kvkeep" else "lab/src")
+    found = (path for path in (home / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(home).as_posix() for path in found if path.suffix not in (".pyc", ".so")}
 
 
-def check(folder: Path) -> list[str]:
-    """What is wrong with the wheel and the sdist of a folder."""
-    wheels, sdists = list(folder.glob("*.whl")), list(folder.glob("*.tar.gz"))
+def check(folder: Path, package: str) -> list[str]:
+    """What is wrong with the wheel and the sdist of a package in a folder."""
+    wheels, sdists = list(folder.glob(f"{package}-*.whl")), list(folder.glob(f"{package}-*.tar.gz"))
     if len(wheels) != 1 or len(sdists) != 1:
         return [
-            f"{folder} has {len(wheels)} wheels and {len(sdists)} sdists, not one of each. Build them: make package."
+            f"{folder} has {len(wheels)} wheels and {len(sdists)} sdists of {package}, not one of each. "
+            "Build them: make package."
         ]
     (wheel,), (sdist,) = wheels, sdists
     inside = set(zipfile.ZipFile(wheel).namelist())
-    missing = [f"{wheel.name} lacks {name}" for name in sorted(sources() - inside)]
-    foreign = [name for name in sorted(inside) if not name.startswith(("kvkeep/", "kvkeep-"))]
+    missing = [f"{wheel.name} lacks {name}" for name in sorted(sources(package) - inside)]
+    foreign = [name for name in sorted(inside) if not name.startswith((f"{package}/", f"{package}-"))]
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = ["README.md", "LICENSE", "pyproject.toml", "src/kvkeep/py.typed", "tests/conftest.py", "docs/index.md"]
     return [
         *missing,
         *(f"{wheel.name} has {name}, which is no part of the package" for name in foreign),
-        *(f"{sdist.name} lacks {name}" for name in wanted if name not in packed),
+        *(f"{sdist.name} lacks {name}" for name in WANTED[package] if name not in packed),
         *(
             f"{sdist.name} has {name}"
             for name in sorted(packed)
@@ -46,5 +60,5 @@ def check(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    wrong = check(Path(sys.argv[1] if len(sys.argv) > 1 else "dist"))
-    sys.exit("\n".join(wrong) or None)
+    dist = Path(sys.argv[1] if len(sys.argv) > 1 else "dist")
+    sys.exit("\n".join(line for package in WANTED for line in check(dist, package)) or None)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import kvkeep
-from kvkeep.engine.batch import Run
-from kvkeep.planning.fleet.load import Turn
-from kvkeep.planning.fleet.steps import Fitted, fit
+from kvkeep.engine.input_batch import Run
 from kvkeep.types import Phase
+from kvkeep_lab.fleet.load import Turn
+from kvkeep_lab.fleet.steps import Fitted, fit
 
 FEWEST = 5
 """Steps of a kind in a mean."""
@@ -104,7 +104,7 @@ class Real:
 
 
 def steps_alone(real: Real, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of steps of fixed rows and prompts, in the form that `kvkeep.planning.fleet.steps.read_steps` reads."""
+    """Medians of steps of fixed rows and prompts, in the form that `kvkeep_lab.fleet.steps.read_steps` reads."""
     prompt, steps = round(options.prompt.average), {"decode": [], "prompt": []}
     for rows in sorted({1, 2, max(2, options.rows // 2), options.rows}):
         some = real.decoding(rows, prompt, 10**4)

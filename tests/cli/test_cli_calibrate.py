@@ -6,10 +6,10 @@ import model_folders
 import pytest
 from typer.testing import CliRunner
 
+from kvkeep.calibration import head_losses
+from kvkeep.calibration.head_losses import Bench
 from kvkeep.cli.main import app
-from kvkeep.profile import Profile
-from kvkeep.research.calibration import losses
-from kvkeep.research.calibration.losses import Bench
+from kvkeep.head_profile import Profile
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--context", 80, "--documents", 0, "--windows", 2, "--recent", 6)
@@ -109,13 +109,13 @@ def test_a_run_that_was_stopped_goes_on(place, monkeypatch):
 
 def test_probabilities_that_are_no_numbers_are_refused(place, monkeypatch):
     """As in float16, where a model may overflow."""
-    honest = losses.read
+    honest = head_losses.read
 
     def read(*given):
         logits, heads = honest(*given)
         return [rows * float("nan") for rows in logits], heads
 
-    monkeypatch.setattr(losses, "read", read)
+    monkeypatch.setattr(head_losses, "read", read)
     assert "next-token probabilities are no numbers" in refused("--text", "novel.txt", "-o", "heads.json", *QUICK)
     assert "heads.json" not in names(place)
 

@@ -17,7 +17,7 @@ from kvkeep.cli.chat import commands, talk
 from kvkeep.cli.chat.sessions import Folder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
-from kvkeep.engine.runner import Runner
+from kvkeep.engine.model_runner import Runner
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
 from kvkeep.policies import LATER
@@ -204,15 +204,15 @@ def test_a_conversation_is_saved_where_there_is_no_room_for_the_memory_before(mo
     def refuse(*args):
         raise OSError(95, "Operation not supported")
 
-    from kvkeep.snapshot import writing
+    from kvkeep.snapshot import file_io
 
-    def small_disk(path, data, real=writing.write_whole):
+    def small_disk(path, data, real=file_io.write_whole):
         if path.name == "before.kvkeep":
             refuse()
         real(path, data)
 
     monkeypatch.setattr("os.link", refuse)
-    monkeypatch.setattr(writing, "write_whole", small_disk)
+    monkeypatch.setattr(file_io, "write_whole", small_disk)
     answers(model, "-s", "one", said=["the fox", "the dog"])
     assert len(saved(tmp_path).note["messages"]) == 4
     assert sorted(path.name for path in (tmp_path / "sessions" / "one").iterdir()) == ["memory.kvkeep"]
@@ -333,7 +333,7 @@ def test_a_full_disk_keeps_the_last_saved_turn(model, tmp_path, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.snapshot.writing.write_whole", full)
+    monkeypatch.setattr("kvkeep.result_files.write_whole", full)
     assert "No space left on device" in chat(model, "-s", "one", "-n", 2, said=["the dog"], code=2).stderr
     assert saved(tmp_path).tokens.tolist() == before
 

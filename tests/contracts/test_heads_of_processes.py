@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvkeep
+from kvkeep.attention_stats import Mass
 from kvkeep.policies.base import Policy
-from kvkeep.statistic import Mass
 from kvkeep.testing import LAWS, Case, shared
 
 CASE = Case(rows=2, heads=2, prompt=20, steps=8, budget=6)

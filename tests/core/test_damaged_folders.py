@@ -11,17 +11,17 @@ from result_folders import CONTENTS, KINDS, put
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli.analyze import analysis as analysis_cli
 from kvkeep.cli.eval import grid
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.evals import curves
 from kvkeep.evals import report as reports
 from kvkeep.evals.records import Records
-from kvkeep.research.analysis import report
-from kvkeep.research.analysis.groups import MEASUREMENTS
-from kvkeep.research.analysis.report import Folder
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
+from kvkeep_lab.analysis import report
+from kvkeep_lab.analysis.groups import MEASUREMENTS
+from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.cli.analyze import analysis as analysis_cli
 
 QUICK = ("--tasks", "perplexity", "--policies", "local", "--limit", 2, "--window", 40, "--budgets", "12", "--no-plots")
 OUTPUT = "`output`"

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
 from kvkeep.evals.records import PICTURES, Records
-from kvkeep.research.analysis.report import Folder
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
+from kvkeep_lab.analysis.report import Folder
 
 MINE = b'{"mine": "precious"}'
 OF_EVALS = {

@@ -40,7 +40,6 @@ SKIPPED = {
     "KVKEEP_MODEL=": "needs docker; tests/server/test_deploy.py reads the files that docker would",
     "torchrun ": "starts several processes; tests/parallel/test_torchrun.py does it with a tiny model",
     "ray start": "starts a node of a cluster; tests/scale/test_ray.py starts one of its own",
-    "python -m pytest": "runs tests, which the tests do anyway",
     "python bench/": "measures for minutes to hours; its options are checked below, a small run is in tests/bench",
 }
 """Beginnings of lines that no test runs, and why."""
@@ -48,7 +47,7 @@ SKIPPED = {
 SHORTENED = {
     "demo": "tests/cli/test_cli_demo.py",
     "tune": "tests/cli/test_cli_tune.py",
-    "bench-server": "tests/traffic/test_bench_server.py",
+    "bench-server": "lab/tests/loadtest/test_bench_server.py",
     "lm-eval": "tests/evals/test_harness.py",
 }
 """Commands of which the pages' lines only show their help in the test of snippets → the test that runs them."""

@@ -22,7 +22,7 @@ from kvkeep.evals.tasks.longbench import LongBench
 from kvkeep.evals.tasks.ruler import Ruler
 from kvkeep.models import load as loading
 from kvkeep.models.load import embedded, quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 SQUAD = {
     "data": [

@@ -14,7 +14,7 @@ from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.choice import MultipleChoice
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 COPA = {"premise": "The dog ran.", "choice1": "It saw a cat.", "choice2": "It slept.", "question": "cause", "label": 0}
 BOOK = {

@@ -19,10 +19,10 @@ from kvkeep.evals.records import MANIFEST, ROWS, Records, key_of
 from kvkeep.evals.run import Part, lay_out, run
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import find
+from kvkeep.head_profile import Profile
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
-from kvkeep.profile import Profile
+from kvkeep.models.tokenization import Writer
 
 OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)
 BUDGETS = (Asked(ratio=0.2), Asked(tokens=12))

@@ -30,10 +30,10 @@ from kvkeep.evals.tasks.recall import Recall
 from kvkeep.models import load as loading
 from kvkeep.models import tiny
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
 from kvkeep.models.tiny.documents import STYLES, document
 from kvkeep.models.tiny.recall import question
 from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tokenization import Writer
 
 OPTIONS = Options(limit=3, window=50, contexts=(300,), facts=2)
 EVERYTHING = 10_000

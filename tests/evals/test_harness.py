@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvkeep import parse
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import KVKeepError
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.harness import scoring, writing
@@ -19,7 +19,7 @@ from kvkeep.evals.harness.writing import Wish
 from kvkeep.evals.plan import Asked
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 IDS = torch.randint(3, 250, (200,), generator=torch.Generator().manual_seed(0)).tolist()
 

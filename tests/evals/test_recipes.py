@@ -16,7 +16,7 @@ from kvkeep.evals import choices, tasks
 from kvkeep.evals.plan import split_arms
 from kvkeep.evals.recipes.recipe import find, names, read_line
 from kvkeep.evals.tasks import longbench, ruler
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 
 KNOWN = {
     "choice": set(choices.NAMES),

@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import re
 import types
 from pathlib import Path
 
 import model_folders
 import pytest
 
-from kvkeep.errors import InputError, ModelFileError
+from kvkeep.errors import InputError, ModelFileError, pip_install
 from kvkeep.evals import choices, hub, sources, tasks
 from kvkeep.evals.hub import Place
 from kvkeep.evals.sources import Source
@@ -136,7 +137,9 @@ def test_longbench_is_not_on_the_hub_in_tables(package):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(hub, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"not installed: pip install 'kvkeep\[datasets\]'.*folder with copa\.jsonl"):
+    with pytest.raises(
+        InputError, match=f"not installed: {re.escape(pip_install('datasets'))}.*folder with copa.jsonl"
+    ):
         choices.questions("copa", "hub")
 
 

@@ -12,7 +12,7 @@ from kvkeep.backends import reference
 from kvkeep.evals import recording
 from kvkeep.evals.recording import members
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import encode
+from kvkeep.models.tokenization import encode
 from kvkeep.types import Phase
 
 CELLS = 200

@@ -16,13 +16,18 @@ import result_folders
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from kvkeep.cli import pages
 from kvkeep.cli.eval.tables import parts
 from kvkeep.cli.examples import EXAMPLES
 from kvkeep.cli.main import app
 from kvkeep.evals.report import Table
 
 KVKEEP = [sys.executable, "-m", "kvkeep"]
-NAMES = [name for name in EXAMPLES if name]
+COMMAND_EXAMPLES = {
+    **EXAMPLES,
+    **{name: pages.examples(command, name) for name, command in get_command(app).commands.items()},
+}
+NAMES = [name for name in COMMAND_EXAMPLES if name]
 WIDTHS = (60, 80, 120)
 
 MODEL = str(model_folders.folder())
@@ -119,7 +124,7 @@ def test_pages_of_help_name_no_types(home):
 def test_every_command_has_an_example_and_every_example_its_command(home):
     commands = re.findall(r"^  ([a-z-]+)  ", run(["--help"], 80).stdout, flags=re.MULTILINE)
     assert {name.split()[0] for name in NAMES} == set(commands)
-    for name, examples in EXAMPLES.items():
+    for name, examples in COMMAND_EXAMPLES.items():
         assert examples
         for line, remark in examples.items():
             assert name in line.partition("kvkeep ")[2] or name in ("policies list",)

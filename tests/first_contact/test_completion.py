@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import complete
 from kvkeep.cli.main import app
-from kvkeep.registry import available, parse
+from kvkeep.policies.registry import available, parse
 
 SCRIPT = f'#!/bin/sh\nexec {sys.executable} -m kvkeep "$@"\n'
 

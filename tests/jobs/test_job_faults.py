@@ -12,15 +12,15 @@ import torch
 from commands import completions, result_of, run, write
 from safetensors.torch import load_file, save_file
 
+from kvkeep.batch.input import COMPLETION, Line
+from kvkeep.batch.output import Output
+from kvkeep.batch.survey import Survey
 from kvkeep.cli.generate import encode as encoding
 from kvkeep.cli.generate import job
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.model_runner import Runner
 from kvkeep.engine.request import Event
-from kvkeep.engine.runner import Runner
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import COMPLETION, Line
-from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey
 from kvkeep.models.device import enough_memory, is_out_of_memory
 
 N = 6

@@ -10,10 +10,10 @@ from rich.console import Console
 
 import kvkeep
 from kvkeep import Engine, Request, Sampling
+from kvkeep.batch.progress import Pace, Work
 from kvkeep.cli import console
 from kvkeep.cli.generate import bar as bars
-from kvkeep.jobs.pace import Pace, Work
-from kvkeep.models.reading import watched
+from kvkeep.models.load import watched
 
 
 def test_a_job_moves_with_tokens_read_and_written():

@@ -1,6 +1,6 @@
 """H2O once more, on one head and with attention included: as the ring of the FlexGen code.
 
-It shares nothing with the rules of `oracles` but softmax. What the paper prints stands in `kvkeep.research.theory.h2o`.
+It shares nothing with the rules of `oracles` but softmax. What the paper prints stands in `kvkeep_lab.theory.h2o`.
 """
 
 from __future__ import annotations

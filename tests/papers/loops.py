@@ -10,7 +10,7 @@ import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvkeep.research.theory.loops import Vector, dot, softmax
+from kvkeep_lab.theory.loops import Vector, dot, softmax
 
 MARGIN = 1e-5
 """Two scores that decide who goes must be equal or this far apart (relative to 1 or to the larger score)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvkeep.research.theory.loops import softmax
+from kvkeep_lab.theory.loops import softmax
 
 from .loops import Step, Vector, average, dot, evict, mean
 from .rules_prompt import PromptRule

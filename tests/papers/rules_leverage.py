@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvkeep.research.theory.loops import Vector, dot
+from kvkeep_lab.theory.loops import Vector, dot
 
 from .loops import Step, evict, mean, total
 from .rules_prompt import SnapKV

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvkeep.research.theory.h2o import CONCAVE
+from kvkeep_lab.theory.h2o import CONCAVE
 
 from .loops import Rule, Step, evict, require_margin
 

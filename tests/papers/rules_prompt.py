@@ -7,7 +7,7 @@ import math
 from fractions import Fraction
 from typing import ClassVar, TypeAlias
 
-from kvkeep.research.theory.loops import dot
+from kvkeep_lab.theory.loops import dot
 
 from .loops import OverBudgetError, Rule, Step, Vector, evict, require_clear, require_margin, total
 from .rules_random import gumbel

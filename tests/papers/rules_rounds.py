@@ -7,7 +7,7 @@ import cmath
 import math
 from typing import ClassVar
 
-from kvkeep.research.theory.loops import dot, softmax
+from kvkeep_lab.theory.loops import dot, softmax
 
 from .loops import Rule, Step, Vector, evict, require_clear
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from kvkeep.research.theory import ahakv
-from kvkeep.research.theory.ahakv import refine, sg_softmax
+from kvkeep_lab.theory import ahakv
+from kvkeep_lab.theory.ahakv import refine, sg_softmax
 
 from .loops import Rule, Step, average, evict, total
 from .rules_random import gumbel

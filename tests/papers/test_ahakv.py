@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvkeep import BudgetError
-from kvkeep.research.theory.ahakv import algorithm_1, sg_softmax, value_prior
+from kvkeep_lab.theory.ahakv import algorithm_1, sg_softmax, value_prior
 
 from .by_hand import row, step
 from .cases import CHAT, DECODE, Case, family, variant

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeep.research.theory.h2o import CONCAVE, algorithm_1_literal, h2_eviction
+from kvkeep_lab.theory.h2o import CONCAVE, algorithm_1_literal, h2_eviction
 
 from .algorithms import FlexGenRing
 from .cases import Case, Stream

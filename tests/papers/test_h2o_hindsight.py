@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvkeep import AttentionOptions, Layer, parse
 from kvkeep.evals.whole import Adding, Hiding
-from kvkeep.research.hindsight import H2OGlobal, Keys, Totals
 from kvkeep.types import Phase
+from kvkeep_lab.hindsight import H2OGlobal, Keys, Totals
 
 from . import rules_hindsight as rules
 from .cases import CHAT, DECODE, Case, Stream, make_streams, masks

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvkeep.research.theory.h2o import CONCAVE
+from kvkeep_lab.theory.h2o import CONCAVE
 
 from .cases import DECODE, Case, variant
 from .lockstep import choose, compare, lockstep, played

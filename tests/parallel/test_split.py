@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli import torchrun
 from kvkeep.cli.main import app
-from kvkeep.engine.split import check_split
+from kvkeep.engine.tensor_parallel import check_split
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.parallel import ALONE, Heads, number_of_heads, sharing
+from kvkeep.head_sharding import ALONE, Heads, number_of_heads, sharing
 from kvkeep.types import AttentionOptions, Phase
 
 
@@ -110,7 +110,7 @@ def test_a_cache_of_another_configuration_is_refused(model, two):
 
 def test_a_profile_of_heads_is_refused(two, tmp_path):
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
-    from kvkeep.profile import describe
+    from kvkeep.head_profile import describe
 
     about = {"name": "a", "layers": 1, **describe(config)}
     path = tmp_path / "profile.json"
@@ -146,7 +146,7 @@ def test_a_model_is_only_split_by_torchrun(monkeypatch):
 
 
 def split_options(config=None, *, device="auto", load_in=None):
-    from kvkeep.models.split import options
+    from kvkeep.models.tensor_parallel import options
 
     return options(config or LlamaConfig(), device=device, load_in=load_in)
 

@@ -14,7 +14,7 @@ from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals.drive import PLAIN
 from kvkeep.evals.records import Records
 from kvkeep.evals.tasks import TASKS
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
 from kvkeep.scale import crew
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
+from kvkeep.batch.output import Output
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
-from kvkeep.jobs.output import Output
 from kvkeep.scale import destination
 from kvkeep.scale.destination import Destination, as_parquet, is_foreign
 

@@ -145,8 +145,8 @@ class Deadly:
 
     def __call__(self, like):
         import kvkeep
+        from kvkeep.batch.input import parse
         from kvkeep.engine import Engine
-        from kvkeep.jobs.lines import parse
 
         network, tokenizer = kvkeep.load()
 

@@ -1,5 +1,6 @@
 """Replicas of a server: what is checked before one starts, and how many a load needs. Without Ray."""
 
+import re
 import sys
 import types
 
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.cli.serve.options import parse_replicas
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 from kvkeep.scale import cluster, known, serving
 from kvkeep.scale.autoscaling import by_free_rows
 from kvkeep.scale.cluster import Need, Node, check_room
@@ -54,7 +55,7 @@ def refused(*words):
 
 @pytest.mark.usefixtures("no_ray")
 def test_without_ray_the_error_names_the_extra():
-    assert "Ray is not installed: pip install 'kvkeep[ray]'." in refused("--ray-replicas", 2)
+    assert f"Ray is not installed: {pip_install('ray')}." in refused("--ray-replicas", 2)
     with pytest.raises(InputError, match="Ray is not installed"):
         application(replicas=2)
 
@@ -80,7 +81,7 @@ def with_ray(monkeypatch):
 
 def test_ray_without_serve_and_old_ray_are_refused(with_ray):
     with_ray()
-    with pytest.raises(InputError, match=r"Ray Serve is not installed: pip install 'kvkeep\[ray\]'"):
+    with pytest.raises(InputError, match=re.escape(f"Ray Serve is not installed: {pip_install('ray')}")):
         need_serve()
     with_ray("2.59.1", serve="serve")
     with pytest.raises(InputError, match=r"This is Ray 2.59.1, and replicas need 2.60"):

@@ -8,8 +8,8 @@ import pytest
 
 from kvkeep.errors import InputError
 from kvkeep.models.load import embedded
+from kvkeep.openai.messages import HERMES, LLAMA3, MISTRAL
 from kvkeep.openai.requests import CHAT, read
-from kvkeep.openai.tool_forms import HERMES, LLAMA3, MISTRAL
 from kvkeep.server.tooling import tool_use_of
 
 from .running import HELLO, checkpoint, events, serve

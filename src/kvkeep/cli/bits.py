@@ -29,6 +29,6 @@ def parse_kv_bits(text: str | None) -> str | None:
     """
     if text is None:
         return None
-    from kvkeep.codes import check_bits  # imports torch
+    from kvkeep.kv.slot_codec import check_bits  # imports torch
 
     return check_bits(text) or "16"

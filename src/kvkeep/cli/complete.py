@@ -127,7 +127,7 @@ def _options(name: str, tail: str) -> list[Completion]:
     import dataclasses
 
     from kvkeep.errors import PolicyError
-    from kvkeep.registry import class_of
+    from kvkeep.policies.registry import class_of
 
     try:
         cls = class_of(name)

@@ -57,18 +57,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "calibrate": {
         "kvkeep calibrate MODEL --text report.txt -o heads.json": "Measure which heads need the far past",
     },
-    "analyze": {
-        "kvkeep analyze MODEL --text report.txt -o page": "Write a page with figures and risks",
-    },
     "explain": {
         "kvkeep explain -f report.txt -p Why -o page.html": "A page about the embedded model and three policies",
         "kvkeep explain MODEL -f report.txt -p Why --terminal": "Your model, and the text in the terminal",
         "kvkeep explain -f report.txt -p Why --plots pictures": "Strips and maps for a paper, as PNG files",
-    },
-    "bench-server": {
-        "kvkeep bench-server http://127.0.0.1:8000": "100 requests, 4 per second",
-        "kvkeep bench-server URL --prompt-tokens 64-512 -n ~100": "Lengths that differ",
-        "kvkeep bench-server URL --turns 4 --sessions": "Conversations that kvkeep remembers",
     },
     "plan": {
         "kvkeep plan MODEL --memory 24GiB --budget 1024": "How many rows fit",
@@ -80,10 +72,6 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "policies list": {"kvkeep policies --json": "All policies, for programs"},
     "policies show": {"kvkeep policies show h2o": "Options, source and known bad cases"},
-    "theory": {
-        "kvkeep theory": "Check all claims",
-        "kvkeep theory --only ahakv-gain": "Check one",
-    },
     "memory": {
         "kvkeep memory report.kvkeep": "Model, policy, size, and what each layer holds",
         "kvkeep memory report.kvkeep --json": "The positions of every head, for programs",

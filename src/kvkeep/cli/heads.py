@@ -30,8 +30,8 @@ def parse_head_budget(text: str | None) -> str | None:
     """
     if text is None:
         return None
-    from kvkeep.policies._heads import PROFILE, parsed  # imports torch
-    from kvkeep.profile import Profile
+    from kvkeep.head_profile import Profile
+    from kvkeep.policies._head_budgets import PROFILE, parsed  # imports torch
 
     if parsed(text)[0] == PROFILE:
         Profile.load(text.partition(":")[2])

@@ -7,10 +7,9 @@ from typing import Protocol, runtime_checkable
 from kvkeep.cli import console, torchrun
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
-from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, read_weights
-from kvkeep.models.quantised import check_format
-from kvkeep.models.text import Writer
+from kvkeep.models.load import Checkpoint, read_weights, remark
+from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tokenization import Writer
 
 
 @runtime_checkable

@@ -13,8 +13,6 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli import (
-    analyze,
-    bench_server,
     calibrate,
     chat,
     console,
@@ -28,47 +26,40 @@ from kvkeep.cli import (
     policies,
     remember,
     serve,
-    theory,
     torchrun,
     tune,
 )
 from kvkeep.cli import eval as evaluation
-from kvkeep.cli.commands import Command, Group
+from kvkeep.cli.commands import Command
 from kvkeep.cli.noted import Noting, Passing
+from kvkeep.cli.plugins import LOOK, MEASURE, RUN, Application
 from kvkeep.version import __version__
 
 _WIDTHS = {"COLUMNS": 20, "LINES": 1, "JUPYTER_COLUMNS": 20, "JUPYTER_LINES": 1, "TERMINAL_WIDTH": 20}
 """Environment variables with the size of a terminal, and the smallest sizes for which rich leaves no text out."""
 _ENDINGS = ("SIGTERM", "SIGHUP")
 
-
-_RUN, _MEASURE, _LOOK = "Run", "Measure", "Look up"
-"""Groups of commands on the page of ``kvkeep --help``."""
-
 app = typer.Typer(
     name="kvkeep",
-    cls=Group,
+    cls=Application,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo", cls=Command, rich_help_panel=_RUN)(demo.demo)
-app.command("generate", cls=Command, rich_help_panel=_RUN)(generate.generate)
-app.command("remember", cls=Command, rich_help_panel=_RUN)(remember.remember)
-app.command("chat", cls=Command, rich_help_panel=_RUN)(chat.chat)
-app.command("serve", cls=Command, rich_help_panel=_RUN, context_settings={"auto_envvar_prefix": "KVKEEP"})(serve.serve)
-app.command("eval", cls=Noting, rich_help_panel=_MEASURE)(evaluation.evaluate)
-app.command("lm-eval", cls=Passing, rich_help_panel=_MEASURE)(harness.lm_eval)
-app.command("tune", cls=Command, rich_help_panel=_MEASURE)(tune.tune)
-app.command("analyze", cls=Command, rich_help_panel=_MEASURE)(analyze.analyze)
-app.command("calibrate", cls=Command, rich_help_panel=_MEASURE)(calibrate.calibrate)
-app.command("theory", cls=Command, rich_help_panel=_MEASURE)(theory.theory)
-app.command("bench-server", cls=Command, rich_help_panel=_MEASURE)(bench_server.bench_server)
-app.command("explain", cls=Command, rich_help_panel=_LOOK)(explain.explain)
-app.command("plan", cls=Command, rich_help_panel=_LOOK)(plan.plan)
-app.add_typer(policies.app, name="policies", rich_help_panel=_LOOK)
-app.command("memory", cls=Command, rich_help_panel=_LOOK)(memory.memory)
-app.command("env", cls=Command, rich_help_panel=_LOOK)(env.env)
+app.command("demo", cls=Command, rich_help_panel=RUN)(demo.demo)
+app.command("generate", cls=Command, rich_help_panel=RUN)(generate.generate)
+app.command("remember", cls=Command, rich_help_panel=RUN)(remember.remember)
+app.command("chat", cls=Command, rich_help_panel=RUN)(chat.chat)
+app.command("serve", cls=Command, rich_help_panel=RUN, context_settings={"auto_envvar_prefix": "KVKEEP"})(serve.serve)
+app.command("eval", cls=Noting, rich_help_panel=MEASURE)(evaluation.evaluate)
+app.command("lm-eval", cls=Passing, rich_help_panel=MEASURE)(harness.lm_eval)
+app.command("tune", cls=Command, rich_help_panel=MEASURE)(tune.tune)
+app.command("calibrate", cls=Command, rich_help_panel=MEASURE)(calibrate.calibrate)
+app.command("explain", cls=Command, rich_help_panel=LOOK)(explain.explain)
+app.command("plan", cls=Command, rich_help_panel=LOOK)(plan.plan)
+app.add_typer(policies.app, name="policies", rich_help_panel=LOOK)
+app.command("memory", cls=Command, rich_help_panel=LOOK)(memory.memory)
+app.command("env", cls=Command, rich_help_panel=LOOK)(env.env)
 
 
 def _print_version(value: bool) -> bool:

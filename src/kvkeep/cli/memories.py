@@ -9,11 +9,11 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from kvkeep.cli.generate.request import Request
-from kvkeep.engine.past import Past
+from kvkeep.engine.prompt_encoding import Past
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models.load import Checkpoint
-from kvkeep.registry import parse
-from kvkeep.runs import in_full
+from kvkeep.policies.registry import parse
+from kvkeep.result_files import in_full
 from kvkeep.snapshot import Fingerprint, Snapshot
 from kvkeep.snapshot.fingerprint import hash_of_config, name_of_policy, policy_named, rule
 

@@ -13,7 +13,7 @@ from kvkeep.cli.usage import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
 from kvkeep.policies import DEFAULT
-from kvkeep.runs import in_full, parse
+from kvkeep.result_files import in_full, parse
 
 MODEL, MEMORY, OUTPUT = "Model", "KV memory", "Output"
 """Panels of ``--help``."""

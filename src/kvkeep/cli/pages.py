@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +29,7 @@ def show(command: Any, ctx: Any) -> None:
     for paragraph in (command.help or "").split("\n\n"):
         screen.print()
         screen.print(_text(paragraph))
-    _show_examples(screen, ctx.command_path)
+    _show_examples(screen, examples(command, ctx.command_path.partition(" ")[2]))
     rows: dict[str, list[tuple[Text, Text]]] = {}
     for title, name, text in (*_commands(command), *parameters(command, ctx)):
         rows.setdefault(title, []).append((name, text))
@@ -49,12 +49,16 @@ def pieces(command: Any) -> Iterator[str]:
     yield "[OPTIONS]"
 
 
-def _show_examples(screen: Console, path: str) -> None:
-    examples = EXAMPLES.get(path.partition(" ")[2], {})
-    if examples:
+def examples(command: Any, path: str) -> Mapping[str, str]:
+    """Return lines to type for a command, named without ``kvkeep``; a command of another package brings its own."""
+    return EXAMPLES.get(path) or getattr(command, "examples", {})
+
+
+def _show_examples(screen: Console, found: Mapping[str, str]) -> None:
+    if found:
         screen.print()
         screen.print(Text("Examples", "bold"))
-    for line, remark in examples.items():
+    for line, remark in found.items():
         screen.print(Padding(Text(f"{remark}:"), (0, 0, 0, 2), expand=False))
         screen.print(Text(f"    {line}", "cyan"), soft_wrap=True)  # so that it can be copied
 

@@ -59,7 +59,7 @@ app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also wit
 @one_line_errors
 def list_policies(json: Json = False, debug: Debug = False) -> None:
     """List the eviction policies: three to start from, then each with a line on what it keeps."""
-    from kvkeep.registry import available, describe
+    from kvkeep.policies.registry import available, describe
 
     lines = {name: describe(name) for name in available()}
     if json:
@@ -107,7 +107,7 @@ def show_policy(
     debug: Debug = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    from kvkeep.registry import class_of, parse, split
+    from kvkeep.policies.registry import class_of, parse, split
 
     parse(name)  # an unknown name gets a suggestion, a wrong option its reason
     name, _ = split(name)

@@ -20,9 +20,9 @@ from kvkeep.evals import metrics, replies
 from kvkeep.evals.drive import PLAIN, Drive, Setup
 from kvkeep.evals.replies import Replies
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer, encode, encode_rest
+from kvkeep.models.tokenization import Writer, encode, encode_rest
 from kvkeep.policies.base import Policy
 
 _MOST = 8

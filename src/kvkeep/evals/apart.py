@@ -18,8 +18,8 @@ from kvkeep.evals.report import Row
 from kvkeep.evals.run import about, fingerprint, measure
 from kvkeep.evals.task import Options, Task
 from kvkeep.models.device import enough_memory
-from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from kvkeep.errors import InputError
 from kvkeep.evals.task import Options
 from kvkeep.models import tiny
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import encode
 from kvkeep.models.tiny.documents import Document, document
 from kvkeep.models.tiny.recall import Question
+from kvkeep.models.tokenization import encode
 
 Wording = Literal["embedded", "instruction", "plain"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.evals.intervals import Interval, of_clustered_share, of_share
 from kvkeep.evals.report import Row, by_budget, by_name, grouped, is_full, shown
-from kvkeep.runs import finite
+from kvkeep.result_files import finite
 
 Question: TypeAlias = tuple[str, int, int, int]
 """Case, seed, text, and number of a question about that text."""

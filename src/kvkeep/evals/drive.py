@@ -13,15 +13,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.argument import handed
-from kvkeep.cache import BoundedCache
-from kvkeep.codes import check_bits
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import BudgetError
+from kvkeep.head_profile import Profile
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
-from kvkeep.profile import Profile
-from kvkeep.rotary.embedding import rotation_for
+from kvkeep.rotary import rotation_for
 
 BATCH_TOKENS = 16_384
 """Most prompt tokens that run through the model at once."""

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import InputError
-from kvkeep.models.hub import UNREACHABLE, cached_if_unreachable
+from kvkeep.errors import InputError, pip_install
+from kvkeep.models.files import UNREACHABLE, cached_if_unreachable
 
 _READERS = {"Parquet", "Arrow", "Json", "Csv"}
 """The package's classes that read tables. Others would unpickle, or decode pictures and archives."""
@@ -110,12 +110,12 @@ def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
 
 def _package(why: str, otherwise: str) -> Any:
     if find_spec("datasets") is None:
-        raise InputError(f"{why}, which is not installed: pip install 'kvkeep[datasets]'. {otherwise}")
+        raise InputError(f"{why}, which is not installed: {pip_install('datasets')}. {otherwise}")
     package = import_module("datasets")
     with suppress(ValueError):
         if int(str(package.__version__).partition(".")[0]) >= _OLDEST:
             return package
     raise InputError(
-        f"{why}. Version {package.__version__} may run code of data sets: pip install 'kvkeep[datasets]' for "
+        f"{why}. Version {package.__version__} may run code of data sets: {pip_install('datasets')} for "
         f"{_OLDEST} or newer. {otherwise}"
     )

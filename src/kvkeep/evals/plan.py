@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvkeep import budget as ratios
-from kvkeep.codes import check_bits
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.evals.drive import PLAIN, Setup
 from kvkeep.evals.task import Task
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def split_arms(text: str) -> list[tuple[Policy, str | None]]:
     """Read a list of policies and the bits of their slots, each pair once.
 
     A bare ``option=value`` continues a policy, so ``h2o:recent=32,sinks=4,local`` has two. ``h2o@4bit`` or ``h2o@4``
-    names bits, see `kvkeep.codes.check_bits`; ``None`` stands where none are named.
+    names bits, see `kvkeep.kv.slot_codec.check_bits`; ``None`` stands where none are named.
 
     Raises:
         PolicyError: the list is empty, or a policy in it is wrong.

@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.argument import handed
 from kvkeep.backends import reference
-from kvkeep.cache import BoundedCache
-from kvkeep.handing import BoundedLayer, handing_part
-from kvkeep.layer import Layer
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import BoundedLayer, handed, handing_part
+from kvkeep.cache.layer import Layer
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 

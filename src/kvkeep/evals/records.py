@@ -18,8 +18,7 @@ from kvkeep.evals.curves import PICTURES
 from kvkeep.evals.metrics import TENTHS
 from kvkeep.evals.plan import Cell
 from kvkeep.evals.report import ASKED, MEASURES, Row
-from kvkeep.results import MANIFEST, Results, check_same, read_rows
-from kvkeep.runs import Lock, finite, read_object, sync
+from kvkeep.result_files import MANIFEST, Lock, Results, check_same, finite, read_object, read_rows, sync
 
 ROWS = "results.jsonl"
 _BEGINNING = b'{"task": "'

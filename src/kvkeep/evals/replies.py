@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive, batches, left_padded
-from kvkeep.memory import Memory
-from kvkeep.models.generation import ends_of
-from kvkeep.models.text import Writer
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.models.load import ends_of
+from kvkeep.models.tokenization import Writer
 
 Make = Callable[[Sequence[int], int], Drive]
 """Makes a cache for some prompts, given by their numbers; the second number is the identity of its first row."""

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 
@@ -19,9 +19,7 @@ def check() -> None:
         InputError: the package is missing.
     """
     if find_spec("rouge_score") is None:
-        raise InputError(
-            "rouge-score is not installed, by which summaries are graded: pip install 'kvkeep[summaries]'."
-        )
+        raise InputError(f"rouge-score is not installed, by which summaries are graded: {pip_install('summaries')}.")
 
 
 def scores(replies: Sequence[str], answers: Sequence[str]) -> dict[str, list[float]]:

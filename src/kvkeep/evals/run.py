@@ -16,10 +16,10 @@ from kvkeep.evals import plan, texts
 from kvkeep.evals.plan import Planned, Wanted
 from kvkeep.evals.records import Records
 from kvkeep.evals.task import Options, Task
-from kvkeep.models import weights
+from kvkeep.models import weight_hash
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.version import __version__
 
 TEXT_TASKS = {"perplexity", "continuation", "agreement", "mass"}
@@ -183,4 +183,4 @@ def versions() -> dict[str, str]:
 
 def fingerprint(writer: Writer) -> str:
     """A hash that tells other weights of the same name apart."""
-    return weights.fingerprint(writer.model)
+    return weight_hash.fingerprint(writer.model)

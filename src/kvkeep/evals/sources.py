@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvkeep.errors import InputError
 from kvkeep.evals import hub
 from kvkeep.evals.hub import Place
-from kvkeep.runs import parse, read_whole
+from kvkeep.result_files import parse, read_whole
 
 HUB = "hub"
 """The word for the hub in place of a folder."""

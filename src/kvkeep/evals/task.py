@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from kvkeep.errors import InputError
 from kvkeep.evals.drive import PLAIN, Setup
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
 from kvkeep.models.tiny.documents import STYLES
 from kvkeep.models.tiny.recall import most_facts
 from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
 SHORTEST_WINDOW = 16

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import choose, reference
 from kvkeep.errors import ShapeError, UnsupportedOperationError
-from kvkeep.statistic import Mass
 from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
 
 BLOCK_BYTES = 64 * 2**20

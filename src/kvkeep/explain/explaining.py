@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.explain import runs
 from kvkeep.explain.explanation import Explanation, Run
@@ -16,17 +17,22 @@ from kvkeep.explain.packed import MOST_MOMENTS
 from kvkeep.explain.pieces import pieces
 from kvkeep.explain.runs import Prompt
 from kvkeep.explain.watch import refuse_states
-from kvkeep.layout import Layout
+from kvkeep.models.attention import attached
 from kvkeep.models.device import enough_memory
-from kvkeep.models.generation import ends_of
-from kvkeep.models.hf import attached
-from kvkeep.models.load import Checkpoint, Model, Tokenizer, position_limit, trained_length
-from kvkeep.models.opening import SEPARATOR
-from kvkeep.models.ready import load
-from kvkeep.models.suitable import unwrapped
-from kvkeep.models.text import check_length, encode
+from kvkeep.models.document_prompt import SEPARATOR
+from kvkeep.models.load import (
+    Checkpoint,
+    Model,
+    Tokenizer,
+    ends_of,
+    load_with_tokenizer,
+    position_limit,
+    trained_length,
+)
+from kvkeep.models.support import unwrapped
+from kvkeep.models.tokenization import check_length, encode
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 POLICIES = ("h2o", "snapkv", "local")
 """The policies that are compared by default."""
@@ -166,7 +172,7 @@ def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Check
     """The model, attached for as long as it is needed, and its checkpoint."""
     name = "the embedded model" if model is None else str(model)
     if model is None or isinstance(model, str | os.PathLike):
-        model, tokenizer = load(model)
+        model, tokenizer = load_with_tokenizer(model)
     elif tokenizer is None:
         raise InputError("A model without a tokenizer cannot read a text. Pass `tokenizer`, or the name of a model.")
     else:

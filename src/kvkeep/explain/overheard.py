@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.division import protected_slots
+from kvkeep.cache.eviction import protected_slots
 from kvkeep.policies.base import Policy
 from kvkeep.types import State, View
 

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.layer_layout import windows_of
 from kvkeep.explain.ledger import Answered, Ledger
 from kvkeep.explain.overheard import Heard, overheard
 from kvkeep.explain.watch import FullCache, feed, watch
-from kvkeep.layout import windows_of
-from kvkeep.models.suitable import unwrapped
+from kvkeep.models.support import unwrapped
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 

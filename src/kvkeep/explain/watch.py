@@ -12,14 +12,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.argument import handed
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import choose, reference
-from kvkeep.cache import BoundedCache, handing_cache
+from kvkeep.cache.bounded_cache import BoundedCache, handing_cache
+from kvkeep.cache.hf_layers import BoundedLayer, HandingLayer, handed, handing_part
+from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.handing import BoundedLayer, HandingLayer, handing_part
-from kvkeep.layer import Layer
-from kvkeep.layout import windows_of
-from kvkeep.statistic import Mass
 from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
 
 _MASS = Mass()

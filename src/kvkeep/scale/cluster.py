@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from kvkeep.engine.room import free_bytes
-from kvkeep.errors import InputError, show_bytes
+from kvkeep.engine.admission import free_bytes
+from kvkeep.errors import InputError, pip_install, show_bytes
 from kvkeep.models.threads import cores
 from kvkeep.scale import EXTRA
 from kvkeep.scale.lost import left
@@ -40,7 +40,7 @@ def need_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise InputError(f"Ray is not installed: pip install '{EXTRA}'.") from error
+        raise InputError(f"Ray is not installed: {pip_install(EXTRA)}.") from error
     return ray
 
 
@@ -223,7 +223,7 @@ def nodes() -> list[Node]:
         except Exception as error:  # no kvkeep there, a node that goes away, a process that cannot be started
             raise InputError(
                 f"The node {name} cannot run kvkeep: {last_words(error)}. Install kvkeep {__version__} with "
-                f"'{EXTRA}' on every node."
+                f"the extra '{EXTRA}' on every node: {pip_install(EXTRA)}."
             ) from error
         memory = min(int(resources.get("memory", 0)), said["free"] if said["free"] is not None else 2**62)
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))

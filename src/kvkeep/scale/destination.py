@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvkeep.errors import InputError, one_line
-from kvkeep.jobs.lines import COMPLETION
-from kvkeep.runs import Lock, sync, sync_folder
+from kvkeep.batch.input import COMPLETION
+from kvkeep.errors import InputError, one_line, pip_install
+from kvkeep.result_files import Lock, sync, sync_folder
 from kvkeep.scale import EXTRA
 from kvkeep.scale.files import is_address, is_parquet
 
@@ -52,7 +52,7 @@ class Destination:
             from pyarrow import fs
         except ImportError as error:
             raise InputError(
-                f"The output {target} is written by pyarrow, which is not installed: pip install '{EXTRA}'."
+                f"The output {target} is written by pyarrow, which is not installed: {pip_install(EXTRA)}."
             ) from error
         self.target, self._published = target, 0
         with self._explained("cannot be written"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
 
-from kvkeep.errors import InputError, one_line
+from kvkeep.errors import InputError, one_line, pip_install
 from kvkeep.scale import EXTRA
 
 _PARQUET = (".parquet", ".pq")
@@ -66,7 +66,7 @@ def as_lines(source: str) -> Iterator[Path]:
     try:
         from pyarrow import fs
     except ImportError as error:
-        raise InputError(f"{source} is read by pyarrow, which is not installed: pip install '{EXTRA}'.") from error
+        raise InputError(f"{source} is read by pyarrow, which is not installed: {pip_install(EXTRA)}.") from error
     try:
         with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
             copy = Path(folder) / "lines.jsonl"

@@ -8,13 +8,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvkeep.batch.input import COMPLETION, OPTIONS, Line, reason_of, request_of
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.jobs.lines import COMPLETION, Line, reason_of
-from kvkeep.jobs.options import OPTIONS, request_of
-from kvkeep.models.ready import load
+from kvkeep.models.load import load_with_tokenizer
 from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.files import bare
 from kvkeep.scale.worker import Loop
@@ -95,7 +94,7 @@ class Stage:
     def __init__(
         self, model: str | None, sampling: Sampling, raw: bool, dtype: str, options: Mapping[str, Any]
     ) -> None:
-        network, tokenizer = load(model, dtype=dtype)
+        network, tokenizer = load_with_tokenizer(model, dtype=dtype)
         self._loop = Loop(Engine(network, tokenizer, **options))
         self._loop.start()
         self._sampling, self._raw = sampling, raw

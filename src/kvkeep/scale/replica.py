@@ -14,7 +14,7 @@ from kvkeep.engine import Engine
 from kvkeep.errors import KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.weight_hash import fingerprint
 from kvkeep.scale import known
 from kvkeep.server.app import make_app, use_threads
 from kvkeep.server.handover import Handover

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 from kvkeep.scale import EXTRA
 from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.replica import Recipe, Replica
@@ -33,10 +33,10 @@ def need_serve() -> Any:
     try:
         from ray import serve
     except ImportError as error:  # Ray without its part for servers
-        raise InputError(f"Ray Serve is not installed: pip install '{EXTRA}'.") from error
+        raise InputError(f"Ray Serve is not installed: {pip_install(EXTRA)}.") from error
     if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise InputError(f"This is Ray {ray.__version__}, and replicas need {oldest}: pip install -U '{EXTRA}'.")
+        raise InputError(f"This is Ray {ray.__version__}, and replicas need {oldest}: {pip_install(EXTRA)}.")
     return serve
 
 

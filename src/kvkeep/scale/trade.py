@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 Layout: TypeAlias = tuple[bool, bool]
-"""How weights were laid out for speed, see `kvkeep.models.fused.chosen`. It changes the last digits of products."""
+"""How weights were laid out for speed, see `kvkeep.models.prepare.chosen`. It changes the last digits of products."""
 
 
 @dataclass(frozen=True)

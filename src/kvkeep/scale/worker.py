@@ -16,13 +16,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from kvkeep.batch.input import BadLine, Line, reason_of
+from kvkeep.batch.output import as_line, record
+from kvkeep.batch.survey import Shape, problem
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result
 from kvkeep.errors import KVKeepError
-from kvkeep.jobs.lines import BadLine, Line, reason_of
-from kvkeep.jobs.records import as_line, record
-from kvkeep.jobs.survey import Shape, problem
-from kvkeep.openai.answers import Show
+from kvkeep.openai.responses import Show
 from kvkeep.scale.pieces import Answer
 from kvkeep.scale.trade import Facts, Layout, Trade
 from kvkeep.snapshot import Snapshot

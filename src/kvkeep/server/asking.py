@@ -10,13 +10,13 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.engine import Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.openai import requests as openai
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked, in_words_of
 from kvkeep.pins import spans
-from kvkeep.registry import available, parse
+from kvkeep.policies.registry import available, parse
 from kvkeep.server.schema import CompletionBody, Generating
 from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings

@@ -6,9 +6,8 @@ from typing import Any
 
 from kvkeep.engine import Request
 from kvkeep.errors import InputError
-from kvkeep.openai.forms import format_of
 from kvkeep.openai.messages import ParameterError
-from kvkeep.openai.requests import Asked
+from kvkeep.openai.requests import Asked, format_of
 from kvkeep.server.asking import own_options, sampling_request
 from kvkeep.server.schema import Generating, ResponseBody
 from kvkeep.server.served import Served

@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from kvkeep.errors import InputError, show_bytes
-from kvkeep.openai.strict import MAX_DEPTH, decoded
+from kvkeep.openai.messages import MAX_DEPTH, decoded
 from kvkeep.server.errors import RefusalError, parameter, refusal_of
 from kvkeep.server.schema import Body
 from kvkeep.server.settings import Settings

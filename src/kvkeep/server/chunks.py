@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.engine import Event, Result
 from kvkeep.engine.request import Logprob
-from kvkeep.openai.answers import Show, calls_of, column_of, content_of, reason_of
+from kvkeep.openai.responses import Show, calls_of, column_of, content_of, reason_of
 from kvkeep.server.asking import Job
 from kvkeep.server.desk import Run
 from kvkeep.server.usage import usage_of

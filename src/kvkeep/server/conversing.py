@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from kvkeep.pins import spans
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 from kvkeep.server.asking import turn_of
 from kvkeep.server.bodies import body_of
 from kvkeep.server.book import Book

@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from kvkeep.engine import Engine, Event, Result
-from kvkeep.engine.constraint import TOO_COMPLEX
-from kvkeep.engine.coroutines import AsyncEvents
-from kvkeep.engine.grammars import FormError
+from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.engine.grammar import TOO_COMPLEX, FormError
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import RefusalError, refusal_of
 from kvkeep.server.limits import Meter, Spending

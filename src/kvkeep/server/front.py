@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvkeep.errors import InputError
-from kvkeep.openai.strict import decoded
+from kvkeep.openai.messages import decoded
 from kvkeep.server import summing
 from kvkeep.server.app import answer_to
 from kvkeep.server.bodies import received

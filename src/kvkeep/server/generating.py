@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import Request, Response
 
 from kvkeep.engine import Result
-from kvkeep.engine.coroutines import AsyncEvents
-from kvkeep.openai import answers
-from kvkeep.openai.echo import echoed
+from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.openai import responses
 from kvkeep.openai.requests import CHAT, COMPLETIONS
+from kvkeep.openai.responses import echoed
 from kvkeep.server.asking import Job, job_of
 from kvkeep.server.bodies import body_of
 from kvkeep.server.chunks import Head, pieces
@@ -109,7 +109,7 @@ class Generator:
                 dataclasses.replace(one, token_ids=(), text="", logprobs=(), finish_reason="length") for one in results
             ]
         head, show = Head(job, self._settings.name), self.served.show
-        found = answers.answer(
+        found = responses.answer(
             job.asked, results, name=head.name, created=head.created, model=self._settings.name, show=show
         )
         if job.echo:

@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from kvkeep.engine.folder import SUFFIX
+from kvkeep.engine.session_store import SUFFIX
 from kvkeep.errors import InputError
-from kvkeep.runs import Lock, sync_folder
+from kvkeep.result_files import Lock, sync_folder
 from kvkeep.server.errors import RefusalError
 
 if sys.platform != "win32":
@@ -202,7 +202,7 @@ class SharedFolder:
             return [self._root, *(self._root / one.name for one in found if one.is_dir(follow_symlinks=False))]
 
     def _keep_single_servers_out(self) -> None:
-        """Hold the folder, so that no engine takes it for itself; see `kvkeep.engine.folder`.
+        """Hold the folder, so that no engine takes it for itself; see `kvkeep.engine.session_store`.
 
         Raises:
             InputError: one has it.

@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import Request, Response
 
 from kvkeep.errors import InputError
-from kvkeep.models import text
+from kvkeep.models import tokenization
 from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT
-from kvkeep.registry import available
+from kvkeep.policies.registry import available
 from kvkeep.server.bodies import body_of
 from kvkeep.server.desk import Desk, in_thread
 from kvkeep.server.errors import parameter, unknown
@@ -117,7 +117,7 @@ class Looker:
         if not body.prompt:
             return []
         if body.add_special_tokens is False:
-            plain: list[int] = text.encode_rest(self._served.checkpoint, body.prompt)[0].tolist()
+            plain: list[int] = tokenization.encode_rest(self._served.checkpoint, body.prompt)[0].tolist()
             return plain
         if not body.prompt.strip():
             raise parameter("prompt", "has no text but white space")

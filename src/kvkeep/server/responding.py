@@ -13,8 +13,8 @@ from fastapi import Request, Response
 
 from kvkeep.engine import Engine, Session
 from kvkeep.engine import Request as Turn
-from kvkeep.openai.answers import calls_of
 from kvkeep.openai.requests import Asked
+from kvkeep.openai.responses import calls_of
 from kvkeep.server.asking_responses import turn_of
 from kvkeep.server.bodies import body_of
 from kvkeep.server.desk import Desk, in_thread

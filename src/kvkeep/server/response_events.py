@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvkeep.engine import Event, Result
-from kvkeep.openai.calls import Calls
+from kvkeep.openai.tools import Calls
 from kvkeep.server.response_items import Call, Message
 from kvkeep.server.schema import ResponseBody
 from kvkeep.server.usage import kept_of

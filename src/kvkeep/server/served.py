@@ -10,10 +10,10 @@ from typing import Any
 
 from kvkeep.engine import Engine
 from kvkeep.errors import InputError
-from kvkeep.models import text
+from kvkeep.models import tokenization
 from kvkeep.models.load import Checkpoint
+from kvkeep.openai.messages import BY_WORDS, ToolUse
 from kvkeep.openai.requests import Prompt
-from kvkeep.openai.tool_forms import BY_WORDS, ToolUse
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Served:
         if bounded:
             self._check_length(prompt)
         if isinstance(prompt, str):
-            plain: list[int] = text.encode(self.checkpoint, prompt, raw=raw)[0].tolist()
+            plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw)[0].tolist()
             return plain
         if isinstance(prompt[0], int):
             return self.known([one for one in prompt if isinstance(one, int)])
@@ -76,7 +76,7 @@ class Served:
             return self.encode(
                 messages[0]["content"], bounded=bounded
             )  # as everywhere in kvkeep, a text without a template
-        chat: list[int] = text.encode_chat(self.checkpoint, messages, tools)[0].tolist()
+        chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools)[0].tolist()
         return chat
 
     def _check_length(self, prompt: Prompt) -> None:

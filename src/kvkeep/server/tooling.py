@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvkeep.errors import InputError
+from kvkeep.models.chat_templates import fill
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.templates import fill
-from kvkeep.openai.tool_forms import HERMES, TOOL_FORMS, ToolForm, ToolUse
+from kvkeep.openai.messages import HERMES, TOOL_FORMS, ToolForm, ToolUse
 
 AUTO = "auto"
 _NAME = "kvkeep_probe"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.engine import Result
-from kvkeep.openai import answers
+from kvkeep.openai import responses
 
 
 def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
     """The usage of an answer with ``n`` texts for each prompt."""
-    return {**answers.usage(results, n), "kvkeep": kept_of(results)}
+    return {**responses.usage(results, n), "kvkeep": kept_of(results)}
 
 
 def kept_of(results: Sequence[Result]) -> dict[str, Any]:

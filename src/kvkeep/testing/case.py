@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep import scores
 from kvkeep.backends import reference
-from kvkeep.codes import KV_BITS, decode, encode, encode_keys, hadamard
-from kvkeep.eviction import head_budgets, limit
-from kvkeep.layer import Layer
-from kvkeep.parallel import ALONE, Heads
+from kvkeep.cache.eviction import head_budgets, limit
+from kvkeep.cache.layer import Layer
+from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.kv import ranking
+from kvkeep.kv.block import empty
+from kvkeep.kv.cascade import Cascade
+from kvkeep.kv.slot_codec import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
-from kvkeep.store import Cascade
-from kvkeep.store.heads import empty
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Queries, Report, Slots, View
 
 
@@ -185,7 +185,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         view = replace(view, budget=budget)
         sinks, recent = policy.protected(budget)
         score = policy.score(view, state).double()
-        score = scores.protect(score, positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+        score = ranking.protect(score, positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
         kept, step_margin = _best(score, positions, limit(policy, view, state))
         margin = min(margin, step_margin)
         outputs.append(out)

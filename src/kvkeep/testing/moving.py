@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.layer import Layer
+from kvkeep.cache.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents, Fingerprint, Snapshot, new_block, put, take
 from kvkeep.testing.case import Case, Tape

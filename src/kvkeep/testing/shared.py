@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvkeep.parallel import Heads
+from kvkeep.head_sharding import Heads
 from kvkeep.policies.base import Policy
 from kvkeep.testing.case import Case, Moment, Tape, run
 

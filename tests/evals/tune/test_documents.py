@@ -14,7 +14,7 @@ from kvkeep.evals.tune.measure import PIECE, Answers, Losses
 from kvkeep.evals.tune.questions import UserQuestion
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 TEXT = "The quick brown fox jumps over the lazy dog. A cat sleeps.\nNobody sees it! " * 40
 

@@ -13,20 +13,18 @@ from typing import Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvkeep.calibration import duo_attention
+from kvkeep.calibration.calibrate import Job, OnStage, Part, Settings, calibrate
 from kvkeep.cli import console
 from kvkeep.cli.calibrate import report
 from kvkeep.cli.calibrate.request import Request, target
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.errors import InputError
+from kvkeep.head_profile import Profile
 from kvkeep.models import threads
-from kvkeep.models.files import locate
-from kvkeep.models.hub import cached_if_unreachable
+from kvkeep.models.files import cached_if_unreachable, locate
 from kvkeep.models.load import embedded, find, quiet, read_config
-from kvkeep.profile import Profile
-from kvkeep.research.calibration import duo
-from kvkeep.research.calibration.part import Part
-from kvkeep.research.calibration.run import Job, OnStage, Settings, calibrate
 
 EMBEDDED = "the embedded model"
 DEFAULT_CONTEXT = 1024
@@ -53,7 +51,7 @@ def _import(request: Request, path: str) -> Profile:
     name = locate(request.model)
     with cached_if_unreachable(name):
         config = read_config(name)
-    profile = duo.imported(path, config, name=request.model, sparsity=request.sparsity)
+    profile = duo_attention.imported(path, config, name=request.model, sparsity=request.sparsity)
     _save(profile, request)
     return profile
 

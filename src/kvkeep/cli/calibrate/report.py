@@ -8,7 +8,7 @@ from rich.table import Table
 
 from kvkeep.cli import console
 from kvkeep.cli.calibrate.request import Request
-from kvkeep.profile import Profile
+from kvkeep.head_profile import Profile
 
 _FEW = 8
 """Heads of a layer whose needs are shown with two digits; more are shown in tenths."""

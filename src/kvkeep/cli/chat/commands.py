@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvkeep.cli import console
 from kvkeep.cli.chat.talk import MOST_BACK, Talk
 from kvkeep.cli.memory import full_bytes
-from kvkeep.engine.interrupts import Uninterrupted
+from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.errors import InputError
 
 

@@ -20,14 +20,14 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.engine import Engine
-from kvkeep.engine.interrupts import Uninterrupted
+from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.document_prompt import check_system
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
-from kvkeep.models.opening import check_system
 from kvkeep.planning.plan import DEFAULT_BUDGET
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 ROOM = 8192
 """The default budget of a policy that keeps everything."""

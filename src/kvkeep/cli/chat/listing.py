@@ -8,8 +8,7 @@ from typing import Any
 from kvkeep.cli import console
 from kvkeep.cli.chat.sessions import Folder
 from kvkeep.cli.memory import turns_of
-from kvkeep.snapshot.described import described_layers, fingerprint_of
-from kvkeep.snapshot.header import opened, read_header
+from kvkeep.snapshot.file_format import described_layers, fingerprint_of, opened, read_header
 
 
 def show(folder: Folder, *, as_json: bool) -> None:

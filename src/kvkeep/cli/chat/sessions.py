@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli.files import data_folder, place
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.runs import Lock, in_full, remove_leftovers
+from kvkeep.result_files import Lock, in_full, remove_leftovers
 
 if TYPE_CHECKING:
     from kvkeep.snapshot import Snapshot
@@ -200,7 +200,7 @@ def complete_names(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _checked(name: str) -> str:
-    from kvkeep.engine.shelf import check_name  # imports torch
+    from kvkeep.engine.session_store import check_name  # imports torch
 
     try:
         return check_name(name)

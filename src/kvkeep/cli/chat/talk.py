@@ -9,8 +9,8 @@ from kvkeep.cli import console
 from kvkeep.cli.chat.sessions import Folder, Place
 from kvkeep.engine import Engine, Result
 from kvkeep.engine import Request as Asked
-from kvkeep.engine.interrupts import Uninterrupted
-from kvkeep.engine.sampling import Sampling, whole_within
+from kvkeep.engine.dispatcher import Uninterrupted
+from kvkeep.engine.sampling_params import Sampling, whole_within
 from kvkeep.engine.session import Session
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.snapshot import Snapshot

@@ -14,8 +14,8 @@ from kvkeep.evals.report import grouped
 from kvkeep.evals.run import Grid
 from kvkeep.models.device import parse_device
 from kvkeep.planning.bandwidth import measure_bandwidth
+from kvkeep.planning.model_shapes import Outline, outline
 from kvkeep.planning.plan import plan
-from kvkeep.planning.shapes import Outline, outline
 
 _MOST_SHOWN = 20
 

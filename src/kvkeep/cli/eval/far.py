@@ -20,7 +20,7 @@ from kvkeep.evals.run import Grid, manifest
 from kvkeep.evals.sources import HUB
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.scale.bench import CELLS, ModelFacts, Refusal
 from kvkeep.scale.cluster import joined, own_cpus
 from kvkeep.scale.crew import Crew

@@ -29,10 +29,9 @@ from kvkeep.evals.task import Options
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.quantised import check_format
-from kvkeep.models.text import Writer
-from kvkeep.results import command
-from kvkeep.runs import as_text
+from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tokenization import Writer
+from kvkeep.result_files import as_text, command
 from kvkeep.scale.cluster import check_ray
 
 EMBEDDED = "embedded"

@@ -24,7 +24,7 @@ from kvkeep.explain.explanation import Explanation
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
-from kvkeep.runs import write_whole
+from kvkeep.result_files import write_whole
 
 _SPEED_OVER_S = 600.0
 """Seconds over which the bar averages: one chunk of a long text may take longer than rich's 30 seconds."""

@@ -194,7 +194,7 @@ def generate(
         typer.Option(
             "--json-schema",
             metavar="FILE",
-            help="The answer is JSON that follows this schema. Needs pip install 'kvkeep\\[structured]'.",
+            help="The answer is JSON that follows this schema. Needs the extra 'structured'.",
             rich_help_panel=SAMPLING,
         ),
     ] = None,

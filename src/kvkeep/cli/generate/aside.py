@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvkeep.batch.input import read_lines
+from kvkeep.batch.survey import Survey, foreign, write_bad
 from kvkeep.cli import console
 from kvkeep.cli.generate.request import Batch
-from kvkeep.jobs.lines import read
-from kvkeep.jobs.survey import Survey, foreign, write_bad
 
 
 def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Batch) -> None:
@@ -24,7 +24,7 @@ def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Ba
         batch: the options of the job.
     """
     to_file = batch.output != "-"
-    entries = survey.entries(read(source), failed, bad=to_file or not failed)
+    entries = survey.entries(read_lines(source), failed, bad=to_file or not failed)
     if to_file:
         if not survey.bad and os.path.lexists(beside(batch)):  # lines of an earlier run that are nowhere else
             raise foreign(beside(batch))

@@ -8,11 +8,11 @@ from contextlib import contextmanager, nullcontext
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
+from kvkeep.batch.progress import Pace, Work
 from kvkeep.cli import console
 from kvkeep.engine import Engine
 from kvkeep.engine.request import Request, Result
-from kvkeep.jobs.pace import Pace, Work
-from kvkeep.models.reading import watched
+from kvkeep.models.load import watched
 
 
 class Bar:

@@ -17,14 +17,14 @@ from kvkeep.cli.memories import Memory
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.errors import InputError
-from kvkeep.models.compiled import compile_layers
+from kvkeep.models.compile import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.fused import chosen, prepare
+from kvkeep.models.fused_modules import pack_weights
 from kvkeep.models.load import embedded, find, quiet
-from kvkeep.models.packed import pack_weights
-from kvkeep.models.text import Writer
-from kvkeep.models.weights import fingerprint
-from kvkeep.openai.answers import Show
+from kvkeep.models.prepare import chosen, prepare
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
+from kvkeep.openai.responses import Show
 from kvkeep.scale.trade import Layout
 from kvkeep.scale.worker import Built
 
@@ -45,7 +45,7 @@ def engine_of(
         batch: the options of the job.
         most: the number of requests.
         budget: tokens kept per layer and head.
-        like: how another worker of the job has laid out the weights, see `kvkeep.models.fused.prepare`.
+        like: how another worker of the job has laid out the weights, see `kvkeep.models.prepare.prepare`.
 
     Raises:
         BudgetError: not one row fits.

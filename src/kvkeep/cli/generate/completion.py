@@ -20,8 +20,8 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.cli.generate.summary import nothing_evicted, remark, summarise
 from kvkeep.engine import Engine, Result
 from kvkeep.errors import KVKeepError
-from kvkeep.memory import Memory
-from kvkeep.models import split, threads
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.models import tensor_parallel, threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet
 
@@ -34,7 +34,7 @@ def serve(request: Request) -> None:
         Exit: the user pressed Ctrl-C; the text that was printed stays.
     """
     try:
-        with quiet(), threads.restored(), enough_memory(parse_device(request.device)), split.left():
+        with quiet(), threads.restored(), enough_memory(parse_device(request.device)), tensor_parallel.left():
             job = prepare(request)
             if request.compare:
                 _serve_comparison(job)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeGuard, cast
 
+from kvkeep.batch.input import BadLine, Line, after, parse
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.memories import Memory
-from kvkeep.engine.past import Past
+from kvkeep.engine.prompt_encoding import Past, question_of
 from kvkeep.engine.request import Request as Asked
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.words import question_of
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import BadLine, Line, after, parse
-from kvkeep.models import text
+from kvkeep.models import tokenization
+from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.system import system_spans
 from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans
 
@@ -71,9 +70,9 @@ def _are_ids(prompt: Prompt) -> TypeGuard[list[int]]:
 
 def _encode(checkpoint: Checkpoint, asked: Asked) -> list[int]:
     if asked.messages is not None:
-        chat: list[int] = text.encode_chat(checkpoint, asked.messages)[0].tolist()
+        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages)[0].tolist()
         return chat
-    found: list[int] = text.encode(checkpoint, str(asked.prompt), raw=asked.raw)[0].tolist()
+    found: list[int] = tokenization.encode(checkpoint, str(asked.prompt), raw=asked.raw)[0].tolist()
     return found
 
 
@@ -86,9 +85,9 @@ def _encode_after(checkpoint: Checkpoint, asked: Asked, past: Past) -> list[int]
     if messages is None and not asked.raw and checkpoint.tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": str(asked.prompt)}]
     if messages is not None:
-        chat: list[int] = text.encode_next(checkpoint, (), messages)[0].tolist()
+        chat: list[int] = tokenization.encode_next(checkpoint, (), messages)[0].tolist()
         return chat
-    plain: list[int] = text.encode_rest(checkpoint, str(asked.prompt))[0].tolist()
+    plain: list[int] = tokenization.encode_rest(checkpoint, str(asked.prompt))[0].tolist()
     return plain
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from kvkeep.batch.output import Output
+from kvkeep.batch.progress import Work
 from kvkeep.cli import console
 from kvkeep.cli.generate.bar import Bar
 from kvkeep.cli.generate.build import Recipe, rows_of
@@ -15,8 +17,6 @@ from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.workers import PROCESS_BYTES, room_for, whole
 from kvkeep.engine import Engine
 from kvkeep.errors import KVKeepError
-from kvkeep.jobs.output import Output
-from kvkeep.jobs.pace import Work
 from kvkeep.models.load import embedded
 from kvkeep.planning.plan import plan
 from kvkeep.scale.crew import Crew

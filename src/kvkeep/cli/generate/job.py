@@ -11,6 +11,9 @@ from pathlib import Path
 import typer
 
 from kvkeep import budget as budgets
+from kvkeep.batch.input import Line, digest, read_lines
+from kvkeep.batch.output import LAYOUT, Output
+from kvkeep.batch.survey import Judge, Survey, problem, remove_bad
 from kvkeep.cli import console, torchrun
 from kvkeep.cli.files import STANDARD_INPUT
 from kvkeep.cli.generate.aside import beside, set_aside
@@ -27,21 +30,18 @@ from kvkeep.cli.memories import Memory, settled
 from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.cli.workers import ended_with_its_cluster, interruptible
 from kvkeep.engine import Engine
-from kvkeep.engine.prompts import checked_guard
+from kvkeep.engine.request import checked_guard
 from kvkeep.errors import BudgetError, InputError, PolicyError
-from kvkeep.jobs.lines import Line, digest, read
-from kvkeep.jobs.output import LAYOUT, Output
-from kvkeep.jobs.survey import Judge, Survey, problem, remove_bad
-from kvkeep.models import split, threads
+from kvkeep.models import tensor_parallel, threads
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.fused import chosen
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
-from kvkeep.models.text import Writer
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.prepare import chosen
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse as parse_policy
-from kvkeep.registry import spec
+from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.policies.registry import spec
 from kvkeep.scale.cluster import check_ray, joined, own_cpus
 
 
@@ -63,7 +63,7 @@ def serve(request: Request, batch: Batch) -> None:
         quiet(),
         threads.restored(),
         enough_memory(device),
-        split.left(),
+        tensor_parallel.left(),
         lines_of(batch) as source,
         published(together(batch)) as batch,
     ):
@@ -182,7 +182,7 @@ def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
 def _survey(source: Path, read_line: Read, batch: Batch, memory: Memory | None) -> Survey:
     """Read every line once. A line that cannot be run stops the job, unless such lines are set aside."""
     survey = Survey(None if memory is None else memory.snapshot)
-    for number, raw in read(source):
+    for number, raw in read_lines(source):
         bad = survey.add(read_line(number, raw))
         if bad and not batch.skip_bad:
             raise _refusal(bad.number, bad.reason)
@@ -273,4 +273,4 @@ def _refusal(number: int, reason: str) -> InputError:
 
 def _lines(source: Path, todo: Mapping[int, str]) -> Iterator[tuple[int, bytes]]:
     """Read the lines to run once more. A line whose text has changed since the survey is left out."""
-    return ((number, raw) for number, raw in read(source) if number in todo and digest(raw) == todo[number])
+    return ((number, raw) for number, raw in read_lines(source) if number in todo and digest(raw) == todo[number])

@@ -11,25 +11,24 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep import engine as engines
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.engine import Engine
-from kvkeep.engine.choice import levels
-from kvkeep.engine.prompts import checked_guard
-from kvkeep.engine.room import check_room
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.structure import json_structure
+from kvkeep.engine.admission import check_room
+from kvkeep.engine.budget_guard import levels
+from kvkeep.engine.request import checked_guard, json_structure
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.layout import Layout
-from kvkeep.models import text
+from kvkeep.models import tokenization
+from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.load import Checkpoint, embedded, find
-from kvkeep.models.system import system_spans
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Job:
 
     request: Request
     checkpoint: Checkpoint
-    writer: text.Writer
+    writer: tokenization.Writer
     prompt: Sequence[int] | str
     policy: Policy
     budget: int
@@ -112,7 +111,7 @@ def prepare(request: Request) -> Job:
     prompt = _encode(checkpoint, request) if memory is None else request.prompt
     pins = system_spans(checkpoint, messages_of(request)) if request.pin_system else ()
     tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # and those of the question
-    text.check_length(checkpoint, tokens, sampling.max_new_tokens)
+    tokenization.check_length(checkpoint, tokens, sampling.max_new_tokens)
     budget = _choose_budget(request, policy, tokens)
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
@@ -141,7 +140,7 @@ def sampling_of(request: Request) -> Sampling:
     )
 
 
-def engine_for(writer: text.Writer, request: Request, **options: Any) -> Engine:
+def engine_for(writer: tokenization.Writer, request: Request, **options: Any) -> Engine:
     """An engine for a request, for one prompt or many.
 
     Args:
@@ -175,7 +174,7 @@ def _encode(checkpoint: Checkpoint, request: Request) -> list[int]:
     Raises:
         InputError: there is no chat template, or it leaves the system message out.
     """
-    plain: list[int] = text.encode(checkpoint, request.prompt, raw=request.raw)[0].tolist()
+    plain: list[int] = tokenization.encode(checkpoint, request.prompt, raw=request.raw)[0].tolist()
     if request.system is None:
         return plain
     if checkpoint.tokenizer.chat_template is None:
@@ -183,7 +182,7 @@ def _encode(checkpoint: Checkpoint, request: Request) -> list[int]:
             f"The tokenizer of {checkpoint.name} has no chat template, so --system has no place. Put its text at the "
             "beginning of the prompt."
         )
-    found: list[int] = text.encode_chat(checkpoint, messages_of(request))[0].tolist()
+    found: list[int] = tokenization.encode_chat(checkpoint, messages_of(request))[0].tolist()
     if found == plain:
         raise InputError(
             f"The chat template of {checkpoint.name} leaves out system messages, so --system has no effect. Put its "

@@ -10,14 +10,14 @@ from typing import Protocol, runtime_checkable
 
 import typer
 
+from kvkeep.batch.input import Line, reason_of
+from kvkeep.batch.output import Output
+from kvkeep.batch.progress import Work
 from kvkeep.cli import console
 from kvkeep.cli.generate.bar import Bar, progress
 from kvkeep.cli.workers import interruptible
 from kvkeep.engine import Engine, Result
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.jobs.lines import Line, reason_of
-from kvkeep.jobs.output import Output
-from kvkeep.jobs.pace import Work
 
 STANDARD_OUTPUT = "standard output"
 INCOMPLETE = 1

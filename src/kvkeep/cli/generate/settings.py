@@ -8,12 +8,12 @@ from typing import Any
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.memories import Memory
-from kvkeep.codes import check_bits
 from kvkeep.config import NAME, Config
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies.base import Policy
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 
 
 def settled(request: Request, file: str) -> Request:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvkeep.batch.output import Output
 from kvkeep.cli import torchrun
 from kvkeep.cli.generate.request import Batch
 from kvkeep.errors import InputError
-from kvkeep.jobs.output import Output
-from kvkeep.models import split
+from kvkeep.models import tensor_parallel
 
 
 def together(batch: Batch) -> Batch:
@@ -23,7 +23,7 @@ def together(batch: Batch) -> Batch:
         raise InputError("--compile does not go together with a model that is split over processes.")
     if batch.workers is not None:
         raise InputError("--ray-workers does not go together with torchrun. Start the command without torchrun.")
-    split.join()
+    tensor_parallel.join()
     return batch if torchrun.leads() else replace(batch, output="-")
 
 

@@ -1,141 +1,156 @@
-"""The options of ``kvkeep plan --fleet``, and how they are read."""
+"""The options of a plan, and how they become arguments of `kvkeep.planning.plan.plan`."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli import complete
+from kvkeep.cli.bits import parse_kv_bits
+from kvkeep.cli.heads import parse_head_budget
+from kvkeep.cli.options import (
+    MEMORY,
+    MODEL,
+    given,
+    parse_budget,
+    parse_bytes,
+    parse_layer_budget,
+    parse_positions,
+    parse_prefill_chunk,
+    parse_tokens,
+)
 from kvkeep.errors import InputError
 
-LOAD, DEVICES = "Fleet: what comes", "Fleet: devices"
+MACHINE = "Machine"
 
-Fleet = Annotated[
-    bool,
-    typer.Option(
-        "--fleet",
-        help="Simulate many devices under a load; --memory, --bandwidth and --rows are then of each.",
-        rich_help_panel=LOAD,
+ModelConfig = Annotated[
+    str | None,
+    typer.Argument(
+        help="A hub name, a local folder, or a config.json. The embedded model if not given.",
+        show_default=False,
+        metavar="MODEL",
+        callback=given,
+        autocompletion=complete.models,
     ),
 ]
-Rate = Annotated[
-    float | None, typer.Option(metavar="RATE", help="Users that come per second, at random.", rich_help_panel=LOAD)
-]
-PromptTokens = Annotated[
+Budget = Annotated[
     str | None,
     typer.Option(
-        metavar="LENGTH",
-        help="Of a message: 128; 64-512: all equally likely; ~200: exponential with this mean. Default: 128.",
-        rich_help_panel=LOAD,
+        "--budget",
+        "-b",
+        metavar="TOKENS",
+        help="Tokens kept per layer and head, e.g. 512, 4K (4096), 4k (4000), or a share of the context as 20%. "
+        "Default: 1024, or the context if that is shorter or the policy is full.",
+        rich_help_panel=MEMORY,
     ),
 ]
-NewTokens = Annotated[
+Context = Annotated[
     str | None,
-    typer.Option(
-        "--max-new-tokens",
-        "-n",
-        metavar="LENGTH",
-        help="The same, of an answer. Default: 64.",
-        rich_help_panel=LOAD,
-    ),
-]
-Sessions = Annotated[
-    str | None,
-    typer.Option(metavar="LENGTH", help="The same: conversations of a user. Default: 1.", rich_help_panel=LOAD),
-]
-Turns = Annotated[
-    str | None,
-    typer.Option(metavar="LENGTH", help="The same: messages of a conversation. Default: 1.", rich_help_panel=LOAD),
-]
-Between = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SECONDS",
-        help="The same: between an answer and the next message. Default: 60.",
-        rich_help_panel=LOAD,
-    ),
-]
-Input = Annotated[
-    str | None,
-    typer.Option(
-        "--input",
-        "-i",
-        metavar="FILE",
-        help='JSONL with lengths, {"prompt_tokens": 512, "max_tokens": 64}, or a trace, with "at" in seconds and '
-        '"session" as well; the output of bench-server is one.',
-        rich_help_panel=LOAD,
-    ),
-]
-Requests = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Messages that are simulated on a device. Default: 2000.", rich_help_panel=LOAD),
-]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Of times and lengths. Default: 0.", rich_help_panel=LOAD)]
-Devices = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Default: as few as keep the two limits.", rich_help_panel=DEVICES),
-]
-FirstToken = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS", help="Until the first token, in 99 % of the answers. Default: 5.", rich_help_panel=DEVICES
-    ),
-]
-PerToken = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", help="Per token after it, in 99 %. Default: no limit.", rich_help_panel=DEVICES),
-]
-Steps = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Measured steps, as bench/fleet.py prints them. Default: the limits of --bandwidth and --compute.",
-        rich_help_panel=DEVICES,
-    ),
-]
-Compute = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SPEED",
-        help="Arithmetic, e.g. 400TFLOP/s. Default: an estimate from --bandwidth.",
-        rich_help_panel=DEVICES,
-    ),
-]
-DecodeEvery = Annotated[
-    int | None,
     typer.Option(
         metavar="TOKENS",
-        help="Prompt tokens for which running rows get a token. Default: by the kind of --device.",
-        rich_help_panel=DEVICES,
+        help="Length of every row, prompt and new tokens. Default: the model's trained length.",
+        rich_help_panel=MEMORY,
     ),
 ]
-HostMemory = Annotated[
+PrefillChunk = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Prompt tokens that are fed in one step, counted over all rows. Default: one whole prompt.",
+        rich_help_panel=MEMORY,
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Dtype of weights and cache: float32, bfloat16, float16, or auto: the checkpoint's.",
+        rich_help_panel=MODEL,
+    ),
+]
+WeightsDtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Dtype of the weights, if it differs from the cache's.", rich_help_panel=MODEL),
+]
+WeightsMemory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Main memory for idle conversations; others lie on the disk. Default: for all.",
-        rich_help_panel=DEVICES,
+        help="Size of all weights, if you know it, e.g. 18GB. Default: counted from the configuration, quantised "
+        "weights with their scales.",
+        rich_help_panel=MODEL,
     ),
 ]
-Bus = Annotated[
+Memory = Annotated[
     str | None,
-    typer.Option(metavar="SPEED", help="Between rows and main memory. Default: 25GB/s.", rich_help_panel=DEVICES),
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for everything, e.g. 24GiB (2^30 each), 24GB (10^9 each), 512MiB.",
+        rich_help_panel=MACHINE,
+    ),
 ]
-Disk = Annotated[str | None, typer.Option(metavar="SPEED", help="Default: 2GB/s.", rich_help_panel=DEVICES)]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEED",
+        help="Bandwidth of the memory, e.g. 100GB/s, to predict tokens/s.",
+        rich_help_panel=MACHINE,
+    ),
+]
+Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Measure --device for tokens/s: its bandwidth, and products with weights.",
+        rich_help_panel=MACHINE,
+    ),
+]
 
-_COMPUTE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([GTP])(?:FLOPS?/s|FLOPS)\s*", re.ASCII)
-_PREFIXES = {"G": 1e9, "T": 1e12, "P": 1e15}
+
+def arguments(*, measure: bool, **options: Any) -> dict[str, Any]:
+    """Return the arguments of `kvkeep.planning.plan.plan` for the options of a command, read from their texts.
+
+    Args:
+        measure: whether a device is measured.
+        options: model, policy, budget and the other options of a plan, as they were typed.
+
+    Raises:
+        InputError: a text cannot be read, or two options say how fast the memory is.
+    """
+    if options["bandwidth"] is not None and measure:
+        raise InputError("--bandwidth and --measure were both given; one of them says how fast the memory is.")
+    kept = None if options["budget"] is None else parse_budget(options["budget"], "--budget")
+    asked = {
+        **options,
+        "budget": kept if isinstance(kept, int) else None,
+        "keep_ratio": kept if isinstance(kept, float) else None,
+        "layer_budget": parse_layer_budget(options["layer_budget"]),
+        "head_budget": parse_head_budget(options["head_budget"]),
+        "kv_bits": parse_kv_bits(options["kv_bits"]),
+        "positions": parse_positions(options["positions"]),
+        "prefill_chunk": parse_prefill_chunk(options["prefill_chunk"]),
+    }
+    readers: dict[str, Callable[[str, str], float]] = {
+        "context": parse_tokens,
+        "weights_memory": parse_bytes,
+        "memory": parse_bytes,
+        "bandwidth": parse_speed,
+    }
+    for name, read in readers.items():
+        if options[name] is not None:
+            asked[name] = read(options[name], f"--{name.replace('_', '-')}")
+    return asked
 
 
-def parse_compute(text: str) -> float:
-    """Read operations per second: ``400TFLOP/s``.
+def parse_speed(text: str, option: str = "--bandwidth") -> float:
+    """Read bytes per second: ``100GB/s``, ``3.35 TB/s``.
 
     Raises:
         InputError: the text is not a number with a unit, or the speed is not above 0.
     """
-    found = _COMPUTE.fullmatch(text)
-    speed = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
-    if not 0 < speed < 1e21:
-        raise InputError(f"--compute {text!r} is no number of operations per second; write e.g. 400TFLOP/s.")
-    return speed
+    example = "100GB/s"
+    if not text.rstrip().endswith("/s"):
+        raise InputError(f"{option} {text!r} is not a size per second; write e.g. {example}.")
+    return float(parse_bytes(text.rstrip().removesuffix("/s"), option, example=example))

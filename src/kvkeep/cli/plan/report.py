@@ -16,9 +16,8 @@ from kvkeep.errors import show_bytes
 from kvkeep.models.device import parse_device
 from kvkeep.models.load import quiet
 from kvkeep.planning.cost import Cost
-from kvkeep.planning.plan import Plan, plan
-from kvkeep.planning.setting import Setting, name_of
-from kvkeep.registry import spec
+from kvkeep.planning.plan import Plan, Setting, name_of, plan
+from kvkeep.policies.registry import spec
 
 COUNTED = (
     "weights",

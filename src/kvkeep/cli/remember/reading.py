@@ -16,22 +16,21 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.remember.request import Request, target
 from kvkeep.engine import Engine, Result
-from kvkeep.engine.room import check_room
-from kvkeep.layout import Layout
+from kvkeep.engine.admission import check_room
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import Checkpoint, Model, embedded, find, quiet
-from kvkeep.models.opening import Opening, noted, opened
-from kvkeep.models.reading import watched
-from kvkeep.models.text import Writer, check_length
+from kvkeep.models.document_prompt import Opening, noted, opened
+from kvkeep.models.load import Checkpoint, Model, embedded, find, quiet, watched
+from kvkeep.models.tokenization import Writer, check_length
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 
 ROOM = 2048
 """Tokens of questions and answers for which a policy that keeps everything has room by default."""

@@ -28,7 +28,7 @@ from kvkeep.cli.options import (
 )
 from kvkeep.cli.serve import options as own
 from kvkeep.cli.serve.request import Request
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 from kvkeep.policies import DEFAULT
 
 _WAITING = "passive"
@@ -91,7 +91,7 @@ def serve(
     KVKEEP_BUDGET, or in the file of --config.
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise InputError(f"The server needs {missing[0]}, which is not installed: pip install 'kvkeep[server]'.")
+        raise InputError(f"The server needs {missing[0]}, which is not installed: {pip_install('server')}.")
     os.environ.setdefault("OMP_WAIT_POLICY", _WAITING)
     request = Request(
         model=model,

@@ -17,7 +17,7 @@ from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.load import embedded
 from kvkeep.planning.plan import plan
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, joined, last_words, own_cpus
 from kvkeep.scale.replica import Facts, Recipe
 from kvkeep.scale.serving import deployment, need_serve

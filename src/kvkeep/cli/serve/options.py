@@ -13,7 +13,7 @@ from kvkeep.cli.files import refuse_device
 from kvkeep.cli.options import MEMORY, MODEL, OUTPUT, given
 from kvkeep.cli.usage import CommandLineError
 from kvkeep.errors import InputError
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 ADDRESS, CLIENTS, LIMITS, REPLICAS = "Address", "Clients", "Limits", "Replicas"
 """Panels of ``--help``."""

@@ -13,23 +13,23 @@ from typing import Any
 import typer
 
 from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve.far import Answering, engine_options, serve_far
 from kvkeep.cli.serve.keys import read_keys
 from kvkeep.cli.serve.request import Request
 from kvkeep.engine import Engine
-from kvkeep.engine.prefixes import check_prefix_memory
-from kvkeep.engine.prompts import checked_guard
-from kvkeep.engine.rotation import MOST_HOST_ROWS
-from kvkeep.engine.sampling import Sampling, whole_within
+from kvkeep.engine.prefix_cache import check_prefix_memory
+from kvkeep.engine.request import checked_guard
+from kvkeep.engine.sampling_params import Sampling, whole_within
+from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import InputError
-from kvkeep.layout import Layout
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
-from kvkeep.openai.tool_forms import ToolUse
-from kvkeep.registry import parse as parse_policy
+from kvkeep.openai.messages import ToolUse
+from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.scale.cluster import check_ray
 from kvkeep.scale.serving import need_serve
 from kvkeep.server.app import make_app

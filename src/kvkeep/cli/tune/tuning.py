@@ -31,9 +31,8 @@ from kvkeep.evals.tune.run import OnBlock, Progress, Result, sizes_of, tune
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet
-from kvkeep.models.weights import fingerprint
-from kvkeep.results import command
-from kvkeep.runs import as_text
+from kvkeep.models.weight_hash import fingerprint
+from kvkeep.result_files import as_text, command
 from kvkeep.version import __version__
 
 _PURPOSE = "Give some text to plant facts in, or leave --text out for the package's own."

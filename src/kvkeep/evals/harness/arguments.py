@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.evals.drive import Setup
 from kvkeep.evals.harness.scoring import Bounded
 from kvkeep.evals.plan import Asked
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies import DEFAULT
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 _IGNORED = ("batch_size", "max_batch_size", "trust_remote_code")
 """Arguments that lm-eval adds by itself."""

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 
 MODEL = "kvkeep"
 _CLASS = "kvkeep.evals.harness.model:KVKeepLM"
@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> None:
         KVKeepError: the model, the policy, the budget or the protocol cannot be used.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise InputError("lm-eval is not installed. Install it with pip install 'kvkeep[lm-eval]'.")
+        raise InputError(f"lm-eval is not installed: {pip_install('lm-eval')}.")
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.evals.drive import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
-from kvkeep.memory import Memory
-from kvkeep.models.text import Writer
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
 Score = tuple[float, bool]

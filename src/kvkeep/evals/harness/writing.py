@@ -8,7 +8,7 @@ from typing import Any
 
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 from kvkeep.evals.harness.scoring import Bounded
 

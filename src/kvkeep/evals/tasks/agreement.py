@@ -17,12 +17,11 @@ from torch import Tensor
 from kvkeep.evals import metrics, texts
 from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Outcome, Task
-from kvkeep.memory import Memory
-from kvkeep.models.generation import ends_of
-from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.models.load import Checkpoint, ends_of
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 PROMPT = 512
 """Tokens of a prompt; prompt and new tokens together are at most the trained length."""

@@ -17,9 +17,9 @@ from kvkeep.evals.choices import Choice
 from kvkeep.evals.drive import PLAIN, Setup
 from kvkeep.evals.harness.scoring import Bounded, Pair, scores
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer, encode
+from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 
 QUESTIONS = 100

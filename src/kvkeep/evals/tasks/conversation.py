@@ -21,7 +21,7 @@ from kvkeep.evals.synthetic.words import Haystack, values, words
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer, encode
+from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 
 _NEW = 16

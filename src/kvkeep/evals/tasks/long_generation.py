@@ -13,8 +13,8 @@ from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.diversity import continued
 from kvkeep.evals.texts import describe
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 
 _MOST = 512
 _PER_CONTEXT = 2

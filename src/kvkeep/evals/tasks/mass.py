@@ -21,7 +21,7 @@ from kvkeep.evals.drive import PLAIN, Drive, Setup
 from kvkeep.evals.recording import Tape, tapes
 from kvkeep.evals.task import Options, Outcome, Task
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
 PROMPT = 384

@@ -18,9 +18,9 @@ from torch import Tensor
 from kvkeep.evals import metrics, texts
 from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
 WINDOW = 1024

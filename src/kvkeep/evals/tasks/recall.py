@@ -21,9 +21,9 @@ from kvkeep.evals.asking import NEW_TOKENS, Prompted, Wording, ask, right, wordi
 from kvkeep.evals.drive import PLAIN, Drive, Setup
 from kvkeep.evals.replies import Replies
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
 QUESTIONS = 30

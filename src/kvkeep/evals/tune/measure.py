@@ -17,9 +17,9 @@ from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.candidates import Arm
 from kvkeep.evals.tune.documents import Asked, Documents
 from kvkeep.evals.tune.quality import Kind, Tally
-from kvkeep.models.generation import ends_of
-from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.models.load import ends_of
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 
 Outcome: TypeAlias = str | list[float]
 """What is stored of a unit: which questions were right, as ``1`` and ``0``; or sums of losses in pieces of the text."""

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 
-from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import texts
 from kvkeep.evals.drive import PLAIN, Setup
@@ -22,12 +21,13 @@ from kvkeep.evals.tune.measure import PIECE, Answers, Losses, Measure
 from kvkeep.evals.tune.questions import UserQuestion
 from kvkeep.evals.tune.records import VERSION
 from kvkeep.evals.tune.run import WINDOWS
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
-from kvkeep.planning.setting import Setting
-from kvkeep.planning.shapes import outline
+from kvkeep.planning.model_shapes import outline
+from kvkeep.planning.plan import Setting
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
-from kvkeep.runs import in_full
+from kvkeep.policies.registry import parse, spec
+from kvkeep.result_files import in_full
 
 CONTEXT = 1024
 """Default tokens of a text; fewer if the model was trained for fewer."""

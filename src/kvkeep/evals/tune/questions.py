@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.runs import parse
+from kvkeep.result_files import parse
 
 FIELDS = ("text", "question", "answer")
 

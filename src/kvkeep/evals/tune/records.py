@@ -13,8 +13,7 @@ from kvkeep.config import NAME
 from kvkeep.errors import InputError
 from kvkeep.evals.tune.candidates import Arm
 from kvkeep.evals.tune.measure import Outcome
-from kvkeep.results import MANIFEST, Results, check_same, read_rows
-from kvkeep.runs import Lock, read_object, sync
+from kvkeep.result_files import MANIFEST, Lock, Results, check_same, read_object, read_rows, sync
 
 ROWS = "results.jsonl"
 CURVE = "curve.png"

@@ -14,7 +14,7 @@ from kvkeep.evals.tune.quality import Kept, Kind
 from kvkeep.evals.tune.run import Result
 from kvkeep.evals.tune.search import Found
 from kvkeep.plots import Panel, Series
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 COLUMNS = ("policy", "budget", "memory", "of full", "kept", "at least", "")
 

@@ -11,7 +11,7 @@ from kvkeep.evals.tune.measure import Measure, Outcome
 from kvkeep.evals.tune.quality import Kept, Kind, Tally, kept, most, needed
 from kvkeep.evals.tune.records import Records
 from kvkeep.evals.tune.search import Found, Sizes, search
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 _SEARCHED = 192
 """Questions that the search uses, beside those of the confirmation."""

@@ -1,0 +1,77 @@
+"""Shapes and types of every annotated function are checked in tests, and only there."""
+
+import functools
+import gc
+import os
+import signal
+
+import annotations
+import jaxtyping
+import pytest
+import sweeps
+import torch
+import typer.main
+import typer.testing
+
+gc.disable()  # until all is collected: what an import makes is no garbage
+annotations.install("kvkeep")
+annotations.install("kvkeep_lab")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; tests of Ctrl-C would wait forever
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+typer.testing._get_command = functools.cache(typer.main.get_command)  # it would be made anew for each command of a test
+torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", type=int, default=1, help="run one in N of the slow cases of long lists")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Before the marks are looked at."""
+    spare = {id(item) for item in sweeps.thin(items, max(1, config.getoption("--share")))}
+    if spare:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in spare])
+        items[:] = [item for item in items if id(item) not in spare]
+
+
+def pytest_collection_finish():
+    """Collections of garbage leave out what lives as long as the run: looking through that takes a second each."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Name a failed test at once: the summary never comes if a long run is ended from outside."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(AtOnce(reporter))
+
+
+class AtOnce:
+    """Prints the name of each test that fails, when it fails."""
+
+    def __init__(self, reporter):
+        self._reporter = reporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self._reporter.write(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)\n")
+
+
+@pytest.fixture
+def no_checked_annotations():
+    """As for users: elsewhere in the tests an annotation catches a wrong type before the function does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def share(request):
+    """Of a long test one in so many of its cases is to run."""
+    return max(1, request.config.getoption("--share"))

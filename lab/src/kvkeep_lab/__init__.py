@@ -1,0 +1,1 @@
+"""The lab: the papers' theorems and observations, caches with hindsight, a fleet simulator, a load generator."""

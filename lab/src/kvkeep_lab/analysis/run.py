@@ -1,0 +1,203 @@
+"""Runs an analysis: one walk for all measurements that read attention or MLP blocks, then the runs of single ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.evals.run import fingerprint, versions
+from kvkeep.models.tokenization import Writer, with_random_weights
+from kvkeep_lab.analysis.job import Job, left, words
+from kvkeep_lab.analysis.measure import Context, Measurement, Mlp, Rows, Skipped, Subject
+from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.walk import look, walk
+
+Record: TypeAlias = dict[str, Any]
+"""A finished measurement, as its file holds it: its name, and its result or why there is none."""
+
+OnStage: TypeAlias = Callable[[str, float], object]
+"""Called with the name of the current stage and its finished share."""
+
+
+def run(job: Job, writer: Writer, folder: Folder, on_stage: OnStage = lambda what, share: None) -> None:
+    """Make every measurement that the folder does not hold yet; each is written as soon as it is finished.
+
+    Raises:
+        InputError: the folder holds another run, another run is writing there, it cannot be written, or memory does not
+            suffice.
+        UnsupportedModelError: the model's attention cannot be analysed.
+    """
+    made = Pass(writer, job.text.tokens, job.seed, on_stage)
+    with folder.locked():
+        folder.open({**job.manifest(), **made.about()})
+        for record in made.make(left(job, folder)):
+            folder.write(f"{record['name']}.json", record)
+
+
+@dataclass(eq=False)
+class _Made:
+    """A measurement in progress.
+
+    Attributes:
+        measurement: the measurement.
+        seconds: time spent in it.
+        reason: why it was skipped; ``None`` if it was not.
+    """
+
+    measurement: Measurement
+    seconds: float = 0.0
+    reason: str | None = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Add the time spent inside, and record the reason if the measurement is skipped."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Skipped as reason:
+            self.reason = str(reason)
+        self.seconds += time.perf_counter() - start
+
+
+@dataclass(eq=False)
+class _Audience:
+    """All readers of one walk."""
+
+    readers: list[_Made]
+
+    def rows(self, rows: Rows) -> None:
+        """Pass rows to all readers of attention."""
+        for made in self._of("attention"):
+            with made.working():
+                made.measurement.rows(rows)
+
+    def mlp(self, mlp: Mlp) -> None:
+        """Pass tokens to all readers of MLP blocks."""
+        for made in self._of("mlp"):
+            with made.working():
+                made.measurement.mlp(mlp)
+
+    def _of(self, part: str) -> list[_Made]:
+        return [made for made in self.readers if part in made.measurement.reads and made.reason is None]
+
+
+class Pass:
+    """Makes measurements of one model on one text.
+
+    Args:
+        writer: the model.
+        tokens: the text.
+        seed: seed of random choices.
+        on_stage: called as the work goes on.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be analysed.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        tokens: Int[Tensor, " n"],
+        seed: int,
+        on_stage: OnStage = lambda what, share: None,
+    ) -> None:
+        seen = self._anatomy = look(writer.model, int(tokens[0]))
+        said = words(writer.checkpoint, tokens)
+        self._context = Context(len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, said, seed)
+        self._subject = Subject(writer, tokens, seed, lambda: with_random_weights(writer, seed))
+        self._on_stage = on_stage
+
+    def about(self) -> dict[str, Any]:
+        """The properties that all results in one folder share, as far as the model decides them; and its versions."""
+        writer, seen = self._subject.writer, self._anatomy
+        shape = {"n_layers": seen.n_layers, "n_heads": seen.n_heads, "n_kv_heads": seen.n_kv_heads}
+        made_by = {"weights": fingerprint(writer), "dtype": writer.dtype, "device": writer.device, **versions()}
+        return {**made_by, **shape}
+
+    def make(self, kinds: Sequence[type[Measurement]]) -> Iterator[Record]:
+        """Make measurements, each as its record is asked for.
+
+        One walk serves all, and one more those with a control; then come the runs of the others. What is impossible
+        here is skipped, and comes first.
+        """
+        able = []
+        for kind in kinds:
+            if reason := self._obstacle(kind):
+                yield _record(kind, {"skipped": reason})
+            else:
+                able.append(_Made(kind(self._context)))
+        self._walk(able, self._subject.writer, "reading the text")
+        plain = [made for made in able if not made.measurement.control]
+        for made in plain:
+            if "model" not in made.measurement.reads or made.reason:
+                yield _finished(made)
+        yield from self._control([made for made in able if made.measurement.control])
+        for made in plain:
+            if "model" in made.measurement.reads and not made.reason:
+                self._run(made)
+                yield _finished(made)
+
+    def _obstacle(self, kind: type[Measurement]) -> str | None:
+        """Why a measurement is impossible here; ``None`` if it is possible."""
+        n = self._context.n_tokens
+        if n < kind.least_tokens:
+            return f"The text has {n} tokens; this needs {kind.least_tokens}."
+        if "mlp" in kind.reads and self._anatomy.no_mlp:
+            return f"The model's MLP blocks cannot be shown: {self._anatomy.no_mlp}."
+        if "units" in kind.reads and self._anatomy.no_units:
+            return f"The hidden units of the model's MLP blocks cannot be shown: {self._anatomy.no_units}."
+        return None
+
+    def _walk(self, readers: list[_Made], writer: Writer, what: str) -> None:
+        reads = frozenset().union(*(made.measurement.reads for made in readers)) & {"attention", "mlp"}
+        if not reads:
+            return
+        self._on_stage(what, 0.0)
+        walk(
+            writer.model,
+            self._subject.tokens,
+            _Audience(readers),
+            reads=reads,
+            progress=lambda share: self._on_stage(what, share),
+        )
+
+    def _control(self, trained: list[_Made]) -> Iterator[Record]:
+        """Walk the same architecture without training for the measurements that compare with it, and finish them."""
+        going = [made for made in trained if not made.reason]
+        drawn = [_Made(type(made.measurement)(self._context)) for made in going]
+        if going:
+            self._walk(drawn, self._subject.random(), "reading it with random weights")
+        others = dict(zip(map(id, going), drawn, strict=True))
+        for made in trained:
+            if "model" in made.measurement.reads and not made.reason:
+                self._run(made)
+            yield _finished(made, others.get(id(made)))
+
+    def _run(self, made: _Made) -> None:
+        what = made.measurement.title
+        self._on_stage(what, 0.0)
+        with made.working():
+            made.measurement.runs(self._subject, lambda share: self._on_stage(what, share))
+
+
+def _finished(made: _Made, drawn: _Made | None = None) -> Record:
+    """The record of a measurement: its result, or the reason why there is none."""
+    result: dict[str, Any] = {}
+    if made.reason is None:
+        with made.working():
+            result = made.measurement.result()
+            if drawn is not None:
+                result["random"] = drawn.measurement.result()
+    outcome = {"skipped": made.reason} if made.reason else {"result": result}
+    return _record(type(made.measurement), {**outcome, "seconds": round(made.seconds, 3)})
+
+
+def _record(kind: type[Measurement], outcome: dict[str, Any]) -> Record:
+    about = {"name": kind.name, "version": kind.VERSION, "source": kind.source, "title": kind.title}
+    return {**about, **outcome, **versions()}

@@ -1,0 +1,205 @@
+"""A walk: one pass over a text under the full cache, in blocks of queries, that shows every row of attention.
+
+The model runs block by block over a cache that keeps everything. Each layer's softmax rows are computed from the
+queries and keys that the model hands over, so scaling, groups, windows, soft caps and sinks are the model's own. One
+block of one layer exists at a time: memory grows with the text, not with its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.backends import reference
+from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.layer_layout import windows_of
+from kvkeep.errors import ShapeError, UnsupportedModelError
+from kvkeep.models.device import enough_memory
+from kvkeep.types import AttentionOptions, Phase
+from kvkeep_lab.analysis.measure import Mlp, Rows
+from kvkeep_lab.analysis.mlp_blocks import Watched
+
+BLOCK = 128
+"""Rows that are shown at a time."""
+_FLOAT32 = 4
+
+
+@runtime_checkable
+class Sees(Protocol):
+    """Takes the rows of a walk; `Measurement` is one."""
+
+    def rows(self, rows: Rows) -> None:
+        """Take some rows of one layer's attention."""
+
+    def mlp(self, mlp: Mlp) -> None:
+        """Take some tokens of one layer's MLP block."""
+
+
+class Shown:
+    """Takes the steps of a layer: keeps everything and hands on the rows of attention of each step.
+
+    Args:
+        number: the layer's number in `Rows`.
+        length: tokens of the text.
+        take: called with the rows; ``None`` if nobody reads them.
+
+    Attributes:
+        columns: tokens seen so far.
+    """
+
+    _keys: Float[Tensor, "1 Hk n D"]
+    _values: Float[Tensor, "1 Hk n E"]
+
+    def __init__(self, number: int, *, length: int, take: Callable[[Rows], object] | None):
+        self.columns = 0
+        self._number, self._length, self._take = number, length, take
+
+    def step(
+        self,
+        query: Float[Tensor, "1 Hq T D"],
+        keys: Float[Tensor, "1 Hk T D"],
+        values: Float[Tensor, "1 Hk T E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "1 T"] | None = None,
+    ) -> Float[Tensor, "1 Hq T E"]:
+        """Attend over all tokens so far, in float32, and hand the rows on.
+
+        Raises:
+            ShapeError: there are more tokens than were announced.
+        """
+        first = self.columns
+        keys, values = self._append(keys, values)
+        columns = torch.arange(self.columns, device=keys.device)[None]
+        sees = reference.visible(columns[:, first:], columns[None], options.window)
+        logits = reference.logits(query.float(), keys, sees, options)
+        weights = reference.softmax(logits, options.sinks)
+        out: Tensor = (weights @ values[:, :, None]).flatten(1, 2)
+        if self._take is not None:
+            shown = (weights[0].flatten(0, 1), values[0], logits[0].flatten(0, 1))
+            self._take(Rows(self._number, first, *(tensor.cpu() for tensor in shown)))
+        return out.to(query.dtype)
+
+    def _append(
+        self, keys: Float[Tensor, "1 Hk T D"], values: Float[Tensor, "1 Hk T E"]
+    ) -> tuple[Float[Tensor, "1 Hk S D"], Float[Tensor, "1 Hk S E"]]:
+        """Keep new keys and values, in the model's dtype, and return all in float32."""
+        first, last = self.columns, self.columns + keys.shape[2]
+        if last > self._length:
+            raise ShapeError(f"The walk has room for {self._length} tokens and was given {last}.")
+        if not first:
+            self._keys = keys.new_empty(*keys.shape[:2], self._length, keys.shape[3])
+            self._values = values.new_empty(*values.shape[:2], self._length, values.shape[3])
+        self._keys[:, :, first:last], self._values[:, :, first:last] = keys, values
+        self.columns = last
+        return self._keys[:, :, :last].float(), self._values[:, :, :last].float()
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The shape of a model, as one token shows it.
+
+    Attributes:
+        n_layers: layers with attention.
+        n_heads: query heads of each.
+        n_kv_heads: key-value heads of each.
+        no_mlp: why the MLP blocks cannot be shown; ``None`` if they can.
+        no_units: why their hidden units cannot be shown; ``None`` if they can.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    no_mlp: str | None
+    no_units: str | None
+
+
+class _FirstLook:
+    """Remembers the shapes of everything that it is shown."""
+
+    def __init__(self) -> None:
+        self.heads: list[tuple[int, int]] = []
+        self.units: list[bool] = []
+        self.reasons: list[str] = []
+
+    def rows(self, rows: Rows) -> None:
+        self.heads.append((rows.weights.shape[0], rows.values.shape[0]))
+
+    def mlp(self, mlp: Mlp) -> None:
+        self.units.append(mlp.units is not None)
+
+
+def look(model: Any, token: int) -> Anatomy:
+    """Run one token to find out what a walk will show.
+
+    Raises:
+        UnsupportedModelError: no layer has attention, or layers differ in their heads.
+    """
+    seen = _FirstLook()
+    walk(model, torch.tensor([token]), seen, refuse=seen.reasons.append)
+    if len(set(seen.heads)) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of these (query, key-value) heads: {sorted(set(seen.heads))}. "
+            "Analyses compare layers head by head and need the same in all of them."
+        )
+    no_mlp = seen.reasons[0] if seen.reasons else None
+    plain = None if seen.units and all(seen.units) else "its MLP blocks do not have one set of units for every token"
+    return Anatomy(len(seen.heads), *seen.heads[0], no_mlp, no_mlp or plain)
+
+
+@torch.inference_mode()
+def walk(
+    model: Any,
+    tokens: Int[Tensor, " n"],
+    sees: Sees,
+    *,
+    reads: frozenset[str] = frozenset({"attention", "mlp"}),
+    block: int = BLOCK,
+    progress: Callable[[float], object] = lambda share: None,
+    refuse: Callable[[str], object] = lambda reason: None,
+) -> None:
+    """Run a text through a model and show every row of attention and every MLP block on the way.
+
+    Args:
+        model: the model, attached and in evaluation mode.
+        tokens: the text.
+        sees: takes the rows and the MLP blocks.
+        reads: which of ``attention`` and ``mlp`` to show.
+        block: rows at a time.
+        progress: called with the share of the work that is done, which grows with the square of the tokens read.
+        refuse: called with the reason if a layer's MLP block cannot be shown.
+
+    Raises:
+        InputError: the device's memory is too small.
+        UnsupportedModelError: the model's attention cannot be reached.
+
+    Cost:
+        Keys and values of the text, and `walk_bytes`.
+    """
+    numbers = {index: number for number, index in enumerate(windows_of(model.config))}
+    take = sees.rows if "attention" in reads else None
+
+    cache = handing_cache(model.config, lambda index: Shown(numbers[index], length=len(tokens), take=take))
+    with Watched(model, numbers if "mlp" in reads else {}, sees.mlp, refuse), enough_memory(model.device):
+        for first in range(0, len(tokens), block):
+            ids = tokens[None, first : first + block].to(model.device)
+            model(input_ids=ids, **handed(model, cache), use_cache=True, logits_to_keep=1)
+            progress(((first + ids.shape[1]) / len(tokens)) ** 2)
+
+
+def walk_bytes(query_heads: int, layer_bytes: int, tokens: int) -> int:
+    """Working memory of a walk, about: eight tensors of rows of attention, and a layer's keys and values in float32.
+
+    Args:
+        query_heads: number of query heads.
+        layer_bytes: bytes of a token's keys and values in the largest layer, in float32.
+        tokens: tokens of the text.
+    """
+    return tokens * (8 * query_heads * BLOCK * _FLOAT32 + layer_bytes)

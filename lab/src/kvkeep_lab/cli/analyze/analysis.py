@@ -1,0 +1,149 @@
+"""The work of ``kvkeep analyze``: check everything, load the model, measure, and write the page.
+
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvkeep import plots
+from kvkeep.cli import console
+from kvkeep.cli.counted import resumable
+from kvkeep.cli.files import STANDARD_INPUT, read_text
+from kvkeep.cli.workers import ended_with_its_cluster
+from kvkeep.models import load, threads
+from kvkeep.models.device import parse_device, parse_dtype
+from kvkeep.models.load import quiet
+from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tokenization import Writer
+from kvkeep.scale.cluster import check_ray
+from kvkeep_lab.analysis import page, report
+from kvkeep_lab.analysis.job import Job, find, read
+from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.run import OnStage, run
+from kvkeep_lab.cli.analyze.request import Request
+
+_PURPOSE = "Give some text to analyse with --text FILE."
+
+
+@ended_with_its_cluster()
+def serve(request: Request) -> None:
+    """Measure, write the page and print a summary.
+
+    Raises:
+        KVKeepError: the request, the model or the folder cannot be used.
+    """
+    if request.workers is not None:
+        check_ray(request.ray_address)
+    with quiet(), threads.restored():
+        folder = Folder(request.output)
+        job = prepare(request)
+        folder.check_free()
+        folder.check(job.manifest())
+        report.read(folder)
+        for note in job.text.notes:
+            console.note(note)
+        with ExitStack() as held:
+            workers = _measure(job, request, folder, held)
+            written, everything = report.write(folder)
+    _show(request, written, everything, **({} if workers is None else {"workers": workers}))
+
+
+def _measure(job: Job, request: Request, folder: Folder, held: ExitStack) -> int | None:
+    """Make the measurements that the folder lacks; return the number of workers of Ray.
+
+    Args:
+        job: the analysis.
+        request: the options of the command.
+        folder: gets the results.
+        held: holds the folder's lock from here on.
+    """
+    if request.workers is not None:
+        from kvkeep_lab.cli.analyze import far
+
+        return far.run(job, request, folder, held)
+    writer = Writer(
+        job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device, load_in=request.load_in)
+    )
+    threads.use(writer.model, request.threads)
+    held.enter_context(folder.locked())
+    with _progress() as on_stage:
+        run(job, writer, folder, on_stage)
+    return None
+
+
+def prepare(request: Request) -> Job:
+    """Check a request, cheap tests first, without reading weights.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used.
+    """
+    kinds = find(request.only)
+    text = read_text(request.text, kind="text file", purpose=_PURPOSE)
+    parse_dtype(request.dtype)
+    check_format(request.load_in)
+    parse_device(request.device)
+    name = request.model or load.embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = load.find(name, allow_pickle=request.allow_pickle)
+    file = "standard input" if request.text == STANDARD_INPUT else Path(request.text).name
+    tokens = read(checkpoint, file, text, request.max_tokens)
+    return Job(request.model or page.EMBEDDED, checkpoint, tokens, kinds, request.seed)
+
+
+@contextmanager
+def _progress() -> Iterator[OnStage]:
+    """A bar with the time left of the present measurement; after Ctrl-C, a note on how to resume."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("time left", style="dim"),
+        TimeRemainingColumn(),
+    )
+    screen = console.err()
+    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
+    lines: dict[str, Any] = {}
+
+    def on_stage(what: str, share: float) -> None:
+        if what not in lines:
+            for line in lines.values():
+                bar.update(line, visible=False)
+            lines[what] = bar.add_task(what, total=1.0)
+        bar.update(lines[what], completed=share, refresh=True)
+
+    with resumable(), bar:
+        yield on_stage
+
+
+def _show(request: Request, written: Path, everything: dict[str, Any], **more: Any) -> None:
+    """Print the verdicts, the next step and the path of the page.
+
+    Args:
+        request: the options of the command.
+        written: the page.
+        everything: the results as an object of JSON.
+        more: further entries of that object.
+    """
+    if not plots.available():
+        console.note(f"no pictures: {plots.MISSING}, then run the same command again.")
+    if request.json:
+        console.write_json({"output": str(request.output), "page": str(written), **everything, **more})
+        return
+    screen = console.out()
+    filled = console.table("measurement", "verdict", "this model shows")
+    for name, record in everything["measurements"].items():
+        said = record.get("reading")
+        verdict, here = ("skipped", record["skipped"]) if said is None else (said["verdict"], said["here"])
+        filled.add_row(name, verdict, console.visible(here))
+    screen.print(filled)
+    screen.print()
+    screen.print(console.visible(everything["recommendation"]["short"]))
+    console.err().print(console.facts({"page": str(written)}))

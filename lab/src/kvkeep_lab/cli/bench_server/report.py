@@ -1,0 +1,136 @@
+"""The work of ``kvkeep bench-server``: warm up, send, and print a table or JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json as jsons
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import Any
+
+import typer
+
+from kvkeep.cli import console
+from kvkeep.errors import InputError, three_digits
+from kvkeep.result_files import in_full
+from kvkeep_lab.loadtest.client import Outcome, Target, model_of
+from kvkeep_lab.loadtest.percentiles import SHARES
+from kvkeep_lab.loadtest.plan import Load, arrivals
+from kvkeep_lab.loadtest.running import send
+from kvkeep_lab.loadtest.summary import summary
+
+_TIMES = {
+    "ttft_s": "first token",
+    "tpot_s": "time per token",
+    "stall_s": "longest stall of an answer",
+    "request_s": "whole answer",
+}
+_LATE_S = 0.05
+"""Seconds from which on a request that was sent late is worth a note."""
+
+
+def run(target: Target, load: Load, *, sessions: bool, warmup: int, output: str | None, json: bool) -> None:
+    """Load a server and print its numbers.
+
+    Raises:
+        InputError: the server does not answer, or the output cannot be written.
+        typer.Exit: not one request was answered.
+    """
+    with ExitStack() as open_ones:
+        file = None if output is None else open_ones.enter_context(_opened(output))
+        found, outcomes = asyncio.run(_measured(target, load, sessions=sessions, warmup=warmup))
+        if file is not None:
+            file.writelines(_line(one) for one in outcomes)
+    if json:
+        console.write_json(found)
+    else:
+        _show(found)
+    if not found["completed"]:
+        raise typer.Exit(1)
+
+
+async def _measured(
+    target: Target, load: Load, *, sessions: bool, warmup: int
+) -> tuple[dict[str, Any], Sequence[Outcome]]:
+    """The numbers of a run, and its outcomes in the order in which they ended."""
+    target = replace(target, model=target.model or await model_of(target))
+    if warmup:
+        console.progress(f"warming up {target.model} …")
+        before = replace(load, requests=warmup, rate=float("inf"), seed=load.seed + 2**32, turns=1)
+        await send(target, arrivals(before), sessions=sessions)
+    planned = arrivals(load)
+    console.progress(f"sending {console.count(load.requests, 'request')} within {planned[-1].at:.0f} s …")
+    outcomes = await send(target, planned, sessions=sessions)
+    start, end = min(one.planned for one in outcomes), max(one.ended for one in outcomes)
+    settings = {name: value for name, value in asdict(load).items() if name != "lines"}
+    settings |= {"rate": str(load.rate)} if load.rate == float("inf") else {}
+    asked = {"url": target.url, "model": target.model, "chat": target.chat, "sessions": sessions, "warmup": warmup}
+    return {**asked, "load": settings, **summary(outcomes, seconds=end - start)}, outcomes
+
+
+def _line(outcome: Outcome) -> str:
+    return jsons.dumps({name: value for name, value in asdict(outcome).items() if name != "text"}) + "\n"
+
+
+def _opened(path: str) -> Any:
+    try:
+        return in_full(path).open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Print the table for people."""
+    out = console.out()
+    rate = found["load"]["rate"]
+    pace = "all at once" if rate == "inf" else f"{rate:g}/s"
+    many = console.count(found["requests"], "request")
+    out.print(f"{found['model']} at {found['url']}: {many}, {pace}, in {found['seconds']:.1f} s", soft_wrap=True)
+    columns = ("mean", *(f"p{share:g}" for share in SHARES), "max")
+    table = console.table("", *columns)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, words in _TIMES.items():
+        if found[name] is not None:
+            table.add_row(words, *(_time(found[name][column]) for column in columns))
+    if table.rows:
+        out.print(table)
+    out.print(_throughput(found), soft_wrap=True)
+    out.print(_failures(found), soft_wrap=True)
+    _notes(found)
+
+
+def _time(seconds: float) -> str:
+    return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else console.show_seconds(seconds)
+
+
+def _throughput(found: dict[str, Any]) -> str:
+    speeds = {
+        "requests": found["requests_per_s"],
+        "prompt tokens": found["prompt_tokens_per_s"],
+        "new tokens": found["new_tokens_per_s"],
+    }
+    return "per second: " + ", ".join(f"{three_digits(speed)} {name}" for name, speed in speeds.items())
+
+
+def _failures(found: dict[str, Any]) -> str:
+    """The failures by their kinds."""
+    failed = found["requests"] - found["completed"]
+    if not failed:
+        return "errors: none"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found["errors"].items())
+    return f"errors: {failed} of {found['requests']} ({kinds})"
+
+
+def _notes(found: dict[str, Any]) -> None:
+    """Print facts without which the numbers would mislead."""
+    if found["first_error"]:
+        console.note(f"the first error: {found['first_error']}")
+    if found["cached_tokens"]:
+        console.note(f"{found['cached_tokens']} of {found['prompt_tokens']} prompt tokens were not read again")
+    if found["completed"] and found["tokens_counted_by"] != "server":
+        console.note("the server does not count tokens; each piece of its streams counts as one")
+    if found["late_s"]["p99"] > _LATE_S:
+        late = console.show_seconds(found["late_s"]["p99"])
+        console.note(f"1 % of the requests were sent {late} late or more: this machine cannot send that many")

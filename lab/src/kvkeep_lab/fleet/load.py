@@ -1,0 +1,265 @@
+"""What comes to a fleet: users at random times, their conversations, and the turns of these."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from kvkeep.errors import InputError
+from kvkeep_lab.loadtest.lengths import Lengths
+from kvkeep_lab.loadtest.plan import Line
+
+MOST_THINKING = 10**6
+"""Conversations of one device that a simulation holds when it begins."""
+
+LEAST_RATE, MOST_RATE = 1e-6, 1e15
+"""Users per second; with fewer or more, floats cannot tell the times of a simulation apart."""
+
+_POOL, _POOL_TURNS = 1000, 200_000
+"""Conversations, and turns of them, from which those are drawn that have begun before the simulation."""
+
+ONE = Lengths(1, 1)
+
+
+class Turn(NamedTuple):
+    """A message and its answer.
+
+    Attributes:
+        prompt: tokens of the message.
+        new: tokens of the answer.
+        wait: seconds between the answer before it and this message.
+        due: in place of it: the second at which it comes, or when the answer before it is there if that is later.
+    """
+
+    prompt: int
+    new: int
+    wait: float = 0.0
+    due: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Talk:
+    """A conversation.
+
+    Attributes:
+        at: the second at which it begins.
+        turns: its turns.
+        done: how many of them are complete.
+        tokens: of these.
+        used: the second at which the last one ended.
+    """
+
+    at: float
+    turns: tuple[Turn, ...]
+    done: int = 0
+    tokens: int = 0
+    used: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Tokens of all turns."""
+        return sum(turn.prompt + turn.new for turn in self.turns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetLoad:
+    """What a fleet is to bear.
+
+    Attributes:
+        rate: users that come per second, at random.
+        prompt_tokens, new_tokens: lengths of messages and answers.
+        sessions: conversations of each user: the first begins at once, each other one a wait after the one before.
+        turns: messages of a conversation.
+        between: seconds between an answer and the next message.
+        requests: messages that are simulated on one device; the first tenth is not counted.
+        seed: of everything that is drawn.
+        lines: lengths of a file, taken in turn.
+        trace: conversations at given times, in place of everything that is drawn.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+
+    rate: float
+    prompt_tokens: Lengths
+    new_tokens: Lengths
+    sessions: Lengths = ONE
+    turns: Lengths = ONE
+    between: Lengths = field(default_factory=lambda: Lengths(60, 60))
+    requests: int = 2000
+    seed: int = 0
+    lines: tuple[Line, ...] = ()
+    trace: tuple[tuple[Turn, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not LEAST_RATE <= self.rate <= MOST_RATE:
+            raise InputError(
+                f"`rate={self.rate!r:.40}` is no arrival rate: give users per second, {LEAST_RATE:g} to {MOST_RATE:g}."
+            )
+        if not 10 <= self.requests <= 10**6:
+            raise InputError(f"`requests={self.requests}` is outside 10 … 1000000.")
+        if self.turns.most > 10**4 or self.sessions.most > 10**4:
+            raise InputError("`turns` and `sessions` may be up to 10000.")
+
+    @property
+    def counted_from(self) -> int:
+        """The first message that is counted."""
+        return 0 if self.trace else self.requests // 10
+
+    def talk(self, at: float, draw: random.Random, number: int) -> Talk:
+        """A conversation that is drawn."""
+        return Talk(at, tuple(self._turn(draw, number + turn, turn) for turn in range(self.turns.draw(draw))))
+
+    def _turn(self, draw: random.Random, number: int, turn: int) -> Turn:
+        line = self.lines[number % len(self.lines)] if self.lines else Line()
+        wait = float(self.between.draw(draw)) if turn else 0.0
+        prompt = line.prompt_tokens or self.prompt_tokens.draw(draw)
+        return Turn(prompt, line.new_tokens or self.new_tokens.draw(draw), wait)
+
+    def turns_per_s(self) -> float:
+        """Messages per second of all users, in the long run."""
+        if self.trace:
+            whens = [turn.due or 0.0 for turns in self.trace for turn in turns]
+            return len(whens) / max(1e-9, max(whens) - min(whens))
+        return self.rate * self.sessions.average * self.turns.average
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds for which a conversation waits for its user, in the mean."""
+        return math.fsum(turn.wait for talk in self.pool for turn in talk.turns) / len(self.pool)
+
+    @cached_property
+    def pool(self) -> list[Talk]:
+        """Conversations like those that come; nobody changes them."""
+        if self.trace:
+            return [Talk(turns[0].due or 0.0, turns) for turns in self.trace]
+        draw = random.Random(f"{self.seed} pool")
+        count = max(20, min(_POOL, round(_POOL_TURNS / self.turns.average)))
+        return [self.talk(0.0, draw, 7 * number) for number in range(count)]
+
+
+class Due(NamedTuple):
+    """A message that comes: the second, its number in the order of their making, and its conversation."""
+
+    at: float
+    number: int
+    talk: Talk
+
+
+class Arrivals:
+    """The messages that come to one device, in the order of time.
+
+    Args:
+        load: of all devices.
+        devices: over which its users are spread evenly.
+        place: the number of this device; a trace is dealt out, and what is drawn is alike for all.
+
+    Attributes:
+        left: number of messages that will come.
+        thinking: conversations that have begun before, the least recently used first.
+    """
+
+    def __init__(self, load: FleetLoad, devices: int = 1, place: int = 0) -> None:
+        self._load, self._count, self._heap = load, itertools.count(), list[Due]()
+        self.left = load.requests
+        self.thinking: list[Talk] = []
+        self._users: Iterator[list[Talk]] = iter(())
+        if load.trace:
+            mine = load.trace[place::devices]
+            self.left = sum(map(len, mine))
+            self._push(Talk(turns[0].due or 0.0, turns) for turns in mine)
+        else:
+            self._users = self._drawn(devices)
+            self._begin(devices)
+        self._next = next(self._users, None)
+
+    def next_due(self) -> float | None:
+        """The second of the next message; ``None`` after the last."""
+        if not self.left:
+            return None
+        self._refill()
+        return self._heap[0].at if self._heap else None
+
+    def pop(self) -> Due:
+        """The next message."""
+        self._refill()
+        self.left -= 1
+        return heapq.heappop(self._heap)
+
+    def follow(self, talk: Talk, end: float) -> None:
+        """Let the next turn of a conversation come, if there is one: its last answer was complete at ``end``."""
+        talk.done, talk.used = talk.done + 1, end
+        if talk.done < len(talk.turns):
+            turn = talk.turns[talk.done]
+            due = end + turn.wait if turn.due is None else max(end, turn.due)
+            heapq.heappush(self._heap, Due(due, next(self._count), talk))
+
+    def _refill(self) -> None:
+        while self._next is not None and (not self._heap or self._next[0].at <= self._heap[0].at):
+            self._push(self._next)
+            self._next = next(self._users, None)
+
+    def _push(self, talks: Iterable[Talk]) -> None:
+        for talk in talks:
+            heapq.heappush(self._heap, Due(talk.at, next(self._count), talk))
+
+    def _drawn(self, devices: int) -> Iterator[list[Talk]]:
+        """The conversations of one user after another. More devices stretch the times and change nothing else."""
+        gaps, load, at = random.Random(load_seed(self._load, "users")), self._load, 0.0
+        for user in itertools.count():
+            at += gaps.expovariate(1.0) * devices / load.rate
+            draw, begin, talks = random.Random(load_seed(load, user)), at, []
+            for session in range(load.sessions.draw(draw)):
+                begin += load.between.draw(draw) if session else 0.0
+                talks.append(load.talk(begin, draw, user * load.sessions.most + session))
+            yield talks
+
+    def _begin(self, devices: int) -> None:
+        """Draw the conversations whose users are thinking when the simulation begins, as many as in the long run."""
+        load = self._load
+        pool = [_Past.of(talk) for talk in load.pool]
+        waits = [past.waits[-1] for past in pool]
+        count = round(load.rate / devices * load.sessions.average * load.waiting_s)
+        if count > MOST_THINKING:
+            raise InputError(
+                f"{count} conversations are open on one device at the same time, and the simulation holds "
+                f"{MOST_THINKING}. Give more `devices`, or a lower `rate`."
+            )
+        draw = random.Random(load_seed(load, "thinking"))
+        for past in draw.choices(pool, weights=waits, k=count) if count else ():
+            self.thinking.append(past.begun(draw.uniform(0.0, past.waits[-1])))
+        self.thinking.sort(key=lambda talk: talk.used)
+        for talk in self.thinking:
+            due = talk.used + talk.turns[talk.done].wait
+            heapq.heappush(self._heap, Due(due, next(self._count), talk))
+
+
+class _Past(NamedTuple):
+    """The beginnings of a conversation: seconds of waiting, and tokens, before each of its turns."""
+
+    turns: tuple[Turn, ...]
+    waits: list[float]
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, talk: Talk) -> _Past:
+        waits = [*itertools.accumulate(turn.wait for turn in talk.turns)]
+        tokens = [*itertools.accumulate((turn.prompt + turn.new for turn in talk.turns), initial=0)]
+        return cls(talk.turns, waits, tokens)
+
+    def begun(self, age: float) -> Talk:
+        """The conversation whose users have thought for ``age`` seconds in all before second 0."""
+        done = max(1, min(len(self.turns) - 1, bisect.bisect_left(self.waits, age)))
+        return Talk(0.0, self.turns, done, self.tokens[done], self.waits[done - 1] - age)
+
+
+def load_seed(load: FleetLoad, name: object) -> str:
+    """The seed of one sequence of random numbers."""
+    return f"{load.seed} {name}"

@@ -1,0 +1,194 @@
+"""Caches that know a whole text before it begins (H2O, arXiv:2306.14048, Figure 2).
+
+A first pass over whole texts adds up the attention that every key receives from all rows, later ones included. A second
+pass uses these totals:
+
+    totals = hindsight.measure(model, ids)
+    oracle = hindsight.H2OGlobal(totals=totals, recent=32)                       # Figure 2d: the global statistic
+    cache = BoundedCache(model.config, oracle, budget=64, sequences=range(len(ids)))
+    cache = hindsight.without(model, totals.heaviest(0.2))                # Figure 2c: heavy hitters removed
+    logits = model(ids, past_key_values=cache).logits
+
+This is research equipment: no policy has these totals while it runs, so nothing here is in the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, final, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep import noise
+from kvkeep.attention_stats import Nothing
+from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.cache.hf_layers import PhasedCache, handed
+from kvkeep.errors import InputError
+from kvkeep.evals.whole import Adding, Hiding, positions_of
+from kvkeep.kv import ranking
+from kvkeep.policies._mass import HeavyHitters
+from kvkeep.types import EMPTY, Report, State, View
+
+
+@runtime_checkable
+class Attached(Protocol):
+    """A decoder of transformers to which `kvkeep.attach` was applied."""
+
+    config: Any
+    device: torch.device
+
+    def __call__(self, *, input_ids: Tensor, **given: Any) -> Any:
+        """Run the model, with its cache among what is given."""
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Some keys of each text, layer and KV head.
+
+    Attributes:
+        chosen: layer → mask over true positions.
+    """
+
+    chosen: Mapping[int, Bool[Tensor, "N Hk P"]]
+
+    def others(self) -> Keys:
+        """All other keys."""
+        return Keys({layer: ~keys for layer, keys in self.chosen.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """The attention that every key of a text receives from all of its rows under the full cache.
+
+    Attributes:
+        mass: layer → column sums of the attention probabilities by true position, averaged over the query heads of a
+            group; 0 past the end of a text.
+        lengths: number of tokens of each text.
+    """
+
+    mass: Mapping[int, Float[Tensor, "N Hk P"]]
+    lengths: Int[Tensor, " N"]
+
+    def heaviest(self, share: float) -> Keys:
+        """The keys with the largest totals: ``floor(share · length)`` of each head; of equals the newer."""
+        return self._largest(self.mass, share)
+
+    def lightest(self, share: float) -> Keys:
+        """As many keys with the smallest totals."""
+        return self._largest({layer: -mass for layer, mass in self.mass.items()}, share)
+
+    def drawn(self, share: float, *, seed: int = 0) -> Keys:
+        """As many random keys, keyed by (seed, text, layer, head, position)."""
+        return self._largest({layer: _draw(mass, layer, seed) for layer, mass in self.mass.items()}, share)
+
+    def of(self, view: View) -> Float[Tensor, "B Hk S"]:
+        """The totals of the tokens in a layer's slots; a row's text has the number of its sequence id.
+
+        Raises:
+            InputError: the layer, head, text or token was not measured.
+        """
+        mass = self.mass.get(view.layer)
+        if mass is None:
+            raise InputError(f"Layer {view.layer} was not measured, only {list(self.mass)}. Measure this very model.")
+        texts = view.sequences if len(mass) > 1 else torch.zeros_like(view.sequences)
+        self._check(mass, view, texts)
+        rows = mass.to(view.positions.device).index_select(0, texts)
+        return rows.gather(-1, view.positions.long().clamp(min=0))
+
+    def _largest(self, values: Mapping[int, Float[Tensor, "N Hk P"]], share: float) -> Keys:
+        if not 0.0 <= share <= 1.0:
+            raise InputError(
+                f"share={share} is outside [0, 1]; it is the share of a text's keys, e.g. 0.2 for a fifth."
+            )
+        n = (share * self.lengths.double() + 1e-9).long()[:, None]
+        return Keys({layer: ranking.keep(value, self._positions(value), n) for layer, value in values.items()})
+
+    def _positions(self, like: Float[Tensor, "N Hk P"]) -> Int[Tensor, "N Hk P"]:
+        columns = torch.arange(like.shape[-1], device=like.device)
+        return columns.masked_fill(columns >= self.lengths[:, None, None], EMPTY).expand_as(like)
+
+    def _check(self, mass: Float[Tensor, "N Hk P"], view: View, texts: Int[Tensor, " B"]) -> None:
+        N, heads, _ = mass.shape
+        asked = sorted(texts.tolist())
+        if N > 1 and (asked[-1] >= N or len(set(asked)) < len(asked)):
+            raise InputError(
+                f"{N} texts were measured, and the rows of the cache ask for those numbered {asked}. Tell each row its "
+                "text: BoundedCache(..., sequences=range(n))."
+            )
+        if view.positions.shape[1] != heads:
+            raise InputError(f"{heads} KV heads were measured, the cache has {view.positions.shape[1]}: another model.")
+        over = view.seen - self.lengths.to(texts.device)[texts]
+        if int(over.max()) > 0:
+            raise InputError(f"A text goes on for {int(over.max())} tokens that were not measured; measure all of it.")
+
+
+def _draw(like: Float[Tensor, "N Hk P"], layer: int, seed: int) -> Float[Tensor, "N Hk P"]:
+    text, head, position = (torch.arange(n, device=like.device) for n in like.shape)
+    return noise.uniform(seed, text[:, None, None], torch.tensor(layer, device=like.device), head[:, None], position)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class H2OGlobal(HeavyHitters):
+    """H2O with the global statistic: the totals replace the mass so far (policies.md §4.4).
+
+    A static mask of the heaviest keys, as in the official `h2o_hf/utils_lm_eval/modify_llama.py`, leaves slots empty
+    for heavy hitters that are still to come; here the heaviest so far use these slots. Once all have come, both are the
+    same. For the static mask, hide ``totals.heaviest(share).others()`` with `without`.
+
+    Attributes:
+        totals: the first pass over the texts that the cache will get, numbered by sequence ids.
+    """
+
+    totals: Totals = field(repr=False)
+
+    statistic: ClassVar[Nothing] = Nothing()
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Store the total of each token."""
+        return {"mass": self.totals.of(view)}
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The totals."""
+        return state["mass"]
+
+
+def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] | None = None) -> Totals:
+    """The first pass: run whole texts under full attention.
+
+    Args:
+        model: the model.
+        ids: token ids of the texts, padded on the left if they differ in length.
+        real: mask of the tokens; ``None`` if nothing is padded.
+
+    Cost:
+        One forward pass, and ``4 · layers · B · Hk · T`` bytes for the sums.
+    """
+    layers: dict[int, Adding] = {}
+
+    def adding(index: int) -> Adding:
+        layers[index] = Adding()
+        return layers[index]
+
+    cache = handing_cache(model.config, adding)
+    lengths = torch.full(ids.shape[:1], ids.shape[1]) if real is None else real.sum(dim=1)
+    padding = {} if real is None else {"attention_mask": real.long(), "position_ids": positions_of(real).clamp(min=0)}
+    with torch.inference_mode():
+        model(input_ids=ids, **handed(model, cache), logits_to_keep=1, **padding)
+    return Totals({index: layer.mass.clone() for index, layer in layers.items()}, lengths.to(model.device))
+
+
+def without(model: Attached, keys: Keys, *, recent: int = 0) -> PhasedCache:
+    """A cache for one forward pass over whole texts in which some keys are hidden.
+
+    This is the ablation of H2O's Figure 2c: the logits of the hidden keys are minus infinity for every later row.
+
+    Args:
+        model: the model that will run with the cache.
+        keys: the hidden keys, e.g. ``totals.heaviest(0.2)``; row ``i`` of the batch is text ``i``.
+        recent: number of rows after a hidden key's own that still see it.
+    """
+    return handing_cache(model.config, lambda index: Hiding(keys.chosen[index], recent))
