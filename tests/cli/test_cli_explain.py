@@ -67,7 +67,7 @@ def test_plots_are_pictures_in_a_folder(kv, tmp_path):
 
 
 def test_without_matplotlib_nothing_is_run(kv, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.explain.figures.available", lambda: False)
+    monkeypatch.setattr("kvkeep.plots.available", lambda: False)
     done = kv("-f", "report.txt", "-o", "page.html", "--plots", "pictures", width=200)
     assert done.exit_code == 2
     assert pip_install("plots") in done.said

@@ -18,8 +18,8 @@ from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.errors import InputError
 from kvkeep.evals.plan import split_policies
-from kvkeep.explain import figures
-from kvkeep.explain.explaining import check, explain
+from kvkeep.explain import explanation
+from kvkeep.explain.explain import check, explain
 from kvkeep.explain.explanation import Explanation
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
@@ -50,7 +50,7 @@ def _serve(request: Request) -> None:
     options = {"prefill_chunk": request.prefill_chunk, "max_new_tokens": request.max_new_tokens}
     check(policies, request.budget, **options)
     if request.plots is not None:
-        figures.check(request.plots, overwrite=request.overwrite)
+        explanation.check(request.plots, overwrite=request.overwrite)
     check_weights(request)
     text = read_text(request.text, kind="text", purpose="Give some text to read.")
     name = request.model or embedded()

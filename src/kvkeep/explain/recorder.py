@@ -6,6 +6,9 @@ backend (`kvkeep.backends`), in float32, which sums what each key receives and n
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +18,13 @@ from torch import Tensor
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import choose, reference
 from kvkeep.cache.bounded_cache import BoundedCache, handing_cache
+from kvkeep.cache.eviction import protected_slots
 from kvkeep.cache.hf_layers import BoundedLayer, HandingLayer, handed, handing_part
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
+from kvkeep.policies.base import Policy
+from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots, State, View
 
 _MASS = Mass()
 
@@ -247,3 +252,42 @@ def members(positions: Int[Tensor, "Hk S"], length: int) -> Bool[Tensor, "Hk n"]
     """Which tokens of a text stand in the slots (-1 = empty)."""
     marks = torch.zeros(positions.shape[0], length + 1, dtype=torch.bool, device=positions.device)
     return marks.scatter_(-1, positions.long() % (length + 1), True)[..., :length]  # -1 goes to the spare place
+
+
+# A policy whose scores are overheard: it decides as it always does, and shows every score that it gives.
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """The scores of one step of a layer, of its first row.
+
+    Attributes:
+        positions: true positions of the tokens that were compared, -1 = none.
+        scores: the score of each; higher = keep.
+        protected: tokens that stay whatever their score is.
+    """
+
+    positions: Int[Tensor, "Hk S"]
+    scores: Float[Tensor, "Hk S"]
+    protected: Bool[Tensor, "Hk S"]
+
+
+def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
+    """Return the same policy with a listener. Kernels that never ask for scores leave such a policy to torch.
+
+    Args:
+        policy: the policy.
+        take: called with a layer's number and its scores.
+    """
+    kind = type(policy)
+
+    def score(self: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        found: Tensor = kind.score(self, view, state)
+        positions = view.positions[0].clone()  # live, and about to change
+        take(view.layer, Heard(positions, found[0].float().clone(), protected_slots(self, view)[0].clone()))
+        return found
+
+    body = {"score": score, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    made = copy.copy(policy)
+    object.__setattr__(made, "__class__", type(kind.__name__, (kind,), body))
+    return made

@@ -12,11 +12,9 @@ from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.explain import runs
-from kvkeep.explain.explanation import Explanation, Run
-from kvkeep.explain.packed import MOST_MOMENTS
-from kvkeep.explain.pieces import pieces
-from kvkeep.explain.runs import Prompt
-from kvkeep.explain.watch import refuse_states
+from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, Run
+from kvkeep.explain.recorder import refuse_states
+from kvkeep.explain.runs import Prompt, pieces
 from kvkeep.models.attention import attached
 from kvkeep.models.device import enough_memory
 from kvkeep.models.document_prompt import SEPARATOR
