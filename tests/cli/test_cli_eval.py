@@ -14,8 +14,8 @@ from kvkeep.cli.eval import bar, grid
 from kvkeep.cli.main import app
 from kvkeep.cli.options import parse_budget
 from kvkeep.errors import BudgetError, InputError, pip_install
-from kvkeep.evals.drive import PLAIN
-from kvkeep.evals.plan import Cell, Planned
+from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.grid import Cell, Planned
 from kvkeep.models import load as loading
 from kvkeep.policies.registry import parse
 

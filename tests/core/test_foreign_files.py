@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
-from kvkeep.evals.records import PICTURES, Records
+from kvkeep.evals.curves import PICTURES
+from kvkeep.evals.records import Records
 from kvkeep.result_files import Lock
 from kvkeep_lab.analysis.report import Folder
 

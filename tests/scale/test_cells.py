@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from kvkeep.cli.eval import far
 from kvkeep.cli.main import app
 from kvkeep.errors import CapacityError, InputError, pip_install
-from kvkeep.evals.apart import Bench, Piece, Queue, Source
-from kvkeep.evals.drive import PLAIN
-from kvkeep.evals.plan import Cell
+from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.grid import Cell
 from kvkeep.evals.records import Records
-from kvkeep.evals.run import versions
+from kvkeep.evals.run import Bench, Piece, Queue, Source, versions
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS
 from kvkeep.head_profile import Profile

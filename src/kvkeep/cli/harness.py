@@ -14,6 +14,6 @@ def lm_eval() -> None:
     pretrained, policy (options follow plus signs: h2o:recent=8+sinks=4), budget (512 or 20%), question=inside|later,
     examples=inside|later, stride, rows, dtype, device. Needs the extra lm-eval.
     """
-    from kvkeep.evals.harness import command  # imports torch, and lm-eval if it is there
+    from kvkeep.evals.lm_eval import command  # imports torch, and lm-eval if it is there
 
     command.run(words())

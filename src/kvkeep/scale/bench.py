@@ -19,7 +19,7 @@ from kvkeep.scale.trade import Facts, Layout, Trade
 
 @runtime_checkable
 class Bench(Protocol):
-    """A model and what is done with it, such as `kvkeep.evals.apart.Bench`."""
+    """A model and what is done with it, such as `kvkeep.evals.run.Bench`."""
 
     def about(self) -> dict[str, Any]:
         """The model as the description of a run has it, ``weights`` and ``dtype`` among it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvkeep.cli.counted import counted
-from kvkeep.evals.plan import Cell, Planned
+from kvkeep.evals.grid import Cell, Planned
 
 
 class Bar:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvkeep.cli import console
 from kvkeep.errors import show_bytes
-from kvkeep.evals.drive import BATCH_TOKENS
-from kvkeep.evals.plan import Planned
+from kvkeep.evals.attention_probe import BATCH_TOKENS
+from kvkeep.evals.grid import Planned
 from kvkeep.evals.report import grouped
 from kvkeep.evals.run import Grid
 from kvkeep.models.device import parse_device

@@ -12,12 +12,11 @@ from kvkeep.cli.eval.expected import expect
 from kvkeep.cli.eval.request import Request
 from kvkeep.cli.workers import PROCESS_BYTES, interruptible, room_for, whole
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.evals.apart import Bench, Piece, Queue, Source, as_planned
-from kvkeep.evals.drive import Setup
-from kvkeep.evals.plan import Planned
+from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.datasets import HUB
+from kvkeep.evals.grid import Planned
 from kvkeep.evals.records import Records
-from kvkeep.evals.run import Grid, manifest
-from kvkeep.evals.sources import HUB
+from kvkeep.evals.run import Bench, Grid, Piece, Queue, Source, as_planned, manifest
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.tokenization import Writer

@@ -19,10 +19,10 @@ from kvkeep.cli.eval.tables import parts
 from kvkeep.cli.files import read_text
 from kvkeep.cli.workers import ended_with_its_cluster
 from kvkeep.errors import InputError
-from kvkeep.evals import certainty, curves, leaderboard, merging, paired, tasks, versus
+from kvkeep.evals import confidence, curves, leaderboard, records, tasks
 from kvkeep.evals import report as reports
-from kvkeep.evals.drive import Setup
-from kvkeep.evals.plan import Asked, Wanted, split_arms
+from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.grid import Asked, Wanted, split_arms
 from kvkeep.evals.records import Records
 from kvkeep.evals.run import Grid, lay_out, manifest, run
 from kvkeep.evals.task import Options
@@ -104,7 +104,7 @@ def merge(request: Request, folders: Sequence[Path]) -> None:
     Raises:
         InputError: they are of different runs, or cannot be read or written.
     """
-    records, doubled = merging.merge(folders, request.output)
+    records, doubled = records.merge(folders, request.output)
     if doubled:
         console.note(f"{console.count(doubled, 'cell')} had other scores in a later folder; the first one's stay.")
     _show(request, records)
@@ -116,7 +116,7 @@ def page(request: Request, folders: Sequence[Path]) -> None:
     Raises:
         InputError: they cannot stand in one table, or cannot be read or written.
     """
-    paths = leaderboard.write(leaderboard.board(merging.read(folders)), request.output)
+    paths = leaderboard.write(leaderboard.board(records.read(folders)), request.output)
     if request.json:
         console.write_json({"output": str(request.output), "pages": [str(path) for path in paths]})
     else:
@@ -183,22 +183,22 @@ def _show(request: Request, records: Records, **more: Any) -> None:
     pictures = _draw(request, records)
     if request.json:
         paths = [str(path) for path in pictures]
-        sure = certainty.as_json(records.rows)
+        sure = confidence.as_json(records.rows)
         console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows, **sure, **more})
         return
     screen = console.out()
     if request.recipe is not None:
         recipes.show_table(request.recipe, records.rows)
     for found in [
-        *reports.tables(records.rows, certainty.of_cell),
-        *paired.tables(records.rows),
-        *versus.tables(records.rows),
+        *reports.tables(records.rows, confidence.of_cell),
+        *confidence.share_tables(records.rows),
+        *confidence.difference_tables(records.rows),
     ]:
         screen.print(console.visible(found.title), style="bold")
         for part in parts(found, screen.width):
             screen.print(part)
         screen.print()
-    for note in versus.notes(records.rows):
+    for note in confidence.notes(records.rows):
         console.note(note)
     console.err().print(console.facts(_places(request, pictures)))
 

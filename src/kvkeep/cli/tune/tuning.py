@@ -22,12 +22,11 @@ from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.model_request import ModelRequest
 from kvkeep.errors import InputError
-from kvkeep.evals.drive import Setup
+from kvkeep.evals.attention_probe import Setup
 from kvkeep.evals.tune import report
+from kvkeep.evals.tune.documents import read_questions
 from kvkeep.evals.tune.plan import Plan, Wanted, lay_out
-from kvkeep.evals.tune.questions import read_questions
-from kvkeep.evals.tune.records import CURVE, Records
-from kvkeep.evals.tune.run import OnBlock, Progress, Result, sizes_of, tune
+from kvkeep.evals.tune.search import CURVE, OnBlock, Progress, Records, Result, sizes_of, tune
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet

@@ -1,20 +1,65 @@
-"""The model arguments of ``--model kvkeep``: ``pretrained=…,policy=h2o,budget=20%,question=later``."""
+"""lm-eval's own command line, in which ``--model kvkeep`` is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kvkeep.engine.sampling_params import Sampling
-from kvkeep.errors import BudgetError, InputError
-from kvkeep.evals.drive import Setup
-from kvkeep.evals.harness.scoring import Bounded
-from kvkeep.evals.plan import Asked
+from kvkeep.errors import BudgetError, InputError, pip_install
+from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.grid import Asked
+from kvkeep.evals.lm_eval.scoring import Bounded
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.registry import parse
+
+MODEL = "kvkeep"
+_CLASS = "kvkeep.evals.lm_eval.model:KVKeepLM"
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run lm-eval with these arguments.
+
+    Raises:
+        InputError: lm-eval is not installed, or the data of a task cannot be reached.
+        KVKeepError: the model, the policy, the budget or the protocol cannot be used.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError(f"lm-eval is not installed: {pip_install('lm-eval')}.")
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
+
+    register()
+    before, sys.argv = sys.argv, ["lm-eval", *arguments]  # lm-eval reads the words of the process
+    try:
+        setup_logging()
+        parser = HarnessCLI()
+        parser.execute(parser.parse_args())
+    except ConnectionError as error:  # of the package datasets
+        said = str(error).partition("\n")[0]
+        raise InputError(
+            f"lm-eval reads the data of its tasks from the hub: {said:.160}. Run the task once with a network, or name "
+            "tasks of your own with data in local files."
+        ) from error
+    finally:
+        sys.argv = before
+
+
+def register() -> None:
+    """Make the model type known to lm-eval in this process, for ``lm_eval.simple_evaluate(model="kvkeep", …)``."""
+    import lm_eval.models  # noqa: F401  registers lm-eval's own types
+    from lm_eval.api.registry import model_registry
+
+    if MODEL not in model_registry:
+        model_registry.register(MODEL, target=_CLASS)
+
+
+# The model arguments of ``--model kvkeep``: ``pretrained=…,policy=h2o,budget=20%,question=later``.
 
 _IGNORED = ("batch_size", "max_batch_size", "trust_remote_code")
 """Arguments that lm-eval adds by itself."""
@@ -31,7 +76,7 @@ class Arguments:
         pretrained: hub name or folder; by default the embedded model.
         policy: the eviction policy. Its options follow a plus sign: ``h2o:recent=8+sinks=4``.
         budget: tokens kept per layer and head, or a share of the text such as ``20%``.
-        question: ``inside`` or ``later``, see `kvkeep.evals.harness.protocol.Protocol`.
+        question: ``inside`` or ``later``, see `kvkeep.evals.lm_eval.scoring.EvaluationProtocol`.
         examples: ``inside`` or ``later``.
         question_mark: text that begins the question.
         examples_mark: text that separates examples.

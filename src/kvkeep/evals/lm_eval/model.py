@@ -12,11 +12,9 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
-from kvkeep.evals.harness import scoring, writing
-from kvkeep.evals.harness.arguments import Arguments, bounded_of, sampling_of
-from kvkeep.evals.harness.protocol import Protocol
-from kvkeep.evals.harness.scoring import Pair
-from kvkeep.evals.harness.writing import Wish
+from kvkeep.evals.lm_eval import scoring
+from kvkeep.evals.lm_eval.command import Arguments, bounded_of, sampling_of
+from kvkeep.evals.lm_eval.scoring import EvaluationProtocol, Pair, Wish
 from kvkeep.evals.run import fingerprint
 from kvkeep.version import __version__
 
@@ -28,7 +26,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     """A model in bounded memory, as lm-eval sees it.
 
     Args:
-        options: model arguments, see `kvkeep.evals.harness.arguments.Arguments`.
+        options: model arguments, see `kvkeep.evals.lm_eval.command.Arguments`.
 
     Raises:
         KVKeepError: an argument, the model, the policy or the budget cannot be used.
@@ -41,7 +39,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         self._writer = self._bounded.writer
         self._checkpoint = self._writer.checkpoint
         self.tokenizer = self._checkpoint.tokenizer
-        self._protocol = Protocol(**self._asked.protocol())
+        self._protocol = EvaluationProtocol(**self._asked.protocol())
         self._device = self._writer.model.device
 
     @classmethod
@@ -141,7 +139,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         wishes = [self._wish(*request.args) for request in requests]
         found = [""] * len(wishes)
         bar = tqdm(total=len(wishes), disable=disable_tqdm, desc="generating under eviction")
-        for place, text in writing.answers(self._bounded, wishes):
+        for place, text in scoring.answers(self._bounded, wishes):
             found[place] = postprocess_generated_text(
                 generation=text, stop=list(wishes[place].until), think_end_token=None
             )

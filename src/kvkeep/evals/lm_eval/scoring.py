@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.evals.drive import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import Request
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.errors import InputError
+from kvkeep.evals.attention_probe import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
 from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
@@ -42,7 +46,7 @@ class Pair:
 
 @runtime_checkable
 class Rule(Protocol):
-    """How many tokens are kept of a text, such as `kvkeep.evals.plan.Asked`."""
+    """How many tokens are kept of a text, such as `kvkeep.evals.grid.Asked`."""
 
     def of(self, length: int) -> int:
         """The budget for a text of a length."""
@@ -182,3 +186,137 @@ def _add(
 
 def _ids(tokens: Iterable[int]) -> Int[Tensor, " n"]:
     return torch.tensor(list(tokens), dtype=torch.int64)
+
+
+# Texts that are generated after prompts, in the engine's continuous batches.
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A prompt to continue.
+
+    Attributes:
+        ids: its tokens.
+        first: tokens that are read at once and then cut; the others follow.
+        length: tokens to which a budget in percent refers.
+        until: texts that end the answer; they are no part of it.
+        sampling: how tokens are chosen, and how many.
+    """
+
+    ids: tuple[int, ...]
+    first: int
+    length: int
+    until: tuple[str, ...]
+    sampling: Sampling
+
+
+def answers(bounded: Bounded, wishes: Sequence[Wish]) -> Iterator[tuple[int, str]]:
+    """Continue all prompts; yields each answer with the place of its prompt as soon as it is there.
+
+    Raises:
+        InputError: a step of the engine failed.
+    """
+    budgets = [bounded.tokens(wish.length, len(wish.ids) + wish.sampling.max_new_tokens) for wish in wishes]
+    setup = {key: getattr(bounded.setup, key) for key in ("positions", "layer_budget", "head_budget", "prefill_chunk")}
+    tokenizer = bounded.writer.checkpoint.tokenizer
+    with Engine(
+        bounded.writer.model,
+        tokenizer,
+        policy=bounded.policy,
+        budget=max(budgets),
+        rows=min(bounded.rows, len(wishes)),
+        **setup,
+    ) as engine:
+        requests = (_request(engine, i, wish, budgets[i]) for i, wish in enumerate(wishes))
+        for place, result in engine.run(requests):
+            if result.error:
+                raise InputError(f"An answer could not be generated: {result.error}.")
+            yield place, result.text
+
+
+def _request(engine: Engine, number: int, wish: Wish, budget: int) -> Request:
+    """The request that continues a prompt's memory. Its first part is read, and cut, when a row is free for it."""
+    options: dict[str, Any] = {"stop": wish.until, "sampling": wish.sampling, "sequence": number}
+    if not 0 < wish.first < len(wish.ids):
+        return Request(prompt=wish.ids, budget=budget, **options)
+    memory = engine.prefix(wish.ids[: wish.first], budget=budget)
+    return Request(prompt=wish.ids[wish.first :], memory=memory, **options)
+
+
+# What a policy has read when a prompt of a harness is cut: the protocol of an evaluation.
+
+WAYS = ("inside", "later")
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class EvaluationProtocol:
+    """Where a prompt is cut.
+
+    Attributes:
+        question: ``inside``: the question is read before the cut; ``later``: the text before it is cut, then the
+            question follows.
+        examples: ``inside``: solved examples are read and cut together with the question; ``later``: the examples are
+            cut, then the item with its question follows.
+        question_mark: begins the question; the last one in a prompt counts.
+        examples_mark: separates examples; the last one in a prompt counts.
+
+    Raises:
+        InputError: there is no such way, or a mark is empty.
+    """
+
+    question: str = "inside"
+    examples: str = "inside"
+    question_mark: str = "\nQuestion:"
+    examples_mark: str = "\n\n"
+
+    def __post_init__(self) -> None:
+        for name, way in {"question": self.question, "examples": self.examples}.items():
+            if way not in WAYS:
+                raise InputError(f"{name}={way!r} is no protocol; use {' or '.join(WAYS)}.")
+        for name, mark in {"question_mark": self.question_mark, "examples_mark": self.examples_mark}.items():
+            if not isinstance(mark, str) or not mark:
+                raise InputError(f"{name}={mark!r} is no text, so nothing can be found by it.")
+
+    def __str__(self) -> str:
+        return f"question={self.question},examples={self.examples}"
+
+    @property
+    def inside(self) -> bool:
+        """Whether the whole prompt is read before the cut."""
+        return self.question == self.examples == "inside"
+
+    def place(self, prompt: str) -> int:
+        """The number of characters of a prompt that are read and cut before the rest follows; 0 without a mark."""
+        if self.question == "later":
+            return max(0, prompt.rfind(self.question_mark))
+        return max(0, prompt.rfind(self.examples_mark))
+
+    def first(self, prompt: str, ids: Sequence[int], encode: Encode) -> int:
+        """The number of tokens of a prompt that are read and cut before the rest follows; 0 without a mark.
+
+        Args:
+            prompt: the text.
+            ids: its tokens.
+            encode: turns texts into tokens as the prompt was turned.
+        """
+        if not (characters := self.place(prompt)):
+            return 0
+        begin = encode(prompt[:characters])
+        same = next((i for i, (a, b) in enumerate(zip(begin, ids, strict=False)) if a != b), min(len(begin), len(ids)))
+        return min(same, len(ids) - 1)
+
+    def no_cut(self, prompt: str, lost: int) -> InputError:
+        """The error about a prompt without a text that could be cut before its question."""
+        name = "question_mark" if self.question == "later" else "examples_mark"
+        mark = getattr(self, name)
+        if lost and self.place(prompt):
+            return InputError(
+                f"The first {lost} tokens of a prompt are too many for `max_length`, and nothing is left of the text "
+                f"before {mark!r}. Allow longer texts, or give fewer examples."
+            )
+        return InputError(
+            f"A prompt has no text before {mark!r}, so {self} cuts nothing: {prompt[:60]!r} … Give the task's own "
+            f"`{name}`, or read the question inside."
+        )
