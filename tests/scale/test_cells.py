@@ -24,7 +24,7 @@ from kvkeep.evals.tasks import TASKS
 from kvkeep.head_profile import Profile
 from kvkeep.models import load as loading
 from kvkeep.models.tokenization import Writer
-from kvkeep.scale.bench import ModelFacts, ModelWorker
+from kvkeep.scale.worker import ModelFacts, ModelWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

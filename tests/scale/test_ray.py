@@ -13,9 +13,9 @@ import rayjobs
 from commands import run, write
 
 from kvkeep.scale import cluster, worker
-from kvkeep.scale.crew import Crew
-from kvkeep.scale.ray import generate
+from kvkeep.scale.ray_data import generate
 from kvkeep.scale.worker import Built
+from kvkeep.scale.worker_pool import Crew
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings are no errors of ours
 

@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.cli import console
-from kvkeep.scale.cluster import Need, check_room, check_versions, nodes, own_cpus, share
-from kvkeep.scale.lost import LostClusterError
+from kvkeep.scale.cluster import LostClusterError, Need, check_room, check_versions, nodes, own_cpus, share
 
 PROCESS_BYTES = 400 * 10**6
 """Main memory of a worker beside weights and caches: Python, torch, buffers."""

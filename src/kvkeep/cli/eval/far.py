@@ -20,15 +20,14 @@ from kvkeep.evals.run import Bench, Grid, Piece, Queue, Source, as_planned, mani
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.tokenization import Writer
-from kvkeep.scale.bench import CELLS, ModelFacts, Refusal
 from kvkeep.scale.cluster import joined, own_cpus
-from kvkeep.scale.crew import Crew
-from kvkeep.scale.pieces import Answer, Item
+from kvkeep.scale.worker import CELLS, ModelFacts, Refusal
+from kvkeep.scale.worker_pool import Answer, Crew, Item
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a worker needs to run cells; see `kvkeep.scale.bench.Make`.
+    """What a worker needs to run cells; see `kvkeep.scale.worker.MakeModelWorker`.
 
     Attributes:
         request: the options of the command, with the model's whole path.

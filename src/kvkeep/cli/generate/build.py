@@ -25,8 +25,8 @@ from kvkeep.models.prepare import chosen, prepare
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.openai.responses import Show
-from kvkeep.scale.trade import Layout
 from kvkeep.scale.worker import Built
+from kvkeep.scale.worker_pool import Layout
 
 
 def rows_of(batch: Batch, most: int) -> int:

@@ -14,8 +14,8 @@ from kvkeep.cli.files import data_folder, read_again
 from kvkeep.cli.generate.request import Batch
 from kvkeep.cli.generate.run_lines import INCOMPLETE
 from kvkeep.errors import InputError
-from kvkeep.scale import files
-from kvkeep.scale.destination import Destination, is_foreign
+from kvkeep.scale import remote_files
+from kvkeep.scale.remote_files import Destination, is_foreign_output
 
 
 def lines_of(batch: Batch) -> AbstractContextManager[Path]:
@@ -24,14 +24,14 @@ def lines_of(batch: Batch) -> AbstractContextManager[Path]:
     Raises:
         InputError: the input is a folder in which the output lies.
     """
-    if not files.is_foreign(batch.input):
+    if not remote_files.is_foreign(batch.input):
         return read_again(batch.input, kind="input")
-    if files.is_within(batch.output, batch.input):
+    if remote_files.is_within(batch.output, batch.input):
         raise InputError(
             f"The output {batch.output} lies in the folder {batch.input}, whose files are the input. If the job "
             "stops, the next run would take its completions for lines. Give an output elsewhere."
         )
-    return files.as_lines(batch.input)
+    return remote_files.as_lines(batch.input)
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def published(batch: Batch) -> Iterator[Batch]:
     Raises:
         InputError: the destination cannot be written.
     """
-    if not is_foreign(batch.output):
+    if not is_foreign_output(batch.output):
         yield batch
         return
     destination = Destination(batch.output, data_folder() / "kvkeep" / "jobs")

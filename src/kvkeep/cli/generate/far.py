@@ -19,10 +19,8 @@ from kvkeep.engine import Engine
 from kvkeep.errors import KVKeepError
 from kvkeep.models.load import embedded
 from kvkeep.planning.plan import plan
-from kvkeep.scale.crew import Crew
-from kvkeep.scale.pieces import Answer, Item
-from kvkeep.scale.trade import Layout
 from kvkeep.scale.worker import LINES, EngineFacts
+from kvkeep.scale.worker_pool import Answer, Crew, Item, Layout
 
 
 def crew_of(

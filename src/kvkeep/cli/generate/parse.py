@@ -12,7 +12,7 @@ from kvkeep.cli.generate.request import Batch
 from kvkeep.cli.options import parse_bytes, parse_tokens
 from kvkeep.cli.usage import exists
 from kvkeep.errors import InputError
-from kvkeep.scale.files import is_address
+from kvkeep.scale.remote_files import is_address
 
 JOB = "Batch job"
 """The heading of its options in the help."""

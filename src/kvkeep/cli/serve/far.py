@@ -19,8 +19,8 @@ from kvkeep.models.load import embedded
 from kvkeep.planning.plan import plan
 from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, joined, last_words, own_cpus
-from kvkeep.scale.replica import Facts, Recipe
-from kvkeep.scale.serving import deployment, need_serve
+from kvkeep.scale.ray_serve import deployment, need_serve
+from kvkeep.scale.ray_serve_replica import Facts, Recipe
 from kvkeep.server.front import make_front
 from kvkeep.server.settings import Settings
 
@@ -167,7 +167,7 @@ async def _begun(handle: Any) -> tuple[Any, Facts]:
     Raises:
         InputError: they have not.
     """
-    from kvkeep.scale.routing import RayReplicas
+    from kvkeep.scale.ray_serve_router import RayReplicas
 
     replicas = RayReplicas(handle)
     first, *others = await replicas.facts()

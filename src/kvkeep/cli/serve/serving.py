@@ -31,7 +31,7 @@ from kvkeep.models.load import Checkpoint, embedded, find, quiet
 from kvkeep.openai.messages import ToolUse
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.scale.cluster import check_ray
-from kvkeep.scale.serving import need_serve
+from kvkeep.scale.ray_serve import need_serve
 from kvkeep.server.app import make_app
 from kvkeep.server.gate import log
 from kvkeep.server.keys import Keys

@@ -1,4 +1,4 @@
-"""How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve."""
+"""A router of Ray Serve that sends each request to the replica that it names. Importing it imports Ray Serve."""
 
 from __future__ import annotations
 
@@ -9,11 +9,43 @@ from typing import Any
 
 import ray.exceptions
 from ray.serve.exceptions import RayServeException
+from ray.serve.request_router import RequestRouter
 
-from kvkeep.scale import known
-from kvkeep.scale.replica import Facts
+from kvkeep.scale import ray_serve_replicas
+from kvkeep.scale.ray_serve_replica import Facts
 from kvkeep.server.replaying import Received
 from kvkeep.server.replicas import LostError, MissedError
+
+
+class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
+    """Sends a request to the replica that its ``multiplexed_model_id`` names, and otherwise to any.
+
+    A request for a replica that has ended reaches another one, which says so; see
+    `kvkeep.scale.ray_serve_replica.Replica.ask`.
+    """
+
+    def __init__(self, deployment_id: Any, *args: Any, **options: Any) -> None:
+        super().__init__(deployment_id, *args, **options)
+        self._place = str(deployment_id)
+
+    def update_replicas(self, replicas: Any) -> None:
+        """Note the replicas that run."""
+        super().update_replicas(replicas)
+        rows = {one.replica_id.unique_id: int(one.routing_stats.get("rows", 0)) for one in replicas}
+        ray_serve_replicas.note(self._place, rows)
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """Note that a replica has ended, before Ray Serve tells it."""
+        super().on_replica_actor_died(replica_id)
+        ray_serve_replicas.drop(self._place, replica_id.unique_id)
+
+    async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+        """The named replica, or all."""
+        wanted = pending_request.metadata.multiplexed_model_id if pending_request else ""
+        return [[one for one in candidate_replicas if one.replica_id.unique_id == wanted] or candidate_replicas]
+
+
+# How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve.
 
 _STARTING_S = 0.1
 
@@ -22,7 +54,7 @@ class RayReplicas:
     """The replicas of a deployment of Ray Serve, see `kvkeep.server.replicas.Replicas`.
 
     Args:
-        handle: of the deployment, whose replicas are `kvkeep.scale.replica.Replica`.
+        handle: of the deployment, whose replicas are `kvkeep.scale.ray_serve_replica.Replica`.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -38,7 +70,7 @@ class RayReplicas:
 
     def here(self) -> Mapping[str, int]:
         """The replicas that take requests, and the rows of each."""
-        found = known.of(self._place)
+        found = ray_serve_replicas.of(self._place)
         self._ended &= found.keys()
         return {name: rows for name, rows in found.items() if name not in self._ended}
 

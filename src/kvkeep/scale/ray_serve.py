@@ -8,7 +8,7 @@ from typing import Any
 from kvkeep.errors import InputError, pip_install
 from kvkeep.scale import EXTRA
 from kvkeep.scale.cluster import need_ray
-from kvkeep.scale.replica import Recipe, Replica
+from kvkeep.scale.ray_serve_replica import Recipe, Replica
 from kvkeep.server.front import make_front
 from kvkeep.server.keys import Keys, owner_of
 from kvkeep.server.settings import Settings
@@ -98,7 +98,7 @@ def deployment(
     resources: Mapping[str, Any],
     grace_s: float = 30.0,
 ) -> Any:
-    """The deployment of replicas, to be bound to a `kvkeep.scale.replica.Recipe`.
+    """The deployment of replicas, to be bound to a `kvkeep.scale.ray_serve_replica.Recipe`.
 
     Args:
         replicas: their number, or the least and the most of them.
@@ -115,7 +115,7 @@ def deployment(
     if not 1 <= least <= most:
         raise InputError(f"`replicas={replicas}` is out of range; give 1 or more, or the least and the most of them.")
     router = RequestRouterConfig(
-        request_router_class="kvkeep.scale.by_name:ByName", request_routing_stats_period_s=_TOLD_S
+        request_router_class="kvkeep.scale.ray_serve_router:ByName", request_routing_stats_period_s=_TOLD_S
     )
     number: dict[str, Any] = {"num_replicas": least}
     if least < most:
@@ -138,7 +138,7 @@ def _door(settings: Settings, *, prefixes: bool) -> Any:
     """The router, in the process of its deployment."""
     from ray import serve
 
-    from kvkeep.scale.routing import RayReplicas
+    from kvkeep.scale.ray_serve_router import RayReplicas
 
     handle = serve.get_deployment_handle(ENGINES, app_name=serve.get_replica_context().app_name)
     replicas = RayReplicas(handle)

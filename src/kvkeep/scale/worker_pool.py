@@ -6,16 +6,185 @@ replaced, and its pieces run again. The driver alone knows which pieces are done
 
 from __future__ import annotations
 
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvkeep.errors import InputError
-from kvkeep.scale.cluster import Need, last_words, need_ray
-from kvkeep.scale.lost import LostClusterError, check_alive
-from kvkeep.scale.pieces import Answer, Pieces, Source
-from kvkeep.scale.place import Place
-from kvkeep.scale.trade import F, Layout, Trade
+from kvkeep.scale.cluster import LostClusterError, Need, check_alive, last_words, need_ray
+
+# A kind of work that a crew does in pieces, and what each of its workers says of itself. Nothing here knows Ray.
+
+Layout: TypeAlias = tuple[bool, bool]
+"""How weights were laid out for speed, see `kvkeep.models.prepare.chosen`. It changes the last digits of products."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a worker says of itself once it can work.
+
+    Attributes:
+        weights: a fingerprint of the model's weights.
+        layout: how they were laid out.
+        host: name of its machine.
+        pid: number of its process.
+    """
+
+    weights: str
+    layout: Layout
+    host: str
+    pid: int
+
+
+F = TypeVar("F", bound=Facts)
+
+
+@dataclass(frozen=True)
+class Trade(Generic[F]):
+    """A kind of work.
+
+    Attributes:
+        worker: the class of its workers. It is made from what makes a worker's tools, ``begin(layout)`` returns its
+            facts or the message of an error, and ``run(number, piece, …)`` returns the answer of a piece.
+        piece: a word for a piece.
+        at_once: the calls that a worker takes at once.
+        ahead: the pieces that a worker with such facts has been handed at most.
+        patience_s: seconds without an answer of a worker that has work, after which the user is told.
+    """
+
+    worker: type[Any]
+    piece: str
+    at_once: int
+    ahead: Callable[[F], int]
+    patience_s: float
+
+
+# The pieces of a job on their way to workers: new ones, those of workers that died, and those that may be the cause.
+#
+# Nothing here knows Ray.
+
+Item: TypeAlias = tuple[int, Any]
+"""The number of a piece, and what its worker is told of it: the bytes of a line, for example."""
+
+Source: TypeAlias = Callable[[int], Item | None]
+"""Returns a new piece for the worker at a place, by the place's number; ``None`` if there is no more."""
+
+SUSPECT = 2
+"""Deaths of its worker after which a piece waits for the end of the job, and then runs alone."""
+GUILTY = 2
+"""Deaths of a worker that ran a piece alone, after which the piece has failed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a piece.
+
+    Attributes:
+        number: the piece's number.
+        digest: a line's fingerprint.
+        whole: its result, such as a line of the output; ``None`` if it failed.
+        reason: why it failed.
+        new: tokens that were generated for a line.
+    """
+
+    number: int
+    digest: str = ""
+    whole: Any = None
+    reason: str | None = None
+    new: int = 0
+
+
+class Pieces:
+    """The pieces of a job that wait for a worker.
+
+    Args:
+        source: gives new pieces.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._again: deque[Item] = deque()
+        self._suspects: deque[Item] = deque()
+        self._died: Counter[int] = Counter()
+        self._died_alone: Counter[int] = Counter()
+
+    def take(self, place: int) -> Item | None:
+        """A piece for the worker at a place; those of dead workers come first, and suspects never."""
+        return self._again.popleft() if self._again else self._source(place)
+
+    def suspect(self) -> Item | None:
+        """A piece that has to run alone."""
+        return self._suspects.popleft() if self._suspects else None
+
+    def any_left(self, place: int) -> bool:
+        """Whether a piece waits; a new one is fetched for the worker at a place to know it."""
+        if not self._again and not self._suspects and (item := self._source(place)) is not None:
+            self._again.append(item)
+        return bool(self._again or self._suspects)
+
+    def give_back(self, item: Item, *, alone: bool) -> Answer | None:
+        """Queue a piece of a dead worker again; the answer of one that has failed, as it killed workers all alone."""
+        number = item[0]
+        self._died[number] += 1
+        self._died_alone[number] += alone
+        if self._died_alone[number] >= GUILTY:
+            return Answer(number, reason=f"its worker died {self._died[number]} times")
+        (self._suspects if self._died[number] >= SUSPECT else self._again).append(item)
+        return None
+
+
+# A place for a worker in a crew: who works there, at which pieces, and how long it has been silent.
+
+
+@dataclass(eq=False)
+class Place:
+    """A place for a worker.
+
+    Attributes:
+        handle: the worker; ``None`` if nobody works here any more.
+        starting: its `Facts`, to come; ``None`` once they are there.
+        running: answer to come → piece.
+        deaths: since its last answer.
+        alone: whether its only piece is a suspect.
+        facts: of its worker.
+        most_s: seconds of silence after which the user is told first.
+        heard: when it answered last, or began to work, in seconds of a clock.
+        patience_s: seconds of silence after which the user is told next.
+    """
+
+    number: int
+    most_s: float
+    handle: Any = None
+    starting: Any = None
+    running: dict[Any, Item] = field(default_factory=dict)
+    deaths: int = 0
+    alone: bool = False
+    facts: Facts | None = None
+    heard: float = 0.0
+    patience_s: float = 0.0
+
+    def hear(self) -> None:
+        """Note that the worker lives."""
+        self.heard, self.patience_s = time.monotonic(), self.most_s
+
+    def silence(self, piece: str) -> str | None:
+        """What to tell the user of a worker that has not answered for long, each time after twice the time.
+
+        Args:
+            piece: a word for a piece of its work.
+        """
+        silent = time.monotonic() - self.heard
+        if self.facts is None or not self.running or silent < self.patience_s:
+            return None
+        self.patience_s *= 2
+        return (
+            f"worker {self.number} (process {self.facts.pid} on {self.facts.host}) has answered nothing for "
+            f"{silent / 60:.0f} minutes. If it hangs, end that process: it is replaced, and its {piece}s run again"
+        )
+
 
 Stopped: TypeAlias = Callable[[], bool]
 Take: TypeAlias = Callable[[Answer], object]

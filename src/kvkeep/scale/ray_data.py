@@ -15,7 +15,7 @@ from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.load import load_with_tokenizer
 from kvkeep.scale.cluster import need_ray
-from kvkeep.scale.files import bare
+from kvkeep.scale.remote_files import bare
 from kvkeep.scale.worker import Loop
 
 _READ = ("prompt", "messages", OPTIONS)

@@ -15,7 +15,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.weight_hash import fingerprint
-from kvkeep.scale import known
+from kvkeep.scale import ray_serve_replicas
 from kvkeep.server.app import make_app, use_threads
 from kvkeep.server.handover import Handover
 from kvkeep.server.holders import SESSION
@@ -173,7 +173,7 @@ def _staying(name: str) -> Callable[[], bool]:
 
     def stays() -> bool:
         nonlocal told
-        here = name in known.of(str(handle.deployment_id))
+        here = name in ray_serve_replicas.of(str(handle.deployment_id))
         told = told or here
         return here or not told
 
