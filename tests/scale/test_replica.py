@@ -10,8 +10,8 @@ pytest.importorskip("fastapi")
 from kvkeep.errors import InputError
 from kvkeep.scale import ray_serve_replica
 from kvkeep.scale.ray_serve_replica import Recipe, Replica
-from kvkeep.server.holders import RESPONSE, SESSION
-from kvkeep.server.replaying import Received
+from kvkeep.server.placement import RESPONSE, SESSION
+from kvkeep.server.router import Received
 from kvkeep.server.settings import Settings
 
 OWNER = "everybody"

@@ -22,7 +22,7 @@ import typer
 from kvkeep.cli.main import app
 from kvkeep.cli.serve import options as own
 from kvkeep.errors import InputError
-from kvkeep.server.running import Place, check_tls, listen
+from kvkeep.server.run import Place, check_tls, listen
 
 from .running import HELLO, WAIT_S, httpx, keys, serve
 from .test_hostile import CHAT, head

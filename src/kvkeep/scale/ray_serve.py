@@ -9,9 +9,8 @@ from kvkeep.errors import InputError, pip_install
 from kvkeep.scale import EXTRA
 from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.ray_serve_replica import Recipe, Replica
-from kvkeep.server.front import make_front
-from kvkeep.server.keys import Keys, owner_of
-from kvkeep.server.settings import Settings
+from kvkeep.server.router import make_front
+from kvkeep.server.settings import Keys, Settings, owner_of
 
 ENGINES, DOOR = "engines", "door"
 """Names of the deployments."""

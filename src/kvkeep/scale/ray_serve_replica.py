@@ -17,14 +17,13 @@ from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.scale import ray_serve_replicas
 from kvkeep.server.app import make_app, use_threads
-from kvkeep.server.handover import Handover
-from kvkeep.server.holders import SESSION
-from kvkeep.server.leases import SharedFolder
-from kvkeep.server.replaying import Received, replay
-from kvkeep.server.running import settle
-from kvkeep.server.served import Served
+from kvkeep.server.model import Served, tool_use_of
+from kvkeep.server.placement import SESSION
+from kvkeep.server.router import Received, replay
+from kvkeep.server.run import settle
+from kvkeep.server.session_leases import SharedFolder
+from kvkeep.server.session_registry import Handover
 from kvkeep.server.settings import Settings
-from kvkeep.server.tooling import tool_use_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from ray.serve.request_router import RequestRouter
 
 from kvkeep.scale import ray_serve_replicas
 from kvkeep.scale.ray_serve_replica import Facts
-from kvkeep.server.replaying import Received
-from kvkeep.server.replicas import LostError, MissedError
+from kvkeep.server.router import LostError, MissedError, Received
 
 
 class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
@@ -51,7 +50,7 @@ _STARTING_S = 0.1
 
 
 class RayReplicas:
-    """The replicas of a deployment of Ray Serve, see `kvkeep.server.replicas.Replicas`.
+    """The replicas of a deployment of Ray Serve, see `kvkeep.server.router.Replicas`.
 
     Args:
         handle: of the deployment, whose replicas are `kvkeep.scale.ray_serve_replica.Replica`.

@@ -21,7 +21,7 @@ from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, joined, last_words, own_cpus
 from kvkeep.scale.ray_serve import deployment, need_serve
 from kvkeep.scale.ray_serve_replica import Facts, Recipe
-from kvkeep.server.front import make_front
+from kvkeep.server.router import make_front
 from kvkeep.server.settings import Settings
 
 _OURS = re.compile(r"kvkeep\.errors\.\w+: (.+)")

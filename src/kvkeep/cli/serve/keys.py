@@ -7,7 +7,7 @@ import os
 from kvkeep.cli.files import refuse_device
 from kvkeep.errors import InputError
 from kvkeep.result_files import in_full
-from kvkeep.server.keys import Keys, owner_of
+from kvkeep.server.settings import Keys, owner_of
 
 VARIABLE = "KVKEEP_API_KEY"
 _SHORTEST = 8

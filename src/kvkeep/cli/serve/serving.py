@@ -33,12 +33,10 @@ from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.scale.cluster import check_ray
 from kvkeep.scale.ray_serve import need_serve
 from kvkeep.server.app import make_app
-from kvkeep.server.gate import log
-from kvkeep.server.keys import Keys
-from kvkeep.server.running import Place, Server, check_tls, listen, settle
-from kvkeep.server.served import Served
-from kvkeep.server.settings import Settings
-from kvkeep.server.tooling import tool_use_of
+from kvkeep.server.middleware import log
+from kvkeep.server.model import Served, tool_use_of
+from kvkeep.server.run import Place, Server, check_tls, listen, settle
+from kvkeep.server.settings import Keys, Settings
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

@@ -14,7 +14,7 @@ from kvkeep.engine.async_stream import AsyncEvents
 from kvkeep.engine.grammar import TOO_COMPLEX, FormError
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import RefusalError, refusal_of
-from kvkeep.server.limits import Meter, Spending
+from kvkeep.server.rate_limits import Meter, Spending
 from kvkeep.server.settings import Settings
 
 Found: TypeAlias = "tuple[int, Event | BaseException]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,40 @@ from fastapi import Request, Response
 
 from kvkeep.pins import spans
 from kvkeep.policies.registry import spec
-from kvkeep.server.asking import turn_of
-from kvkeep.server.bodies import body_of
-from kvkeep.server.book import Book
-from kvkeep.server.desk import in_thread
-from kvkeep.server.entry import Entry
 from kvkeep.server.errors import parameter
-from kvkeep.server.generating import Generator
-from kvkeep.server.held import held
-from kvkeep.server.replies import owner_of, reply
-from kvkeep.server.schema import ChatBody, ForkBody, PinBody, RewindBody, SessionBody
+from kvkeep.server.generate_routes import Generator
+from kvkeep.server.model import Served
+from kvkeep.server.request_parsing import turn_of
+from kvkeep.server.request_queue import in_thread
+from kvkeep.server.schemas import ChatBody, ForkBody, PinBody, RewindBody, SessionBody, body_of
+from kvkeep.server.session_registry import Book, Entry
 from kvkeep.server.settings import Settings
+from kvkeep.server.sse import owner_of, reply
+
+# What the memory of a session holds, as the API shows it: positions, their tokens, and how many heads hold each.
+
+
+def held(entry: Entry, served: Served) -> dict[str, Any]:
+    """The positions that a session's memory holds. The answer's size is bounded by the memory's, not by the text's."""
+    session = entry.session
+    ids = session.token_ids
+    layers = session.snapshot().contents.layers if ids else ()
+    counts: Counter[int] = Counter()
+    heads = 0
+    for layer in layers:
+        heads += len(layer.positions)
+        counts.update(layer.positions[layer.positions >= 0].flatten().tolist())
+    return {
+        "id": entry.id,
+        "object": "session.positions",
+        "seen_tokens": len(ids),
+        "budget": session.budget,
+        "heads": heads,
+        "positions": sorted(counts),
+        "shares": [round(counts[place] / heads, 4) for place in sorted(counts)],
+        "texts": [served.show(ids[place - 1] if place else None, ids[place]) for place in sorted(counts)],
+        "pins": [list(span) for span in layers[0].pins] if layers else [],
+    }
 
 
 class Conversations:

@@ -7,19 +7,85 @@ import logging
 import re
 import secrets
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvkeep.engine import Engine
+from kvkeep.engine import Engine, Session
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
-from kvkeep.server.asking import check_policy
-from kvkeep.server.entry import Entry
 from kvkeep.server.errors import RefusalError, unknown
-from kvkeep.server.leases import Alone, Leases, elsewhere
-from kvkeep.server.schema import SessionBody
+from kvkeep.server.request_parsing import check_policy
+from kvkeep.server.schemas import SessionBody
+from kvkeep.server.session_leases import Alone, Leases, elsewhere
 from kvkeep.snapshot import Snapshot
+
+# A session of the server: the engine's session, and the states to which it can go back.
+
+_MOST_STATES = 9
+"""States that a session can go back to, the present one included."""
+_AGAIN_S = 1.0
+"""Seconds between two attempts to write a session that could not be written."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A session of the server.
+
+    Attributes:
+        id: its name in the API.
+        session: the engine's session.
+        created: seconds since 1970 at which it was opened.
+        states: its memory after its last turns, oldest first.
+    """
+
+    id: str
+    session: Session
+    created: int = field(default_factory=lambda: int(time.time()))
+    states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
+    _users: set[threading.Event] = field(default_factory=set)
+    _unwritten: bool = False
+    _not_before: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states to which it can go back."""
+        return sum(one.nbytes for one in self.states)
+
+    @property
+    def used(self) -> bool:
+        """Whether a request uses it."""
+        return any(not one.is_set() for one in self._users)
+
+    def use(self, until: threading.Event) -> None:
+        """Note that a request uses it.
+
+        Args:
+            until: is set when the request ends.
+        """
+        self._users = {one for one in self._users if not one.is_set()} | {until}
+
+    def close(self) -> bool:
+        """Write it to the disk and close it; ``False`` if that fails, or failed within the last second.
+
+        The log says so once.
+        """
+        if time.monotonic() < self._not_before:
+            return False
+        try:
+            self.session.close()
+        except Exception as error:  # also one that nobody foresees must not keep other sessions here
+            if not self._unwritten:
+                foreseen = isinstance(error, SnapshotError | InputError)
+                told = "Session %s was not written, so no other replica gets it yet: %s"
+                log.error(told, self.id, error, exc_info=not foreseen)
+            self._unwritten, self._not_before = True, time.monotonic() + _AGAIN_S
+            return False
+        return True
+
 
 log = logging.getLogger("kvkeep.access")
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -298,3 +364,39 @@ class Book:
 def _full(owner: str, name: str) -> str:
     """The name of a session in the engine, and of its file."""
     return f"{owner}--{name}"
+
+
+# The sessions of a server that is about to end: others get them before it has ended.
+
+_LOOK_S, _HANDOVER_AGAIN_S = 0.1, 10.0
+"""Seconds between two looks at whether the server stays and which of its sessions are idle; and after a failed look."""
+
+
+class Handover:
+    """Lets a server's idle sessions go while it takes no requests, in a thread.
+
+    A server may still have answers to write then. Their sessions go when the answers end.
+
+    Args:
+        book: the sessions.
+        stays: whether the server takes requests.
+    """
+
+    def __init__(self, book: Book, stays: Callable[[], bool]) -> None:
+        self._book, self._stays, self._ended = book, stays, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvkeep-handover", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let no more sessions go."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            try:
+                if not self._stays():
+                    self._book.let_go()
+            except Exception:  # whatever Ray Serve raises: without this thread all sessions would stay
+                log.exception("Sessions could not be handed over. The next attempt is in %d s.", _HANDOVER_AGAIN_S)
+                self._ended.wait(_HANDOVER_AGAIN_S)

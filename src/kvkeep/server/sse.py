@@ -1,19 +1,83 @@
-"""Answers that are sent while they are written, as server-sent events."""
+"""Answers as JSON, and the end of work for clients that have gone."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from kvkeep.engine import Result
 from kvkeep.errors import KVKeepError
+from kvkeep.openai import responses
 from kvkeep.server.errors import GoneError, RefusalError, refusal_of
-from kvkeep.server.replies import encoded, gone
+from kvkeep.server.rate_limits import Meter
+
+_T = TypeVar("_T")
+
+
+def encoded(value: object) -> bytes:
+    """JSON in UTF-8. Half of a character, which UTF-8 does not have, becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer with a JSON body."""
+    return Response(encoded(value), status, dict(headers or {}), "application/json")
+
+
+def refused(refusal: RefusalError) -> Response:
+    """The answer to a request that is refused."""
+    return reply(refusal.body, refusal.status, refusal.headers)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do some work for a client, and cancel it when the client closes the connection.
+
+    Raises:
+        GoneError: the client has closed the connection.
+    """
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise GoneError
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def owner_of(request: Request) -> str:
+    """The owner of the key with which a request came."""
+    return str(request.state.owner)
+
+
+def meter_of(request: Request) -> Meter:
+    """What a request that runs the model tells of its use."""
+    found: Meter = request.state.meter
+    return found
+
+
+def ends(message: Message) -> bool:
+    """Whether a message is the last piece of an answer."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+async def gone(request: Request) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# Answers that are sent while they are written, as server-sent events.
 
 Chunks: TypeAlias = AsyncGenerator[Mapping[str, Any], None]
 """The JSON objects of an answer."""
@@ -138,3 +202,33 @@ async def followed(chunks: Chunks, after: After) -> Chunks:
         await after()
     finally:
         await chunks.aclose()
+
+
+# The numbers of an answer: tokens as OpenAI's API counts them, and what kvkeep kept of them.
+
+
+def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
+    """The usage of an answer with ``n`` texts for each prompt."""
+    return {**responses.usage(results, n), "kvkeep": kept_of(results)}
+
+
+def kept_of(results: Sequence[Result]) -> dict[str, Any]:
+    """The tokens that were seen and kept, summed over texts, and the mean of the attention that was lost."""
+    return {
+        "kept_tokens": sum(min(one.budget, _seen(one)) for one in results),
+        "seen_tokens": sum(map(_seen, results)),
+        "kv_bytes": sum(one.memory.allocated_bytes for one in results),
+        "lost_mass": {
+            "prompt": _mean([one.lost_mass.prompt for one in results]),
+            "decode": _mean([one.lost_mass.decode for one in results]),
+        },
+    }
+
+
+def _seen(result: Result) -> int:
+    return result.prompt_tokens + len(result.token_ids)
+
+
+def _mean(found: Sequence[float | None]) -> float | None:
+    known = [one for one in found if one is not None]
+    return sum(known) / len(known) if known else None

@@ -1,5 +1,6 @@
 """Which replica takes a request: the one that holds its session or answer, one that has read its beginning, or the
-one with the most free rows."""
+one with the most free rows.
+"""
 
 from __future__ import annotations
 

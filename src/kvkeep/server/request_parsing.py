@@ -17,8 +17,8 @@ from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked, in_words_of
 from kvkeep.pins import spans
 from kvkeep.policies.registry import available, parse
-from kvkeep.server.schema import CompletionBody, Generating
-from kvkeep.server.served import Served
+from kvkeep.server.model import Served
+from kvkeep.server.schemas import CompletionBody, Generating
 from kvkeep.server.settings import Settings
 
 _SAMPLING = {field.name for field in dataclasses.fields(Sampling)}

@@ -8,32 +8,314 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import decoded
-from kvkeep.server import summing
 from kvkeep.server.app import answer_to
-from kvkeep.server.bodies import received
 from kvkeep.server.errors import GoneError, RefusalError
-from kvkeep.server.gate import Gate
-from kvkeep.server.holders import SESSION, Places, Wish, wish_of
-from kvkeep.server.leases import HELD
-from kvkeep.server.limits import Limits
 from kvkeep.server.metrics import Refusals
-from kvkeep.server.relay import Relay
-from kvkeep.server.replaying import Received, headers_of
-from kvkeep.server.replicas import LostError, MissedError, Replicas
-from kvkeep.server.replies import ends, owner_of, reply, unless_gone
+from kvkeep.server.middleware import Gate
+from kvkeep.server.placement import SESSION, Places, Wish, wish_of
+from kvkeep.server.rate_limits import Limits, Meter
+from kvkeep.server.schemas import received
+from kvkeep.server.session_leases import HELD
 from kvkeep.server.settings import Settings
+from kvkeep.server.sse import DONE, ends, failed, owner_of, reply, unless_gone
+
+# A request that came to another process, run through the application of this one.
+
+
+@dataclass(frozen=True)
+class Received:
+    """A whole request, small enough to travel between processes.
+
+    Attributes:
+        method, path, query: of its first line.
+        headers: names in lower case, and values.
+        body: all of it.
+        client: the address of the client.
+    """
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    client: tuple[str, int] | None = None
+
+    @property
+    def scope(self) -> Scope:
+        """The request as an application takes it."""
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode("utf-8", "surrogateescape"),
+            "root_path": "",
+            "query_string": self.query,
+            "headers": list(self.headers),
+            "client": self.client,
+            "server": None,
+        }
+
+
+USED = "kvkeep.used"
+"""The type of a message, and the name in other messages, for what a request has used since the last one."""
+_MOST_UNTOLD = 16
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a request has used since it was told last.
+
+    Attributes:
+        tokens: tokens that were read or written.
+        ended: whether it does not wait or run any more.
+    """
+
+    tokens: int = 0
+    ended: bool = False
+
+
+class _Away:
+    """The meter of a request that a router counts. What it is told travels with the answer.
+
+    Args:
+        put: takes the messages of the answer.
+    """
+
+    def __init__(self, put: Callable[[Message], object]) -> None:
+        self._put, self._untold = put, Used()
+
+    def spend(self, tokens: int) -> None:
+        self._untold = Used(self._untold.tokens + tokens, self._untold.ended)
+        if self._untold.tokens >= _MOST_UNTOLD:
+            self.send({"type": USED})
+
+    def end(self) -> None:
+        self._untold = Used(self._untold.tokens, ended=True)
+
+    def send(self, message: Message) -> None:
+        """Send a message, with all that was not told yet."""
+        if self._untold != Used():
+            message, self._untold = {**message, USED: self._untold}, Used()
+        self._put(message)
+
+
+async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, None]:
+    """Yield the messages with which an application answers. Whoever closes the generator is a client that leaves."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    left, parts = asyncio.Event(), iter([{"type": "http.request", "body": request.body, "more_body": False}])
+
+    async def receive() -> Message:
+        for part in parts:
+            return part
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        meter.send(message)
+
+    meter = _Away(messages.put_nowait)
+    work = asyncio.ensure_future(app({**request.scope, "state": {"meter": meter}}, receive, send))
+    work.add_done_callback(lambda _: messages.put_nowait(None))
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await work
+    finally:
+        left.set()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+def headers_of(found: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
+    """The headers that travel with a request: its body is whole, and the connection is another one."""
+    dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
+    return tuple((name.lower(), value) for name, value in found if name.lower() not in dropped)
+
+
+# The messages of a replica's answer on their way to the client.
+
+
+class Relay:
+    """Sends an answer on. Nothing is sent before the first piece of its body is there.
+
+    Args:
+        send: sends messages to the client.
+        write_s: seconds in which the client must take a piece.
+        named: whether events of a stream have names.
+        begins: called with the status of an answer before anything of it is sent.
+        meter: is told of what the request uses.
+
+    Attributes:
+        begun: whether something was sent.
+        ended: whether the last piece was sent.
+    """
+
+    def __init__(
+        self, send: Send, *, write_s: float, named: bool, begins: Callable[[int], object], meter: Meter | None = None
+    ) -> None:
+        self._send, self._write_s, self._named, self._begins, self._meter = send, write_s, named, begins, meter
+        self._start: Message | None = None
+        self.begun = self.ended = False
+
+    async def run(self, messages: AsyncGenerator[Message, None], *, unless: str | None) -> bool:
+        """Send an answer on; ``False`` if nothing was sent because it has a header.
+
+        Args:
+            messages: of the answer.
+            unless: the header.
+
+        Raises:
+            GoneError: the client does not take what is sent.
+        """
+        async for message in messages:
+            self._count(message.pop(USED, None))
+            if message["type"] == USED:
+                continue
+            if message["type"] == "http.response.start":
+                self._begins(message["status"])
+                if unless is not None and unless in Headers(raw=message["headers"]):
+                    return False
+                self._start = message
+                continue
+            if self._start is not None and not self.begun:
+                self.begun = True
+                await self._pass(self._start)
+            await self._pass(message)
+            self.ended = ends(message)
+        return True
+
+    async def broken(self, refusal: RefusalError) -> bool:
+        """End an answer that breaks off, with an error as the last event; ``False`` if nothing of it was sent."""
+        if not self.begun:
+            return False
+        assert self._start is not None
+        if not Headers(raw=self._start["headers"]).get("content-type", "").startswith("text/event-stream"):
+            raise GoneError  # a part of an answer; the connection ends without the rest
+        last = failed(refusal, named=self._named) + (b"" if self._named else DONE)
+        await self._pass({"type": "http.response.body", "body": last, "more_body": False})
+        return True
+
+    def _count(self, used: Used | None) -> None:
+        """Tell the meter of what a message says of the use."""
+        if self._meter is None or used is None:
+            return
+        self._meter.spend(used.tokens)
+        if used.ended:
+            self._meter.end()
+
+    async def _pass(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._write_s):
+                await self._send(message)
+        except (OSError, TimeoutError) as error:
+            raise GoneError from error
+
+
+# Health, metrics and sessions of several replicas as one answer.
+
+
+def health(found: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple[dict[str, Any], int]:
+    """The health of all replicas: sums of rows, and each replica's own; and the status of the answer.
+
+    Args:
+        found: replica → its health.
+        draining: whether the router is about to end.
+    """
+    ready = any(one["status"] == "ready" for one in found.values()) and not draining
+    sums = {name: sum(one[name] for one in found.values()) for name in ("rows", "rows_free", "waiting")}
+    body = {
+        "status": "draining" if draining else "ready" if ready else "starting",
+        **sums,
+        "row_bytes": max((one["row_bytes"] for one in found.values()), default=0),
+        "replicas": {name: dict(one) for name, one in sorted(found.items())},
+    }
+    return body, 200 if ready else 503
+
+
+def metrics(found: Mapping[str, str], own: str) -> str:
+    """The metrics of all replicas and of the router, each sample with a label ``replica``.
+
+    Args:
+        found: replica → its metrics as text for Prometheus.
+        own: those of the router.
+    """
+    families: dict[str, list[str]] = {}
+    for replica, text in [*sorted(found.items()), ("router", own)]:
+        family, heads = "", list[str]()
+        for line in text.splitlines():
+            if line.startswith("#"):
+                heads = [*heads, line] if heads and line.split(" ", 3)[2] == family else [line]
+                family = line.split(" ", 3)[2]
+                continue
+            families.setdefault(family, list(heads)).append(_labelled(line, replica))
+    count = ["# HELP kvkeep_replicas Replicas that answer.", "# TYPE kvkeep_replicas gauge"]
+    lines = [line for family in families.values() for line in family]
+    return "\n".join([*lines, *count, f"kvkeep_replicas {len(found)}"]) + "\n"
+
+
+def _labelled(sample: str, replica: str) -> str:
+    """A sample with a label more."""
+    end = min(place for place in (sample.find("{"), sample.find(" ")) if place >= 0)
+    name, rest = sample[:end], sample[end:]
+    return f'{name}{{replica="{replica}"' + (f",{rest[1:]}" if rest[0] == "{" else f"}}{rest}")
+
+
+def sessions(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The list of sessions of all replicas, each once."""
+    data = {entry["id"]: entry for one in found.values() for entry in one["data"]}
+    return {"object": "list", "data": [data[name] for name in sorted(data)]}
+
+
+# How a router reaches the replicas of a server; it does not know what runs them.
+
+
+class LostError(Exception):
+    """A replica has ended while it had a request."""
+
+
+class MissedError(LostError):
+    """A replica has ended, or is about to, before it had a request."""
+
+
+@runtime_checkable
+class Replicas(Protocol):
+    """The replicas of a server."""
+
+    def here(self) -> Mapping[str, int]:
+        """The replicas that take requests, and the rows of each; 0 where they are not known yet."""
+
+    def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
+        """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
+
+        Raises:
+            MissedError: the replica has ended; the request did not reach it.
+            LostError: it has ended with the request.
+        """
+
+    async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
+        """Whether a replica holds a session or an answer.
+
+        Raises:
+            LostError: it has ended.
+        """
+
 
 _ANSWER_S = 5.0
 """Seconds in which a replica must answer a question about itself."""
@@ -204,13 +486,13 @@ class Front:
         """Sum the rows of all replicas up."""
         asked = await _received(request, self._settings)
         found = await self._all(replace(asked, query=b"check=live"))
-        body, status = summing.health({one: json.loads(raw) for one, raw in found.items()}, draining=self.draining)
+        body, status = health({one: json.loads(raw) for one, raw in found.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)
 
     async def _metrics(self, request: Request) -> Response:
         """Show the metrics of all replicas, each by its name."""
         found = await self._all(await _received(request, self._settings))
-        text = summing.metrics({one: raw.decode() for one, raw in found.items()}, self.refusals.text())
+        text = metrics({one: raw.decode() for one, raw in found.items()}, self.refusals.text())
         return Response(text, headers={"Content-Type": _METRICS})
 
     async def _sessions(self, request: Request) -> Response:
@@ -224,7 +506,7 @@ class Front:
             raise RefusalError(
                 503, "No replica could list its sessions. Try again in 5 s.", headers={"Retry-After": "5"}
             )
-        return reply(summing.sessions({one: json.loads(raw) for one, raw in found.items()}))
+        return reply(sessions({one: json.loads(raw) for one, raw in found.items()}))
 
     async def _all(self, asked: Received) -> dict[str, bytes]:
         """Ask all replicas the same; return the bodies of those that answer."""

@@ -11,13 +11,12 @@ from kvkeep.models import tokenization
 from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT
 from kvkeep.policies.registry import available
-from kvkeep.server.bodies import body_of
-from kvkeep.server.desk import Desk, in_thread
 from kvkeep.server.errors import parameter, unknown
-from kvkeep.server.replies import reply
-from kvkeep.server.schema import DetokenizeBody, TokenizeBody
-from kvkeep.server.served import Served
+from kvkeep.server.model import Served
+from kvkeep.server.request_queue import Desk, in_thread
+from kvkeep.server.schemas import DetokenizeBody, TokenizeBody, body_of
 from kvkeep.server.settings import Settings
+from kvkeep.server.sse import reply
 from kvkeep.version import __version__
 
 

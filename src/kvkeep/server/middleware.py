@@ -11,11 +11,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.server.errors import RefusalError
-from kvkeep.server.keys import EVERYBODY
-from kvkeep.server.limits import COUNTED, Limits, Meter
 from kvkeep.server.page import FILES
-from kvkeep.server.replies import ends, refused
-from kvkeep.server.settings import Settings
+from kvkeep.server.rate_limits import COUNTED, Limits, Meter
+from kvkeep.server.settings import EVERYBODY, Settings
+from kvkeep.server.sse import ends, refused
 
 log = logging.getLogger("kvkeep.access")
 OPEN = ("/health",)
