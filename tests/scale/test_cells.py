@@ -12,7 +12,7 @@ from raycells import CELLS, Real, invoke, rows
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvkeep.cli.eval import far
+from kvkeep.cli import eval_run
 from kvkeep.cli.main import app
 from kvkeep.errors import CapacityError, InputError, pip_install
 from kvkeep.evals.attention_probe import PLAIN
@@ -175,7 +175,7 @@ def test_a_model_that_a_worker_cannot_load_is_said(on, tmp_path, monkeypatch):
     def read_weights(*arguments, **options):
         raise InputError("There are no weights here.")
 
-    monkeypatch.setattr(far, "read_weights", read_weights)
+    monkeypatch.setattr(eval_run, "read_weights", read_weights)
     on(Real(0))
     found = invoke(tmp_path / "out", "--ray-workers", 2)
     assert (found.exit_code, found.stderr.splitlines()[-1]) == (2, "error: There are no weights here.")

@@ -9,7 +9,7 @@ import signal
 import pytest
 from raycells import CELLS, Real, invoke, rows
 
-from kvkeep.cli.eval import far
+from kvkeep.cli import eval_run
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals.attention_probe import PLAIN
 from kvkeep.evals.records import Records
@@ -155,8 +155,8 @@ def test_answers_beside_a_refusal_are_written(on, whole, tmp_path, monkeypatch):
             raise CapacityError("There is no room.")
         return run(self, writer, case, policy, budgets, setup=setup)
 
-    taken, take = [], far._Desk.take
-    monkeypatch.setattr(far._Desk, "take", lambda self, answer: (taken.append(answer), take(self, answer)))
+    taken, take = [], eval_run._Desk.take
+    monkeypatch.setattr(eval_run._Desk, "take", lambda self, answer: (taken.append(answer), take(self, answer)))
     monkeypatch.setattr(TASKS["agreement"], "run", some)
     for seed in range(4):
         taken.clear()
@@ -235,7 +235,7 @@ def test_ctrl_c_in_any_phase_ends_with_130_and_loses_nothing(on, whole, tmp_path
 
     on(cluster)
     if phase in ("joined", "room_for"):
-        before(far, phase)
+        before(eval_run, phase)
     elif phase == "begin first":
         before(cluster, "begun")
     elif phase == "begin":
@@ -262,14 +262,14 @@ def test_ctrl_c_after_a_cell_has_failed_does_not_say_that_all_others_are_written
         append(self, row)
         signal.raise_signal(signal.SIGINT)
 
-    take = far._Desk.take
+    take = eval_run._Desk.take
 
     def failing(self, answer):
         self.failed[1] = "its worker died 4 times"
         return take(self, answer)
 
     monkeypatch.setattr(Records, "append", stop)
-    monkeypatch.setattr(far._Desk, "take", failing)
+    monkeypatch.setattr(eval_run._Desk, "take", failing)
     on(Real(7))
     found = invoke(tmp_path, *RAY)
     assert len(rows(tmp_path)) < CELLS - 1

@@ -193,7 +193,7 @@ def test_lines_that_cannot_be_run_are_set_aside_beside_the_collected_ones(source
 
 
 def test_what_cannot_be_written_is_refused_before_anything_runs(source, bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.cli.generate.job.find", None)  # nobody gets as far as the model
+    monkeypatch.setattr("kvkeep.models.load.find", None)  # nobody gets as far as the model
     (bucket / "folder.jsonl").mkdir()
     for target, word in (
         ("ftq://a/b.jsonl", "cannot be written"),

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
-from kvkeep.cli.serve.options import parse_replicas
+from kvkeep.cli.serve import parse_replicas
 from kvkeep.errors import InputError, pip_install
 from kvkeep.scale import cluster, ray_serve, ray_serve_replicas
 from kvkeep.scale.autoscaling import by_free_rows

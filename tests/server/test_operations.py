@@ -19,8 +19,8 @@ import processes
 import pytest
 import typer
 
+from kvkeep.cli import serve as own
 from kvkeep.cli.main import app
-from kvkeep.cli.serve import options as own
 from kvkeep.errors import InputError
 from kvkeep.server.run import Place, check_tls, listen
 

@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.cli import console
-from kvkeep.cli.counted import counted
-from kvkeep.cli.workers import PROCESS_BYTES, interruptible, room_for, whole
+from kvkeep.cli.distributed import PROCESS_BYTES, interruptible, room_for, whole
+from kvkeep.cli.progress import counted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
