@@ -23,8 +23,7 @@ from pathlib import Path
 
 from lib import report
 
-from kvkeep.evals.intervals import of_mean
-from kvkeep.evals.paired import Answers, Kept, answers, difference, kept
+from kvkeep.evals.confidence import Answers, Kept, answers, difference, kept, of_mean
 from kvkeep.evals.records import ROWS
 from kvkeep.evals.report import FULL, Row, grouped, over
 from kvkeep.policies import DEFAULT, LATER

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOperationError,
     )
-    from kvkeep.explain.explaining import explain
+    from kvkeep.explain.explain import explain
     from kvkeep.kv.memory_usage import Memory
     from kvkeep.models.attention import attach
     from kvkeep.models.compile import compile_layers

@@ -198,7 +198,7 @@ def test_many_sets_run_in_batches(llama, monkeypatch):
     bench = Bench(llama, NEAR, [], [text_of(IDS)])
     sets = [{(layer, head)} for layer in range(2) for head in range(2)]
     once = bench.losses(sets)
-    monkeypatch.setattr("kvkeep.evals.drive.BATCH_TOKENS", 1)
+    monkeypatch.setattr("kvkeep.evals.attention_probe.BATCH_TOKENS", 1)
     assert [loss.text for loss in bench.losses(sets)] == pytest.approx([loss.text for loss in once], rel=1e-3)
     assert all(loss.answers is None for loss in once)
 

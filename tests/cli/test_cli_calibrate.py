@@ -174,10 +174,10 @@ def test_many_heads_are_shown_in_tenths(place):
     (place / "wide.tsv").write_text("\t".join(["0.04", *["0.5"] * 15]) + "\n")
     from rich.console import Console
 
-    from kvkeep.cli.calibrate import report
+    from kvkeep.cli import calibrate_run
 
     profile = Profile(model={"layers": 1, "kv_heads": 16}, heads=((0.0, *[0.5] * 14, 1.0),), least=5)
     screen = Console(width=80)
     with screen.capture() as shown:
-        screen.print(report._needs(profile))
+        screen.print(calibrate_run._needs(profile))
     assert "– " + "5 " * 14 + "10" in shown.get()

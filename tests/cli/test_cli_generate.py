@@ -13,8 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import console
-from kvkeep.cli.generate import compare
+from kvkeep.cli import console, generate_run
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.engine.detokenizer import TextPieces
@@ -281,7 +280,7 @@ def letter(token: int) -> str:
     ],
 )
 def test_difference(bounded: list[int], full: list[int], expected: tuple[object, ...]):
-    found = compare.measure(bounded, full, letter)
+    found = generate_run.measure(bounded, full, letter)
     assert expected == (
         found.first_index,
         found.bounded_token,

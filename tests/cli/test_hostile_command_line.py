@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from kvkeep import plots
 from kvkeep.batch.output import Output
 from kvkeep.batch.survey import Survey
-from kvkeep.cli import console, files, main
-from kvkeep.cli.generate import job
-from kvkeep.cli.generate.request import Request
+from kvkeep.cli import console, files, generate_batch, main
+from kvkeep.cli.generate import Request
 from kvkeep.cli.options import parse_layer_budget
 from kvkeep.errors import InputError
 from kvkeep.models.load import load
@@ -112,7 +111,7 @@ def test_a_budget_that_no_job_has_is_not_taken_from_an_output(tmp_path, budget):
     object.__setattr__(request, "budget", None)
     with Output.open(tmp_path / "out") as output:
         output.made_by = made_by
-        found = job._budget(request, parse("h2o"), Survey(), output)
+        found = generate_batch._budget(request, parse("h2o"), Survey(), output)
     assert type(found) is int
     assert 0 <= found <= 1024
 

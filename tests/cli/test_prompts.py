@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cache.layer_layout import Layout
-from kvkeep.cli.generate.summary import _percent
+from kvkeep.cli.generate_run import _percent
 from kvkeep.cli.main import app
 from kvkeep.engine.admission import check_room
 from kvkeep.errors import InputError

@@ -11,7 +11,7 @@ from result_folders import CONTENTS, KINDS, put
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli.eval import grid
+from kvkeep.cli import eval_run
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.evals import curves
@@ -319,7 +319,7 @@ def test_a_damaged_measurement_is_refused_before_weights_are_read(tmp_path, nove
 
 
 def test_a_second_run_on_a_folder_is_refused_before_weights_are_read(tmp_path, novel, unchecked, monkeypatch):
-    monkeypatch.setattr(grid, "read_weights", None)
+    monkeypatch.setattr(eval_run, "read_weights", None)
     evaluation = result_folders.evaluation(tmp_path / "eval", [])
     analysis = result_folders.analysis(tmp_path / "analysis")
     commands = {

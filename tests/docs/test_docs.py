@@ -15,7 +15,7 @@ from sweeps import sweep
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.chat import commands
+from kvkeep.cli import chat_run
 from kvkeep.cli.main import app
 from kvkeep.testing import LAWS, Case
 
@@ -184,4 +184,4 @@ def test_what_can_be_typed_into_a_chat_exists():
     for name in ("docs/sessions.md", "docs/tutorials/remembered-document.md"):
         typed = set(re.findall(r"(?<=`)/[a-z]+(?=[ `])", (ROOT / name).read_text()))
         assert typed
-        assert typed <= set(commands.COMMANDS), name
+        assert typed <= set(chat_run.COMMANDS), name

@@ -9,7 +9,7 @@ import pytest
 from kvkeep import plots
 from kvkeep.errors import InputError, pip_install
 from kvkeep.evals import curves, report
-from kvkeep.evals.intervals import of_mean, of_share
+from kvkeep.evals.confidence import of_mean, of_share
 from kvkeep.evals.report import MEASURES, over
 
 POLICIES = ("local", "h2o", "tova")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, GPT2Co
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.generate import build
+from kvkeep.cli import generate_batch_workers
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import Sampling
@@ -245,7 +245,7 @@ def test_inductor_computes_what_torch_computes():
 @pytest.mark.slow
 def test_a_batch_job_compiles_when_it_is_asked_to(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(build, "compile_layers", lambda made: asked.append(made) or 9)
+    monkeypatch.setattr(generate_batch_workers, "compile_layers", lambda made: asked.append(made) or 9)
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "Once upon a time", "options": {"max_new_tokens": 2}}\n')
 

@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, FalconConfig, LlamaConfig, Qwen3Confi
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import torchrun
+from kvkeep.cli import distributed
 from kvkeep.cli.main import app
 from kvkeep.engine.tensor_parallel import check_split
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
@@ -192,18 +192,18 @@ def started(monkeypatch):
 def test_a_world_without_torchrun_is_one_process(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")  # as in a container of a cluster
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert torchrun.processes() == 1
-    assert torchrun.leads()
-    assert torchrun.told({"a": [1]}) == {"a": [1]}
+    assert distributed.processes() == 1
+    assert distributed.leads()
+    assert distributed.told({"a": [1]}) == {"a": [1]}
 
 
 def test_other_commands_are_refused_once(started, monkeypatch, capfd):
     """The first process says it; another one leaves it the time for that, since torchrun ends all when one fails."""
     waits = []
-    monkeypatch.setattr(torchrun.time, "sleep", waits.append)
-    for rank, said, waited in (("0", "kvkeep serve runs in one", []), ("1", "", [torchrun.WAIT_S])):
+    monkeypatch.setattr(distributed.time, "sleep", waits.append)
+    for rank, said, waited in (("0", "kvkeep serve runs in one", []), ("1", "", [distributed.WAIT_S])):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as end, torchrun.quiet_followers(["serve", "--port", "1"]):
+        with pytest.raises(SystemExit) as end, distributed.quiet_followers(["serve", "--port", "1"]):
             pass
         assert end.value.code == 2
         shown = capfd.readouterr()

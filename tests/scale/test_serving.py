@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
-from kvkeep.cli.serve.options import parse_replicas
+from kvkeep.cli.serve import parse_replicas
 from kvkeep.errors import InputError, pip_install
-from kvkeep.scale import cluster, known, serving
+from kvkeep.scale import cluster, ray_serve, ray_serve_replicas
 from kvkeep.scale.autoscaling import by_free_rows
 from kvkeep.scale.cluster import Need, Node, check_room
-from kvkeep.scale.serving import application, need_serve
+from kvkeep.scale.ray_serve import application, need_serve
 
 
 def node():
@@ -72,7 +72,7 @@ def with_ray(monkeypatch):
         monkeypatch.setitem(sys.modules, "ray", made)
         monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
         monkeypatch.setattr(cluster, "need_ray", lambda: made)
-        monkeypatch.setattr(serving, "need_ray", lambda: made)
+        monkeypatch.setattr(ray_serve, "need_ray", lambda: made)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         return made
 
@@ -121,9 +121,9 @@ def test_without_numbers_of_replicas_nothing_changes(found):
 
 
 def test_replicas_that_are_known():
-    known.note("place", {"a": 1, "b": 2})
-    known.drop("place", "a")
-    known.drop("place", "nobody")
-    known.drop("elsewhere", "a")
-    assert known.of("place") == {"b": 2}
-    assert known.of("elsewhere") == known.of("nowhere") == {}
+    ray_serve_replicas.note("place", {"a": 1, "b": 2})
+    ray_serve_replicas.drop("place", "a")
+    ray_serve_replicas.drop("place", "nobody")
+    ray_serve_replicas.drop("elsewhere", "a")
+    assert ray_serve_replicas.of("place") == {"b": 2}
+    assert ray_serve_replicas.of("elsewhere") == ray_serve_replicas.of("nowhere") == {}

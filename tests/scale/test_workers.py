@@ -12,7 +12,7 @@ from commands import run, write
 import kvkeep
 from kvkeep.batch.input import BadLine, parse
 from kvkeep.batch.survey import Survey
-from kvkeep.cli.generate import far, job
+from kvkeep.cli import generate_batch, generate_batch_workers
 from kvkeep.engine import Engine
 from kvkeep.errors import InputError, pip_install
 from kvkeep.models import chat_templates
@@ -208,10 +208,10 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
         made.append(recipe)
         raise InputError("This is enough.")
 
-    monkeypatch.setattr(job, "check_ray", lambda address: None)
-    monkeypatch.setattr(job, "joined", lambda address, cpus: contextlib.nullcontext())
-    monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
-    monkeypatch.setattr(far, "Crew", crew)
+    monkeypatch.setattr(generate_batch, "check_ray", lambda address: None)
+    monkeypatch.setattr(generate_batch, "joined", lambda address, cpus: contextlib.nullcontext())
+    monkeypatch.setattr(generate_batch_workers, "room_for", lambda *args, **options: (Need(), "cpu"))
+    monkeypatch.setattr(generate_batch_workers, "Crew", crew)
     assert "This is enough." in run("-i", lines[0], "-o", lines[1], "--ray-workers", 1).said
     chat_templates._WORKER.end()
     built = made[0](None)

@@ -51,7 +51,7 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch):
 
 def test_settings_come_from_flags_then_variables_then_the_file(tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr("kvkeep.cli.serve.serving.run", taken.append)
+    monkeypatch.setattr("kvkeep.cli.serve_run.run", taken.append)
     file = tmp_path / "server.toml"
     file.write_text(
         'model = "from-file"\nbudget = 64\nkv-memory = "1MiB"\nmax_queue = 3\naccess-log = false\n'
@@ -129,7 +129,7 @@ def test_files_of_keys_that_are_wrong(tmp_path, text, words):
 
 
 def test_keys_of_a_file_and_a_variable(tmp_path, monkeypatch):
-    from kvkeep.cli.serve.keys import read_keys
+    from kvkeep.cli.serve_run import read_keys
 
     (tmp_path / "keys").write_text("anna 0123456789  # hers\n\nabcdefghij\n")
     monkeypatch.setenv("KVKEEP_API_KEY", "from-the-shell")

@@ -27,7 +27,7 @@ from kvkeep.attention_stats import Nothing
 from kvkeep.cache.bounded_cache import handing_cache
 from kvkeep.cache.hf_layers import PhasedCache, handed
 from kvkeep.errors import InputError
-from kvkeep.evals.whole import Adding, Hiding, positions_of
+from kvkeep.evals.attention_probe import Adding, Hiding, positions_of
 from kvkeep.kv import ranking
 from kvkeep.policies._mass import HeavyHitters
 from kvkeep.types import EMPTY, Report, State, View

@@ -23,12 +23,11 @@ from kvkeep.cache.hf_layers import HandingLayer
 from kvkeep.calibration.head_losses import Bench, Head, Loss, Near, Passage
 from kvkeep.errors import InputError
 from kvkeep.evals import texts
-from kvkeep.evals.asking import NEW_TOKENS, Prompted, ask, right, wording_of
-from kvkeep.evals.drive import Drive, batches, left_padded
-from kvkeep.evals.replies import decode_greedily
+from kvkeep.evals.attention_probe import Adding, Drive, batches, left_padded
+from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import Options, check_positions, past_training
-from kvkeep.evals.whole import Adding
+from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, ask, right, wording_of
 from kvkeep.head_profile import Profile, describe
 from kvkeep.models.load import Checkpoint, ends_of
 from kvkeep.models.tokenization import Writer

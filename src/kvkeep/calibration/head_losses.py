@@ -15,9 +15,8 @@ from kvkeep.backends import choose, reference
 from kvkeep.cache.bounded_cache import handing_cache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError, UnsupportedModelError
-from kvkeep.evals import metrics
-from kvkeep.evals.drive import BATCH_TOKENS
-from kvkeep.evals.whole import WholeText
+from kvkeep.evals import task
+from kvkeep.evals.attention_probe import BATCH_TOKENS, WholeText
 from kvkeep.models.device import enough_memory
 from kvkeep.types import AttentionOptions, Slots
 
@@ -313,7 +312,7 @@ class Bench:
             lost.append((1 - (_log_probabilities(passage, logits) - full).exp()).clamp(min=0).cpu())
         for passage, reference in zip(self.texts, self._texts, strict=True):
             (rows,), _ = read(self.model, passage, self.near, limited)
-            distance += torch.stack([metrics.kl(reference, row).mean() for row in rows]).cpu() / len(self.texts)
+            distance += torch.stack([task.kl(reference, row).mean() for row in rows]).cpu() / len(self.texts)
         shares, none = torch.cat(lost, dim=1).double(), [None] * len(sets)
         harmed = (shares > HARM).double().mean(dim=1).tolist() if self.questions else none
         answers = shares.mean(dim=1).tolist() if self.questions else none
@@ -325,5 +324,5 @@ def _log_probabilities(passage: Passage, logits: Sequence[Float[Tensor, "B _ V"]
     found = []
     for part, columns in zip(logits, passage.columns(), strict=True):
         targets = passage.ids[columns + 1].to(part.device).expand(len(part), -1)
-        found.append(-metrics.nll(part, targets).sum(dim=1))
+        found.append(-task.nll(part, targets).sum(dim=1))
     return torch.stack(found, dim=1)

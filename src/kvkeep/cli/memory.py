@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvkeep.cli import complete, console
+from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Json
 from kvkeep.result_files import in_full
@@ -32,7 +32,7 @@ def memory(
     file: Annotated[
         str,
         typer.Argument(
-            help="A file that Snapshot.save has written.", metavar="FILE", autocompletion=complete.snapshots
+            help="A file that Snapshot.save has written.", metavar="FILE", autocompletion=shell_completion.snapshots
         ),
     ],
     json: Json = False,

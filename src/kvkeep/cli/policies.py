@@ -15,9 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvkeep.cli import complete, console
-from kvkeep.cli.commands import Command, Group
+from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.help import Command, Group
 from kvkeep.cli.options import Debug, Json
 from kvkeep.policies import DEFAULT
 
@@ -101,7 +101,10 @@ def _lines(lines: dict[str, str], width: int) -> Table:
 @one_line_errors
 def show_policy(
     name: Annotated[
-        str, typer.Argument(help="Name of the policy, e.g. snapkv.", metavar="NAME", autocompletion=complete.policies)
+        str,
+        typer.Argument(
+            help="Name of the policy, e.g. snapkv.", metavar="NAME", autocompletion=shell_completion.policies
+        ),
     ],
     json: Json = False,
     debug: Debug = False,

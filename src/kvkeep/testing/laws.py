@@ -19,9 +19,7 @@ from kvkeep.errors import BudgetError
 from kvkeep.pins import spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import available, parse, spec
-from kvkeep.testing.case import Case, Tape, replay, run
-from kvkeep.testing.moving import Fed
-from kvkeep.testing.shared import held, outputs, run_shared
+from kvkeep.testing.case import Case, Fed, Tape, held, outputs, replay, run, run_shared
 from kvkeep.types import EMPTY, Phase, Slots, State, View
 
 MARGIN = 1e-5

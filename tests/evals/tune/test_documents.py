@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from kvkeep.errors import InputError
-from kvkeep.evals.tune.candidates import FULL, Arm
-from kvkeep.evals.tune.documents import LONGEST_SENTENCE, own, planted, sentences
-from kvkeep.evals.tune.measure import PIECE, Answers, Losses
-from kvkeep.evals.tune.questions import UserQuestion
+from kvkeep.evals.tune.documents import LONGEST_SENTENCE, UserQuestion, own, planted, sentences
+from kvkeep.evals.tune.measure import FULL, PIECE, Answers, Arm, Losses
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import Writer

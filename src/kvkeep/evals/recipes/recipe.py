@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.evals.plan import split_arms
+from kvkeep.evals.grid import split_arms
 from kvkeep.evals.report import Row, Table, of_task
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies.registry import spec

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer import Layer
-from kvkeep.evals.recording import Recorder, Tape, record, tapes
+from kvkeep.evals.attention_probe import Recorder, Tape, record, tapes
 from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._shared import lines, mean, percent, show
 from kvkeep_lab.analysis.measure import (
