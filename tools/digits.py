@@ -355,17 +355,26 @@ def with_prefix(name: str, policy: str, options: Mapping[str, Any], budget: int)
 
 
 def with_sampling(name: str, policy: str, options: Mapping[str, Any], budget: int) -> Digits:
-    """Draw tokens, with penalties, a pinned span, a guard and the prompt's log-probabilities."""
+    """Draw tokens, pin a span, and ask for the prompt's log-probabilities."""
     digits = Digits(budget)
     drawn = kvkeep.Sampling(max_new_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9, top_k=20, seed=7)
     asked = [
         request(prompts(name)[0], sampling=drawn, sequence=5),
         request(prompts(name)[1], sampling=drawn, pins=[(2, 9)]),
-        request(prompts(name)[1], guard=0.2),
         request(prompts(name)[2], prompt_logprobs=0),
     ]
     with engine(name, policy, budget, options) as running:
         for result in running.generate(asked):
+            digits.add_result(result)
+    return digits
+
+
+def guarded(name: str, policy: str, options: Mapping[str, Any], budget: int) -> Digits:
+    """Let guards choose a part of twice the budget."""
+    digits = Digits(budget)
+    with engine(name, policy, 2 * budget, options) as running:
+        for result in running.generate([request(prompt, guard=0.2) for prompt in prompts(name)]):
+            digits.tokens.append(result.budget)
             digits.add_result(result)
     return digits
 
@@ -451,6 +460,7 @@ KINDS: dict[str, Kind] = {
     "sessions": in_sessions,
     "prefix": with_prefix,
     "sampling": with_sampling,
+    "guard": guarded,
 }
 FEW = ("h2o", "snapkv", "leverage", "scissorhands", "adakv")
 """Policies that differ in what they ask of attention and of the store, for what not every policy has to show."""
