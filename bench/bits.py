@@ -23,7 +23,7 @@ from typing import Any
 
 from lib import report
 
-from kvkeep.evals.paired import Answers, answers, difference, kept
+from kvkeep.evals.confidence import Answers, answers, difference, kept
 from kvkeep.evals.records import ROWS
 
 POLICIES = ("h2o", "snapkv")

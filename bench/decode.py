@@ -43,10 +43,10 @@ from peers import transformers as dense
 from transformers import LlamaForCausalLM
 
 import kvkeep
-from kvkeep.argument import handed
-from kvkeep.codes import KV_BITS
-from kvkeep.models.fused import prepare
-from kvkeep.models.packed import PackedLinear
+from kvkeep.cache.hf_layers import handed
+from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.prepare import prepare
 from kvkeep.planning.bandwidth import measure_bandwidth
 
 DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvkeep full"

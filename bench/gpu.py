@@ -30,7 +30,7 @@ from lib import gpu_codes as codes
 from lib import gpu_layer as layer
 from lib import gpu_model as model
 
-from kvkeep.backends.triton import gpu
+from kvkeep.backends.triton import launch
 
 PARTS = {
     "k": (check, check.check),
@@ -137,14 +137,14 @@ def main() -> int:
     bench = shared.Bench(device, sizes, end=time.monotonic() + options.limit_s, compile=options.compile)
     parts = earlier(options.out, name)
     wanted = [one for one in PARTS if one in options.only] if options.only else [p for p in PARTS if p not in parts]
-    print(f"{name}: {bench.copy_speed / 1e9:.0f} GB/s copied; kernels: {gpu.kernels().detail}")
+    print(f"{name}: {bench.copy_speed / 1e9:.0f} GB/s copied; kernels: {launch.kernels().detail}")
 
     def data() -> dict:
         return {
             "bench": "gpu",
             "device": name,
             "copy_bytes_per_s": bench.copy_speed,
-            "kernels": gpu.kernels().detail,
+            "kernels": launch.kernels().detail,
             "triton": next((one.version for one in metadata.distributions(name="triton")), None),
             "cuda": torch.version.cuda,
             "parts": parts,

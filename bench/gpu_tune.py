@@ -4,7 +4,7 @@
     python bench/gpu_tune.py --dry-run            # a few sizes of tiny shapes on a CPU: does the script run?
 
 Every size is compiled first, by several processes at once, then timed at several numbers of rows, with one slot more
-than the budget as in a decode step. The tables of `kvkeep.backends.triton.gpu` take what is fastest here.
+than the budget as in a decode step. The tables of `kvkeep.backends.triton.launch` take what is fastest here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lib import finish, show
 from lib import gpu as shared
 from lib.gpu_codes import filled
 
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import choose
-from kvkeep.backends.triton import gpu, prefill_ops
-from kvkeep.codes import CodedSlots
-from kvkeep.statistic import Mass
+from kvkeep.backends.triton import launch, prefill_ops
+from kvkeep.kv.slot_codec import CodedSlots
 from kvkeep.types import AttentionOptions, Slots
 
 DIM = 128
@@ -58,12 +58,12 @@ def cases(kinds: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
 def set_sizes(kind: str, sizes: tuple[int, ...]) -> None:
     """Have the kernels use these sizes, whatever the device and the dtype."""
     if kind == "forward":
-        gpu.FORWARD.update(dict.fromkeys(gpu.FORWARD, gpu.Tile(*sizes)))
+        launch.FORWARD.update(dict.fromkeys(launch.FORWARD, launch.Tile(*sizes)))
     elif kind == "columns":
-        gpu.COLUMNS.update(dict.fromkeys(gpu.COLUMNS, gpu.Tile(*sizes)))
+        launch.COLUMNS.update(dict.fromkeys(launch.COLUMNS, launch.Tile(*sizes)))
     else:
-        gpu.DECODE.update({key: {1024: gpu.Decode(*sizes)} for key in gpu.DECODE})
-        gpu.CODED.update(dict.fromkeys(gpu.CODED, gpu.Decode(*sizes)))
+        launch.DECODE.update({key: {1024: launch.Decode(*sizes)} for key in launch.DECODE})
+        launch.CODED.update(dict.fromkeys(launch.CODED, launch.Decode(*sizes)))
 
 
 def one_row_calls(bench: shared.Bench, kind: str, rows: int, slots: int) -> list[Callable[[], object]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from lib import report
 from quality import replaced, rows_of
 
-from kvkeep.evals.paired import Answers, answers, kept
+from kvkeep.evals.confidence import Answers, answers, kept
 from kvkeep.evals.report import FULL, Row
 
 POLICIES = ("full", "reread", "leverage", "keydiff:document", "blend", "snapkv:late", "h2o", "local")

@@ -19,15 +19,15 @@ import torch
 from lib import report
 
 from kvkeep import Policy, parse
-from kvkeep.argument import handed
-from kvkeep.evals import metrics
-from kvkeep.evals.drive import Drive
+from kvkeep.cache.hf_layers import handed
+from kvkeep.evals import task
+from kvkeep.evals.attention_probe import Drive
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.mass import Mass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep_lab import hindsight
 from kvkeep_lab.hindsight import H2OGlobal, Totals
 
@@ -90,7 +90,7 @@ def removal(writer: Writer, ids: torch.Tensor, totals: Totals) -> dict[str, dict
             cache = hindsight.without(writer.model, choose(share))
             with torch.inference_mode():
                 logits = writer.model(ids, **handed(writer.model, cache)).logits[:, :-1]
-            loss = metrics.nll(logits, ids[:, 1:]).double().mean().item()
+            loss = task.nll(logits, ids[:, 1:]).double().mean().item()
             found.setdefault(choose.__name__, {})[f"{share:.0%}"] = math.exp(loss)
     return found
 

@@ -22,7 +22,7 @@ import torch
 from lib import arguments, finish, policy, positive, show, speed_model
 
 import kvkeep
-from kvkeep.engine import rotation
+from kvkeep.engine import swapping
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def bytes_of(row_bytes: int, bus: float, step_s: float, rows: int) -> list[list[
         rows: rows of a step.
     """
     swap, all_rows = 2 * row_bytes / bus, rows * row_bytes / bus
-    turn = swap / (rotation.SHARE * step_s)
+    turn = swap / (swapping.SHARE * step_s)
     return [
         ["a turn (two rows)", f"{2 * row_bytes / 1e6:.2f}", f"{1e3 * swap:.3f}", f"every {max(1, round(turn))} steps"],
         ["slots in main memory", f"{rows * row_bytes / 1e6:.2f}", f"{1e3 * all_rows:.3f}", "in every step"],

@@ -18,10 +18,10 @@ import torch
 from lib import arguments, finish, positive, show, speed_model
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.batch import Batch, Run
-from kvkeep.engine.generation import Generation
-from kvkeep.engine.sampling import Sampling
-from kvkeep.models.fused import prepare
+from kvkeep.engine.input_batch import Batch, Run
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sequence import Generation
+from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase
 
 COLUMNS = ["runs of the model", "CPU ms (minimum)", "against one by one"]

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 from lib import finish, interleaved, kernel, positive, show, spread
 
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import Backend, choose
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.codes import CodedSlots, Codes, encode
-from kvkeep.statistic import Mass
+from kvkeep.kv.slot_codec import CodedSlots, Codes, encode
 from kvkeep.types import AttentionOptions, Slots
 
 BUFFER_BYTES = 2**28

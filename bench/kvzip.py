@@ -18,15 +18,14 @@ from torch import Tensor
 
 from kvkeep import BoundedCache, parse
 from kvkeep.budget import from_ratio
-from kvkeep.evals import replies
-from kvkeep.evals.asking import NEW_TOKENS, right
-from kvkeep.evals.drive import Drive
-from kvkeep.evals.paired import Answers, difference, kept
+from kvkeep.evals import qa_task
+from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.confidence import Answers, difference, kept
 from kvkeep.evals.task import Options
-from kvkeep.evals.tasks.recall import Recall
+from kvkeep.evals.tasks.recall import NEW_TOKENS, Recall, right
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep_lab import kvzip
 
 COLUMNS = ["tokens", "budget", "rule", "stays, %", "minus kvzip", "questions"]
@@ -49,7 +48,7 @@ class ReadTwice(Drive):
 
 def answers(writer: Writer, task: Recall, case: str, drive: Callable[[Sequence[int], int], Drive]) -> Answers:
     questions = task.questions[case]
-    done = replies.later(writer, questions, drive, NEW_TOKENS[task.wording])
+    done = qa_task.later(writer, questions, drive, NEW_TOKENS[task.wording])
     texts = [text for batch in done for text in batch.texts]
     return {
         (task.options.seed, asked.document, asked.number): right(task.wording, asked.question, text)

@@ -38,7 +38,7 @@ from lib.cells import System, alternating, asked, leaving_out, ran, saved_model,
 from lib.sizes import token_bytes
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.models import tiny
 from kvkeep.models.load import find, quiet, read_weights
 

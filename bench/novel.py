@@ -20,8 +20,8 @@ from lib.sizes import MIB
 from peers.__main__ import forget_peak, resident_bytes
 
 import kvkeep
-from kvkeep.argument import handed
-from kvkeep.models.fused import prepare
+from kvkeep.cache.hf_layers import handed
+from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase
 
 COLUMNS = ["tokens read", "seconds", "tokens/s", "cache MiB", "peak MiB"]

@@ -16,11 +16,11 @@ from lib import arguments, finish, interleaved, kernel, median_ms, positive, sho
 from transformers import LlamaConfig
 
 import kvkeep
-from kvkeep.argument import handed
-from kvkeep.codes import check_bits
-from kvkeep.models.fused import prepare
-from kvkeep.policies._heads import under
-from kvkeep.rotary.embedding import rotation_for
+from kvkeep.cache.hf_layers import handed
+from kvkeep.kv.slot_codec import check_bits
+from kvkeep.models.prepare import prepare
+from kvkeep.policies._head_budgets import under
+from kvkeep.rotary import rotation_for
 from kvkeep.types import Phase
 
 OPTIONS = kvkeep.AttentionOptions(scaling=0.125)

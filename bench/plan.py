@@ -38,7 +38,7 @@ from peers import transformers as dense
 from transformers import LlamaForCausalLM
 
 import kvkeep
-from kvkeep.models.fused import prepare
+from kvkeep.models.prepare import prepare
 from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
 from kvkeep.planning.plan import Plan, plan
 

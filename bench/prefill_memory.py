@@ -21,7 +21,7 @@ from lib import arguments, finish, kernel, policy, positive, settle_shape, show,
 from lib.cells import System, alternating, asked, leaving_out, middle, ran, saved_model, skipped
 from lib.sizes import MIB, bounded_row_bytes, token_bytes
 
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 POLICIES = ["h2o", "local", "snapkv", "adakv", "tova", "ahakv", "full"]
 COLUMNS = ["system", "peak MiB", "vs transformers", "seconds", "tokens/s"]

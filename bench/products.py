@@ -17,7 +17,7 @@ from lib import SPEED_MODEL, counted, finish, interleaved, median_ms, positive, 
 from torch import nn
 
 import kvkeep
-from kvkeep.models.packed import PackedLinear
+from kvkeep.models.fused_modules import PackedLinear
 
 
 def products(layers: list[nn.Module], inputs: list[torch.Tensor]) -> Callable[[], None]:

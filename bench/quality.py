@@ -1,7 +1,7 @@
 """What every policy keeps of the full cache's answers, for questions inside the text and for later ones.
 
     kvkeep calibrate --seed 7 --output heads.json
-    python bench/quality.py --output DIR --text NOVEL --profile heads.json [--write docs/choose-a-policy.md]
+    python bench/quality.py --output DIR --text NOVEL --profile heads.json [--write lab/log/quality.md]
     python bench/quality.py --output DIR --look          # minutes: few questions, one length
 
 Runs `kvkeep eval` on the embedded model, the most important cells first. The same command goes on where it stopped.
@@ -23,8 +23,7 @@ from pathlib import Path
 
 from lib import report
 
-from kvkeep.evals.intervals import of_mean
-from kvkeep.evals.paired import Answers, Kept, answers, difference, kept
+from kvkeep.evals.confidence import Answers, Kept, answers, difference, kept, of_mean
 from kvkeep.evals.records import ROWS
 from kvkeep.evals.report import FULL, Row, grouped, over
 from kvkeep.policies import DEFAULT, LATER

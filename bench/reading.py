@@ -37,8 +37,8 @@ from lib import (
 from transformers import DynamicCache, PreTrainedModel
 
 import kvkeep
-from kvkeep.argument import handed
-from kvkeep.models.fused import fuse_if_slow
+from kvkeep.cache.hf_layers import handed
+from kvkeep.models.prepare import fuse_if_slow
 from kvkeep.types import Phase
 
 BASE = "transformers whole"

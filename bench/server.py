@@ -35,8 +35,8 @@ from lib import arguments, finish, interleaved, kernel, positive, show, speed_mo
 import kvkeep
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.server.app import make_app
-from kvkeep.server.running import Place, Server, listen, settle
-from kvkeep.server.served import Served
+from kvkeep.server.model import Served
+from kvkeep.server.run import Place, Server, listen, settle
 from kvkeep.server.settings import Settings
 
 _CLIENT = Path(__file__).parent / "lib" / "streams.py"

@@ -26,8 +26,8 @@ import torch
 from lib import arguments, finish, interleaved, median_ms, positive, show, speed_model
 
 import kvkeep
-from kvkeep.engine import twins
-from kvkeep.engine.coroutines import AsyncEvents
+from kvkeep.engine import scheduler
+from kvkeep.engine.async_stream import AsyncEvents
 
 QUESTION = 16
 """Tokens of a question."""
@@ -187,13 +187,13 @@ class Bench:
 
     def answers(self) -> Finding:
         """Several answers to one prompt, against as many prompts."""
-        prompt, shortest = self.tokens(self.sizes.prompt), twins.SHORTEST
+        prompt, shortest = self.tokens(self.sizes.prompt), scheduler.SHORTEST
         new = kvkeep.Sampling(max_new_tokens=QUESTION, temperature=1.0)
         asked = [kvkeep.Request(prompt=prompt, sampling=new, sequence=n) for n in range(self.sizes.answers)]
         together = seconds(lambda: self.engine.generate(asked))
-        twins.SHORTEST = 2**62
+        scheduler.SHORTEST = 2**62
         apart = seconds(lambda: self.engine.generate(asked))
-        twins.SHORTEST = shortest
+        scheduler.SHORTEST = shortest
         detail = f"{len(asked)} answers to {len(prompt)} tokens: {together:.2f} s, apart {apart:.2f} s"
         return Finding("several answers to one prompt, times faster", apart / together, ">= 5", detail)
 

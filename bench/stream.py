@@ -26,12 +26,12 @@ import torch
 from lib import report
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
+from kvkeep.kv.block import Block
+from kvkeep.kv.store import DenseStore
 from kvkeep.models import tiny
 from kvkeep.models.load import load
-from kvkeep.runs import write_whole
-from kvkeep.store.block import Block
-from kvkeep.store.dense import DenseStore
+from kvkeep.result_files import write_whole
 
 WINDOW = 10_000
 SAVE_EVERY = 20

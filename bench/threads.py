@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.models.load import embedded, load, quiet
-from kvkeep.models.quantised import weight_bytes
+from kvkeep.models.quantized_weights import weight_bytes
 from kvkeep.models.threads import advised, cores
 
 

@@ -16,15 +16,13 @@ import time
 from pathlib import Path
 
 from kvkeep.cli.options import parse_budget
-from kvkeep.evals.tune.candidates import CASES, Candidate
+from kvkeep.evals.tune.measure import CASES, Candidate
 from kvkeep.evals.tune.plan import Plan, Wanted, lay_out
-from kvkeep.evals.tune.records import Records
-from kvkeep.evals.tune.run import Measured, Result, tune
-from kvkeep.evals.tune.search import Confirmation
+from kvkeep.evals.tune.search import Confirmation, Measured, Records, Result, tune
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.text import Writer
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
 
 
 def exhaustive(plan: Plan, test: Confirmation) -> Candidate | None:

@@ -4,9 +4,9 @@ import json
 
 from typer.testing import CliRunner
 
+from kvkeep.batch.input import COMPLETION
 from kvkeep.cli.main import app
 from kvkeep.engine import Result
-from kvkeep.jobs.lines import COMPLETION
 
 
 def run(*args, stdin=None):

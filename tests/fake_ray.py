@@ -3,8 +3,8 @@
 import random
 from collections import Counter
 
-from kvkeep.scale.pieces import Answer
 from kvkeep.scale.worker import EngineFacts
+from kvkeep.scale.worker_pool import Answer
 
 
 class GoneError(Exception):

@@ -35,7 +35,7 @@ class Other:
 
 
 def hold(root, own, pipe):
-    from kvkeep.server.leases import SharedFolder
+    from kvkeep.server.session_leases import SharedFolder
 
     folder = SharedFolder(Path(root), own)
     pipe.send("ready")

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from kvkeep.models.load import quiet
-from kvkeep.models.suitable import auto_class
+from kvkeep.models.support import auto_class
 
 TRAINED_LENGTH = 40
 POSITIONS = 32

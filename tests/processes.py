@@ -12,7 +12,7 @@ NOBODY = "a pipe that nobody reads"
 """A standard output for `kvkeep`."""
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["kvkeep.cli.main", "kvkeep.cli.generate.job", "kvkeep.models.load", "transformers"])
+_FORKS.set_forkserver_preload(["kvkeep.cli.main", "kvkeep.cli.generate_batch", "kvkeep.models.load", "transformers"])
 
 
 def kvkeep(*words, closed=(), out=os.devnull, err=os.devnull):

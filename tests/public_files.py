@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvkeep.evals import choices
-from kvkeep.evals.synthetic.words import Haystack
-from kvkeep.evals.tasks import longbench
+from kvkeep.evals.synthetic import Haystack
+from kvkeep.evals.tasks import choice, longbench
 
 _SCIENCE = {"choices": [{"text": "a red one", "label": "A"}, {"text": "a stone", "label": "B"}]}
 
@@ -63,7 +62,7 @@ def write(folder: Path, *, questions: int = 20, articles: int = 2, sentences: in
         articles: of each task of LongBench.
         sentences: of each article.
     """
-    for name in choices.NAMES:
+    for name in choice.NAMES:
         lines(folder / f"{name}.jsonl", [choice(name, i) for i in range(questions)])
     for name in longbench.described():
         lines(folder / f"{name}.jsonl", [article(name, i, sentences) for i in range(articles)])

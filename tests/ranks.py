@@ -114,7 +114,7 @@ def prompts(*lengths):
 def generate(folder, cases):
     """Tokens, kept positions, logits and lost mass of ``model.generate`` for each case: arguments of `BoundedCache`."""
     import kvkeep
-    from kvkeep.argument import handed
+    from kvkeep.cache.hf_layers import handed
 
     model, found = load_model(folder), []
     for case in cases:

@@ -9,7 +9,7 @@ import contextlib
 import model_folders
 import pytest
 
-from kvkeep.scale import crew
+from kvkeep.scale import worker_pool
 from kvkeep.scale.cluster import Need
 
 
@@ -42,10 +42,10 @@ def put_cluster(monkeypatch, command, far):
     monkeypatch.setattr(command, "check_ray", lambda address: None)
     monkeypatch.setattr(far, "joined", lambda address, cpus: contextlib.nullcontext())
     monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
-    monkeypatch.setattr(crew, "DEATHS", 10**6)
+    monkeypatch.setattr(worker_pool, "DEATHS", 10**6)
 
     def put(cluster):
-        monkeypatch.setattr(crew, "need_ray", lambda: cluster)
+        monkeypatch.setattr(worker_pool, "need_ray", lambda: cluster)
         return cluster
 
     return put

@@ -262,7 +262,7 @@ def test_files_and_policies_stay_small():
     lines = {module(path): len(path.read_text().splitlines()) for path in FILES}
     assert {name: n for name, n in lines.items() if n > 300} == {}
     policies = {name: n for name, n in lines.items() if name.startswith("kvkeep.policies.") and "._" not in name}
-    del policies["kvkeep.policies.base"], policies["kvkeep.policies.abilities"]
+    del policies["kvkeep.policies.base"], policies["kvkeep.policies.base"]
     assert {name: n for name, n in policies.items() if n > 60} == {}
 
 
@@ -273,4 +273,4 @@ def test_only_one_file_names_the_argument_that_takes_a_cache():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.keyword) and node.arg == "past_key_values"
     ]
-    assert wrong == []  # `kvkeep.argument.handed` knows its name in this version of transformers
+    assert wrong == []  # `kvkeep.cache.hf_layers.handed` knows its name in this version of transformers

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import kvkeep
+from kvkeep import scale
+from kvkeep.errors import pip_install
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -75,6 +79,30 @@ def test_the_workflows_call_targets_that_exist():
         for words in re.findall(r"run: make ([a-z -]+)$", path.read_text(), flags=re.MULTILINE):
             for word in words.split():
                 assert re.search(rf"^{word}:", makefile, flags=re.MULTILINE), (path.name, word)
+
+
+def test_a_message_about_a_missing_package_names_an_extra_that_pip_finds():
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    named = set(re.findall(r"pip_install\(['\"]([\w-]+)['\"]\)", sources)) | {scale.EXTRA}
+    assert {"server", "plots", "gpu", "ray"} <= named <= set(PROJECT["optional-dependencies"])
+    for extra in named:
+        requirement = Requirement(shlex.split(pip_install(extra))[2])
+        assert (requirement.name, requirement.extras) == ("kvkeep", {extra})
+        assert requirement.url == f"git+{REPOSITORY}"
+
+
+def test_nothing_tells_to_install_from_an_index():
+    """The package is on none, so a bare name would find nothing, or the package of somebody else."""
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.*"),
+        *ROOT.glob("deploy/*"),
+    ]
+    for page in (*pages, *(ROOT / "src").rglob("*.py")):
+        if page.suffix in (".md", ".py", ".ipynb", ".yml") and page.name != "log.md":
+            found = re.findall(r"pip install (?:-\w+ )?['\"]?kvkeep(?!-)(?!\[[^]]+\] @ )", page.read_text())
+            assert not found, page
 
 
 def test_make_package_resolves_every_extra():

@@ -16,7 +16,7 @@ LONG = 35
 
 def pages() -> list[Path]:
     """The pages that people read; the changelog is a list, not prose."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lab" / "log").glob("*.md")]
     return sorted(path for path in found if path.name != "CHANGELOG.md")
 
 

@@ -16,7 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
-from kvkeep.store import Block, inference
+from kvkeep.kv.block import Block
+from kvkeep.kv.store import inference
 from kvkeep.types import Phase
 from lib import twin
 

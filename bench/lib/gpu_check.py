@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 import kvkeep
+from kvkeep.attention_stats import Low, Mass, Statistic
 from kvkeep.backends import SWITCH, choose, reference
 from kvkeep.backends.triton import prefill_ops
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.statistic import Low, Mass, Statistic
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.types import AttentionOptions, Phase, Slots
 from lib.gpu import DRY, Bench, fill
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import choose
-from kvkeep.codes import KV_BITS, CodedSlots, encode
-from kvkeep.statistic import Mass
+from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, encode
 from kvkeep.types import AttentionOptions, Slots
 from lib.gpu import Bench, middle
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvkeep
+from kvkeep.attention_stats import Mass, Nothing, Statistic
 from kvkeep.backends import choose
-from kvkeep.statistic import Mass, Nothing, Statistic
 from kvkeep.types import AttentionOptions, Fresh, Phase, Slots
 from lib.gpu import Bench, fill, middle
 

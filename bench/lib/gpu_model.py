@@ -11,13 +11,13 @@ from peers import transformers as dense
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.batch import Batch, Run
-from kvkeep.engine.generation import Generation
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.runner import Runner
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.input_batch import Batch, Run
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.model_runner import Runner
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sequence import Generation
 from kvkeep.types import Phase
 from lib.gpu import RUN_OUT, Bench, Step, fill, middle
 from lib.sizes import bounded_row_bytes, token_bytes, weight_bytes

@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from kvkeep import parse
-from kvkeep.codes import KV_BITS, groups
-from kvkeep.planning.slots import LayerShape, block_bytes
+from kvkeep.kv.slot_codec import KV_BITS, groups
+from kvkeep.planning.cost import LayerShape, block_bytes
 
 GIB = 2**30
 MIB = 2**20

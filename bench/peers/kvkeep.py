@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.models.fused import prepare
-from kvkeep.store import inference
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.store import inference
+from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
 

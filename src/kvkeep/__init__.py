@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 from kvkeep.version import __version__
 
 if TYPE_CHECKING:
+    from kvkeep.attention_stats import Mass, Nothing, Statistic
     from kvkeep.budget import from_ratio as budget_from_ratio
-    from kvkeep.cache import BoundedCache
+    from kvkeep.cache.bounded_cache import BoundedCache
+    from kvkeep.cache.layer import Layer
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.request import Event, Request, Result
-    from kvkeep.engine.sampling import Sampling
+    from kvkeep.engine.sampling_params import Sampling
     from kvkeep.errors import (
         BrokenCacheError,
         BudgetError,
@@ -33,19 +35,17 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOperationError,
     )
-    from kvkeep.explain.explaining import explain
-    from kvkeep.layer import Layer
-    from kvkeep.memory import Memory
-    from kvkeep.models.compiled import compile_layers
-    from kvkeep.models.fused import fuse_modules
-    from kvkeep.models.hf import attach
-    from kvkeep.models.packed import pack_weights
-    from kvkeep.models.ready import load
+    from kvkeep.explain.explain import explain
+    from kvkeep.kv.memory_usage import Memory
+    from kvkeep.models.attention import attach
+    from kvkeep.models.compile import compile_layers
+    from kvkeep.models.fused_modules import pack_weights
+    from kvkeep.models.load import load_with_tokenizer
+    from kvkeep.models.prepare import fuse_modules
     from kvkeep.policies.base import Policy, option
-    from kvkeep.registry import available as available_policies
-    from kvkeep.registry import parse, spec
+    from kvkeep.policies.registry import available as available_policies
+    from kvkeep.policies.registry import parse, spec
     from kvkeep.snapshot.snapshot import Snapshot
-    from kvkeep.statistic import Mass, Nothing, Statistic
     from kvkeep.types import AttentionOptions, Budget, Report, State, View
 
 _HOME = {

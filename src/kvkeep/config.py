@@ -14,12 +14,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvkeep import budget as budgets
-from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, KVKeepError, PolicyError
-from kvkeep.policies._heads import parsed as head_rule
+from kvkeep.kv.slot_codec import check_bits
+from kvkeep.policies._head_budgets import parsed as head_rule
 from kvkeep.policies.base import Policy
-from kvkeep.registry import available, parse, split
-from kvkeep.runs import in_full
+from kvkeep.policies.registry import available, parse, split
+from kvkeep.result_files import in_full
 
 NAME = "kvkeep.toml"
 """The usual name of the file."""

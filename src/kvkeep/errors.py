@@ -20,6 +20,9 @@ A message says what happened (with numbers), why it matters and what to do. It n
 both by its flags, prints the message as one line and exits with code 2.
 """
 
+ADDRESS = "git+https://github.com/kvkeep/kvkeep"
+"""Where pip finds kvkeep, which is on no package index."""
+
 
 class KVKeepError(Exception):
     """Base of all errors raised by kvkeep."""
@@ -94,6 +97,11 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, KVKeepError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs kvkeep with an extra, for messages about a missing package."""
+    return f"pip install 'kvkeep[{extra}] @ {ADDRESS}'"
 
 
 def show_bytes(count: int) -> str:

@@ -92,7 +92,7 @@ def end(pins: Spans) -> int:
 
 
 def table(rows: Sequence[Spans], device: torch.device, *, width: int = 0) -> Int[Tensor, "B bounds"]:
-    """Return the bounds of each row's spans in order, for `kvkeep.scores.pinned`, filled up with `LAST`.
+    """Return the bounds of each row's spans in order, for `kvkeep.kv.ranking.pinned`, filled up with `LAST`.
 
     Args:
         rows: the spans of each row.

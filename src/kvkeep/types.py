@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.parallel import ALONE, Heads
+from kvkeep.head_sharding import ALONE, Heads
 
 State: TypeAlias = dict[str, Tensor]
 """A policy's state: name → float32. The state of slots, ``(B, Hk, S)``, moves with them; heads may have some, too."""
@@ -92,7 +92,7 @@ class Top:
 
 @runtime_checkable
 class Output(Protocol):
-    """The projection that turns what a layer's heads put out into the layer's output: `kvkeep.models.output`."""
+    """The projection that turns what a layer's heads put out into the layer's output: `kvkeep.models.output_projection`."""
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
         """The Euclidean norm of the layer's output where all query heads of a group put out ``x``."""
@@ -125,7 +125,7 @@ class AttentionOptions:
 
 @runtime_checkable
 class Turning(Protocol):
-    """A rotary embedding: `kvkeep.rotary.ranks.Rotation`."""
+    """A rotary embedding: `kvkeep.rotary.Rotation`."""
 
     @property
     def frequencies(self) -> Float[Tensor, " F"]:
@@ -160,7 +160,7 @@ class View:
         past: mass that each slot's token has received in all earlier layers and steps, summed over heads. Only for a
             policy that cascades, whose heads hold the same tokens in the same slots: ``A`` is then ``S``, otherwise 0.
         alive: whether the layer before still holds each slot's token. Has the shape of ``past``.
-        pins: bounds of the spans that no policy may evict, see `kvkeep.scores.pinned`; ``None``: no row has any.
+        pins: bounds of the spans that no policy may evict, see `kvkeep.kv.ranking.pinned`; ``None``: no row has any.
         rotation: the model's rotary embedding, for a policy that `unrotates`; ``None`` if the model has none.
         turned: whether ``keys`` are rotated. They are not under slot positions.
         queries: a prompt's new queries and their positions, for a policy that `asks`.

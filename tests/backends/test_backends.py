@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.native import Native, native
-from kvkeep.backends.triton import gpu
-from kvkeep.backends.triton.gpu import Kernels
+from kvkeep.backends.triton import launch
+from kvkeep.backends.triton.launch import Kernels
 from kvkeep.cli import main
 from kvkeep.errors import InputError
 from kvkeep.types import Phase
@@ -27,7 +27,7 @@ def machine(monkeypatch):
         found = Native(native().library, "kernel.so") if compiled else Native(None, "no C++ compiler was found")
         monkeypatch.setattr(backends, "native", lambda: found)
         there = Kernels(frozenset(devices), f"on {', '.join(devices) or 'none'}")
-        monkeypatch.setattr(gpu, "kernels", lambda: there)
+        monkeypatch.setattr(launch, "kernels", lambda: there)
 
     return make
 

@@ -11,18 +11,18 @@ from conformance.dummy_backend import DummyBackend
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
-from kvkeep import held as held_module
-from kvkeep import registry
-from kvkeep.asked import Asked
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import SWITCH
 from kvkeep.backends.native import NativeBackend, native
+from kvkeep.cache import layer as held_module
+from kvkeep.cache.decode_replay import Asked
+from kvkeep.cache.eviction import fuses
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.eviction import fuses
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.cascade import Cascade
+from kvkeep.policies import registry
 from kvkeep.policies._mass import HeavyHitters
-from kvkeep.policies.abilities import Sums
-from kvkeep.statistic import Mass
-from kvkeep.store import Cascade
+from kvkeep.policies.base import Sums
 from kvkeep.types import AttentionOptions, Phase, Report, View
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from conformance.cases import GREAT_SINK_AND_ALL, token
 
+from kvkeep.attention_stats import LastHit, Mass, Nothing
 from kvkeep.backends.native import NativeBackend, native, ops
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.layer import Layer
+from kvkeep.cache.layer import Layer
 from kvkeep.noise import Gumbel
-from kvkeep.registry import parse
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import LastHit, Mass, Nothing
+from kvkeep.policies.registry import parse
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Phase, Slots, Top
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)

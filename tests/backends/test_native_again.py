@@ -5,8 +5,8 @@ import pytest
 import torch
 from conformance.cases import chunk
 
-from kvkeep.backends.native import native, prefill_ops
-from kvkeep.statistic import Mass, Nothing
+from kvkeep.attention_stats import Mass, Nothing
+from kvkeep.backends.native import native, ops
 from kvkeep.types import AttentionOptions
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)
@@ -23,7 +23,7 @@ def prompt(dtype=torch.float32, **shape):
 
 
 def shares(query, slots, now, second, options=PLAIN, statistic=None):
-    found = prefill_ops.attend_twice(query, slots, now, statistic=statistic or Nothing(), options=options, again=second)
+    found = ops.attend_twice(query, slots, now, statistic=statistic or Nothing(), options=options, again=second)
     assert found is not None
     return found[2]
 

@@ -13,9 +13,9 @@ import torch
 
 import kvkeep
 from kvkeep import backends
-from kvkeep.backends.native import Native, NativeBackend, build, native, packing
+from kvkeep.attention_stats import Nothing
+from kvkeep.backends.native import Native, NativeBackend, bindings, build, native
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.statistic import Nothing
 from kvkeep.types import AttentionOptions, Phase, Slots
 
 needs_the_kernel = pytest.mark.skipif(native().library is None, reason=native().detail)
@@ -144,7 +144,7 @@ def test_without_a_kernel_a_line_says_so_and_the_same_tokens_stay(cache, tmp_pat
     held = {"kernel": kept()}
     assert reason(caplog).endswith(complaint)
     found = load()  # the failure is remembered
-    for module in (packing, backends):
+    for module in (bindings, backends):
         monkeypatch.setattr(module, "native", lambda: found)
     assert backends.choose(torch.device("cpu"), torch.float32).name == "torch"
     assert complaint in backends.why(torch.device("cpu"), torch.float32)
@@ -326,7 +326,7 @@ def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
     def output(backend):
         return backend.attend(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.5))[0]
 
-    monkeypatch.setattr(packing, "native", lambda: Native(None, "not today"))
+    monkeypatch.setattr(bindings, "native", lambda: Native(None, "not today"))
     assert torch.equal(output(NativeBackend()), output(TorchBackend()))
 
 
@@ -335,7 +335,7 @@ def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
 def test_the_threads_are_torchs_own(cache):
     """Two pools of threads would get in each other's way; the kernel's code must find torch's runtime."""
     code = (
-        "import os, torch; from kvkeep.backends import choose; from kvkeep.statistic import Nothing\n"
+        "import os, torch; from kvkeep.backends import choose; from kvkeep.attention_stats import Nothing\n"
         "from kvkeep.types import AttentionOptions, Slots\n"
         "torch.set_num_threads(3); torch.ones(10**7).add(1)\n"
         "before = len(os.listdir('/proc/self/task'))\n"

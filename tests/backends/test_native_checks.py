@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from kvkeep import scores
 from kvkeep.backends import Added, Limits, Ring
-from kvkeep.backends.native import native, ops, packing, slot_ops
-from kvkeep.backends.native.turn import Turn
+from kvkeep.backends.native import bindings, native, ops
+from kvkeep.backends.native.bindings import Turn
+from kvkeep.kv import ranking
 from kvkeep.types import AttentionOptions, Slots
 
 pytestmark = [
@@ -38,7 +38,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     found = Library()
-    monkeypatch.setattr(packing, "native", lambda: type("Found", (), {"library": found}))
+    monkeypatch.setattr(bindings, "native", lambda: type("Found", (), {"library": found}))
     return found
 
 
@@ -144,7 +144,7 @@ def written(**changes):
         "now": torch.tensor([[5], [7]]),
         **changes,
     }
-    slot = slot_ops.write(
+    slot = ops.write(
         given["keys"],
         given["values"],
         given["positions"],
@@ -194,7 +194,7 @@ SEEN = torch.tensor([S, S])
 
 def evicted(positions=None, score=SCORES, seen=SEEN, **changes):
     positions = held() if positions is None else positions
-    done = slot_ops.evict(positions, score, seen, **{"sinks": 1, "recent": 2, "limit": 4, **changes})
+    done = ops.evict(positions, score, seen, **{"sinks": 1, "recent": 2, "limit": 4, **changes})
     return done, positions
 
 
@@ -220,11 +220,11 @@ def test_eviction_leaves_to_torch_what_does_not_fit(changes, library):
 
 
 def test_windows_and_counts_leave_to_torch_what_does_not_fit(library):
-    assert slot_ops.expire(held(torch.int64), SEEN, 3) is None
-    assert slot_ops.expire(held(), SEEN.float(), 3) is None
-    assert slot_ops.expire(held(), SEEN[:1], 3) is None
-    assert slot_ops.count_over(held(torch.int64), 4) is None
-    assert slot_ops.count_over(held(), torch.full((1, HK), 4)) is None
+    assert ops.expire(held(torch.int64), SEEN, 3) is None
+    assert ops.expire(held(), SEEN.float(), 3) is None
+    assert ops.expire(held(), SEEN[:1], 3) is None
+    assert ops.count_over(held(torch.int64), 4) is None
+    assert ops.count_over(held(), torch.full((1, HK), 4)) is None
     assert not library.called
 
 
@@ -244,15 +244,15 @@ def test_numbers_beyond_32_bits_protect_everything_instead_of_nothing(number):
         done, positions = evicted(**protection)
         assert done
         assert torch.equal(positions, held().masked_fill(held() == 0, -1))
-    assert slot_ops.count_over(held(), number) == 0
+    assert ops.count_over(held(), number) == 0
     expired = held()
-    assert slot_ops.expire(expired, SEEN, number)
-    assert torch.equal(expired, scores.expire(held(), SEEN, 2**31 - 1))
+    assert ops.expire(expired, SEEN, number)
+    assert torch.equal(expired, ranking.expire(held(), SEEN, 2**31 - 1))
 
 
 def test_rows_of_numbers_that_had_to_be_converted_live_as_long_as_the_call(monkeypatch):
     """Their addresses are handed over: freed before the call, they would be read after something else is there."""
-    call = slot_ops._slots(held(), SEEN.int(), recent=torch.full((B, 1), 2).int(), limit=torch.full((B, HK), 4).int())
+    call = ops._slots(held(), SEEN.int(), recent=torch.full((B, 1), 2).int(), limit=torch.full((B, HK), 4).int())
     assert [tensor.dtype for tensor in call.tensors] == [torch.int64] * 3
 
 

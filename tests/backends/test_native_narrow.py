@@ -6,9 +6,9 @@ import pytest
 import torch
 from conformance.cases import chunk
 
-from kvkeep.backends.native import native, prefill_ops
+from kvkeep.attention_stats import Mass, Nothing
+from kvkeep.backends.native import native, ops
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.statistic import Mass, Nothing
 from kvkeep.types import AttentionOptions
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)
@@ -18,7 +18,7 @@ SINKS = torch.tensor([0.3, -1.0, 2.0, 5.0])
 
 
 def by_kernel(query, slots, now, statistic, options):
-    found = prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+    found = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
     assert found is not None
     return found[0], found[1].sums.get("mass")
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from conformance.cases import OF_CHUNK, chunk
 
+from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing
 from kvkeep.backends import reference
-from kvkeep.backends.native import NativeBackend, native, prefill_ops
+from kvkeep.backends.native import NativeBackend, native, ops
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)
@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str
 
 
 def by_kernel(query, slots, now, statistic, options=PLAIN):
-    found = prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+    found = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
     assert found is not None
     return found[:2]
 

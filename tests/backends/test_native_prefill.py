@@ -4,11 +4,11 @@ import pytest
 import torch
 from conformance.cases import OF_CHUNK, ON_CHUNK, chunk
 
+from kvkeep.attention_stats import LastHit, Low, LowRows, Mass, MassAndLast, Nothing
 from kvkeep.backends import reference
-from kvkeep.backends.native import NativeBackend, checks, native, prefill_ops
+from kvkeep.backends.native import NativeBackend, bindings, native, ops
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Low, LowRows, Mass, MassAndLast, Nothing
 from kvkeep.types import AttentionOptions, Slots
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)
@@ -19,7 +19,7 @@ KNOWN = [Nothing(), Mass(), Mass(rows=9, gain=2.5, decay=0.9, last=1090), MassAn
 
 
 def by_kernel(query, slots, now, statistic, options=PLAIN):
-    found = prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+    found = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
     assert found is not None
     return found
 
@@ -193,9 +193,9 @@ WRONG = {
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_what_would_make_the_kernel_read_elsewhere_is_refused(change):
     query, (keys, values, positions), now = chunk(S=40)
-    assert checks.readable(query, keys, values, now, positions, options=PLAIN)
+    assert bindings.readable(query, keys, values, now, positions, options=PLAIN)
     q, k, v, p, n = change(query, keys, values, positions, now)
-    assert not checks.readable(q, k, v, n, p, options=PLAIN)
+    assert not bindings.readable(q, k, v, n, p, options=PLAIN)
 
 
 def test_tensors_and_options_that_the_kernel_does_not_take():
@@ -203,7 +203,7 @@ def test_tensors_and_options_that_the_kernel_does_not_take():
 
     def taken(query=query, keys=keys, options=PLAIN):
         slots = Slots(keys, values, positions)
-        return prefill_ops.attend(query, slots, now, statistic=Mass(), options=options) is not None
+        return ops.attend_prefill(query, slots, now, statistic=Mass(), options=options) is not None
 
     assert taken()
     assert not taken(keys=keys.mT.contiguous().mT)

@@ -3,9 +3,9 @@
 import pytest
 from conformance.cases import chunk
 
+from kvkeep.attention_stats import Mass, Nothing
 from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.statistic import Mass, Nothing
 from kvkeep.types import AttentionOptions
 
 PLAIN = AttentionOptions(scaling=0.5)

@@ -6,12 +6,13 @@ from conformance.cases import device_of, on, token
 from phases import phase_of
 
 import kvkeep
+from kvkeep.attention_stats import LastHit, Mass, Nothing
 from kvkeep.backends import SWITCH
-from kvkeep.backends.added import Added, Limits
+from kvkeep.backends.base import Added, Limits
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import TritonBackend, gpu, ops, prefill_ops
+from kvkeep.backends.triton import TritonBackend, launch, ops, prefill_ops
+from kvkeep.errors import pip_install
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Mass, Nothing
 from kvkeep.types import AttentionOptions, Top
 
 pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux alone")
@@ -23,11 +24,11 @@ PLAIN = AttentionOptions(scaling=0.2)
 @pytest.fixture(autouse=True)
 def kernels_on(monkeypatch):
     """Kernels run on a CPU too, and there in large tiles: each operation costs the same, whatever its size."""
-    if DEVICE.type not in gpu.kernels().devices:
-        pytest.skip(gpu.kernels().detail)
+    if DEVICE.type not in launch.kernels().devices:
+        pytest.skip(launch.kernels().detail)
     if DEVICE.type == "cpu":
-        monkeypatch.setitem(gpu.DECODE, "", {1024: gpu.Decode(128, 128, 4, 1)})
-    gpu.notice.cache_clear()
+        monkeypatch.setitem(launch.DECODE, "", {1024: launch.Decode(128, 128, 4, 1)})
+    launch.notice.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -54,18 +55,18 @@ def test_torch_does_what_no_kernel_knows_and_says_so_once(given, statistic, opti
 def test_where_kernels_run(monkeypatch):
     try:
         for interprets, devices in (("1", {"cuda", "cpu"}), ("0", {"cuda"})):
-            monkeypatch.setenv(gpu.INTERPRET, interprets)
-            gpu.kernels.cache_clear()
-            assert gpu.kernels().devices == devices
+            monkeypatch.setenv(launch.INTERPRET, interprets)
+            launch.kernels.cache_clear()
+            assert launch.kernels().devices == devices
     finally:
-        gpu.kernels.cache_clear()
+        launch.kernels.cache_clear()
 
 
 def test_without_triton_there_are_no_kernels_and_a_remedy(monkeypatch):
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
-    found = gpu.kernels.__wrapped__()
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    found = launch.kernels.__wrapped__()
     assert found.devices == set()
-    assert found.detail == "Triton is not installed; pip install kvkeep[gpu]"
+    assert found.detail == f"Triton is not installed: {pip_install('gpu')}"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_without_triton_there_are_no_kernels_and_a_remedy(monkeypatch):
 )
 def test_large_tiles_are_for_gpus_with_much_shared_memory(monkeypatch, capability, roomy):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert gpu._is_roomy.__wrapped__(torch.device("cuda")) is roomy
+    assert launch._is_roomy.__wrapped__(torch.device("cuda")) is roomy
 
 
 def test_slots_that_no_kernel_takes_are_evicted_by_torch():
@@ -108,13 +109,13 @@ def test_whether_a_budget_is_exceeded_is_torchs_answer():
 
 def test_tensors_that_are_differentiated_or_spread_are_left_to_torch():
     q, (k, _, _), _ = on("triton", token(20, 16, 2))[0]
-    assert gpu.runs(q, k)
-    assert not gpu.runs(q, k.mT.contiguous().mT)
-    assert not gpu.runs(q, torch.nn.Parameter(k))
-    assert not gpu.runs(q, k.clone().requires_grad_())
-    assert not gpu.runs(q.to("meta"))
+    assert launch.runs(q, k)
+    assert not launch.runs(q, k.mT.contiguous().mT)
+    assert not launch.runs(q, torch.nn.Parameter(k))
+    assert not launch.runs(q, k.clone().requires_grad_())
+    assert not launch.runs(q.to("meta"))
     with torch.no_grad():
-        assert gpu.runs(q, k.clone().requires_grad_())
+        assert launch.runs(q, k.clone().requires_grad_())
 
 
 def test_attention_that_is_differentiated_is_torchs():

@@ -5,16 +5,16 @@ import mmap
 import pytest
 import torch
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import reference
-from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions, Slots
 
 pytest.importorskip("triton")
 from triton.runtime import interpreter
 
-from kvkeep.backends.triton import gpu, prefill_ops
+from kvkeep.backends.triton import launch, prefill_ops
 
-if not gpu.interprets():
+if not launch.interprets():
     pytest.skip("kernels run compiled here, not interpreted", allow_module_level=True)
 
 STEP = 2**30

@@ -9,15 +9,15 @@ from conformance.cases import chunk
 
 import kvkeep
 from kvkeep import backends
+from kvkeep.attention_stats import LastHit, Low, Mass, Nothing
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Low, Mass, Nothing
 from kvkeep.types import AttentionOptions, Fresh, Phase, Slots, Top
 
 pytest.importorskip("triton")
-from kvkeep.backends.triton import TritonBackend, flash, gpu, prefill_ops
+from kvkeep.backends.triton import TritonBackend, launch, prefill_ops
 
-if not gpu.interprets():
+if not launch.interprets():
     pytest.skip("kernels run compiled here, not interpreted", allow_module_level=True)
 
 PLAIN = AttentionOptions(scaling=0.3)
@@ -83,8 +83,8 @@ def whole_prompt(**shape):
 def torchs(monkeypatch):
     """Outputs that torch's attention has computed."""
     calls = []
-    theirs = flash.causal
-    monkeypatch.setattr(flash, "causal", lambda *given: calls.append(1) or theirs(*given))
+    theirs = prefill_ops.causal
+    monkeypatch.setattr(prefill_ops, "causal", lambda *given: calls.append(1) or theirs(*given))
     return calls
 
 
@@ -128,7 +128,7 @@ def test_torch_is_preferred_for_long_prompts_of_which_few_rows_count(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # it could not look for padding
     assert not there.prefers_torch(Nothing())
     assert dataclasses.replace(there, fresh=True).prefers_torch(Nothing())  # it need not look
-    monkeypatch.setattr(flash, "gives_sums", lambda *given: True)
+    monkeypatch.setattr(prefill_ops, "gives_sums", lambda *given: True)
     assert dataclasses.replace(there, fresh=True).prefers_torch(Mass())
 
 
@@ -136,7 +136,7 @@ def test_a_prompt_without_padding_is_told_and_not_looked_at(monkeypatch):
     query, slots, now = whole_prompt()
     monkeypatch.setattr(prefill_ops.Prefill, "fits_torch", lambda work: work.fresh)
     told = []
-    monkeypatch.setattr(flash, "causal", lambda *given: told.append(1) or (query * 0, None))
+    monkeypatch.setattr(prefill_ops, "causal", lambda *given: told.append(1) or (query * 0, None))
     prefill_ops.attend(query, slots, now, statistic=Nothing(), options=PLAIN, output="torch")
     assert not told
     prefill_ops.attend(query, Fresh(*slots), now, statistic=Nothing(), options=PLAIN, output="torch")
@@ -164,16 +164,16 @@ def test_a_layer_tells_whether_there_may_be_padding(real, kind, monkeypatch):
 
 def lse_of(query, keys, values, scaling, *, base=1.0):
     """What torch's kernels give: output, and natural logarithms."""
-    out = flash._plain(query, keys, values, scaling)
+    out = prefill_ops._plain(query, keys, values, scaling)
     logits = query.float() @ keys.float().repeat_interleave(query.shape[1] // keys.shape[1], dim=1).mT * scaling
     return out, base * logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf).logsumexp(dim=-1)
 
 
 @pytest.mark.parametrize("base", [1.0, 1.4426950408889634])
 def test_torchs_sums_are_taken_where_they_are_what_they_should_be(base, monkeypatch):
-    monkeypatch.setattr(flash, "_kind", lambda *given: 99)
-    monkeypatch.setitem(flash._CALLS, 99, lambda *given: lse_of(*given, base=base))
-    flash._is_right.cache_clear()
+    monkeypatch.setattr(prefill_ops, "_kind", lambda *given: 99)
+    monkeypatch.setitem(prefill_ops._CALLS, 99, lambda *given: lse_of(*given, base=base))
+    prefill_ops._is_right.cache_clear()
     asked = []
     theirs = prefill_ops.Prefill.log_sum_exp
     monkeypatch.setattr(
@@ -188,9 +188,9 @@ def test_a_kernel_of_torch_that_has_changed_is_not_used(error, monkeypatch):
     def gone(*given):
         raise error
 
-    monkeypatch.setattr(flash, "_kind", lambda *given: 99)
-    monkeypatch.setitem(flash._CALLS, 99, gone)
-    flash._is_right.cache_clear()
+    monkeypatch.setattr(prefill_ops, "_kind", lambda *given: 99)
+    monkeypatch.setitem(prefill_ops._CALLS, 99, gone)
+    prefill_ops._is_right.cache_clear()
     check(Kernels("torch"), whole_prompt(), Mass(), PLAIN)
 
 

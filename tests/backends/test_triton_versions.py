@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.backends.triton import gpu
+from kvkeep.backends.triton import launch
 
 
 @pytest.fixture
@@ -16,12 +16,12 @@ def found(monkeypatch):
 
     def look(version):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version(name) if callable(version) else version)
-        monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
-        gpu.kernels.cache_clear()
-        return gpu.kernels()
+        monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: name)
+        launch.kernels.cache_clear()
+        return launch.kernels()
 
     yield look
-    gpu.kernels.cache_clear()
+    launch.kernels.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["3.2.0", "3.5.1+git123", "2.3"])
@@ -46,4 +46,4 @@ def test_one_under_another_name_runs(found):
 def test_the_extra_asks_for_the_same():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (bound,) = re.findall(r"triton>=(\d+)\.(\d+)", " ".join(project["optional-dependencies"]["gpu"]))
-    assert tuple(map(int, bound)) == gpu.OLDEST
+    assert tuple(map(int, bound)) == launch.OLDEST

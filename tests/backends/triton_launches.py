@@ -13,11 +13,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton_sources import usage
 
-from kvkeep.backends.added import Added, Limits
-from kvkeep.backends.triton import gpu, ops, prefill_ops
-from kvkeep.backends.wanted import Wanted
-from kvkeep.codes import KV_BITS, CodedSlots, blank
-from kvkeep.statistic import Low, Mass
+from kvkeep.attention_stats import Low, Mass
+from kvkeep.backends.base import Added, Limits, Wanted
+from kvkeep.backends.triton import launch, ops, prefill_ops
+from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, blank
 from kvkeep.types import AttentionOptions, Slots
 
 
@@ -53,10 +52,10 @@ def compile_only(case):
 def pretend(arch):
     """Tensors on the CPU count as on the device."""
     driver.set_active(Device(arch))
-    there = gpu.Kernels(frozenset({"cpu"}), "compiled only")
-    gpu.kernels = lambda: there
-    gpu._capability = lambda device: str(arch // 10)
-    gpu._tile = lambda table, dim, like: table[True, like.element_size(), gpu.power(dim, least=64)]
+    there = launch.Kernels(frozenset({"cpu"}), "compiled only")
+    launch.kernels = lambda: there
+    launch._capability = lambda device: str(arch // 10)
+    launch._tile = lambda table, dim, like: table[True, like.element_size(), launch.power(dim, least=64)]
 
 
 def token(dtype, dim, S, options, wanted):

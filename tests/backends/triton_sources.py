@@ -15,7 +15,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvkeep.backends.triton import codes, decode, gpu, merge, prefill, slots
+from kvkeep.backends.triton import decode, launch, prefill, slot_codec, slots
 
 SMALL = {"G": 3, "E": 32, "BLOCK_E": 32}
 FLAGS = ("CAPPED", "KEEPS", "APPENDS", "SINKS", "TEMPERED", "COUNTED", "GAINS", "NEWEST", "LIVE", "REPORTS", "BY_SUM")
@@ -48,7 +48,7 @@ def compiled(kernel, arch, half, **constants):
         kinds |= {name: kind for names, kind in PREFILL.items() for name in names.split()}
     if constants.get("KEY_BITS", 16) != 16:
         kinds |= {"keys": "*i8", "values": "*u8", "key_scales": "*fp16", "value_scales": "*fp16"}
-    if kernel is codes.append_codes:
+    if kernel is slot_codec.append_codes:
         kinds |= {"new_keys": "*fp32", "slots": "*i64"}
     constants = dict.fromkeys(FLAGS, True) | constants
     for index, name in enumerate(kernel.arg_names):
@@ -74,15 +74,15 @@ def main(arch, half):
     tile = {"TILE": 64, "BLOCK_G": 4, **SMALL}
     keys = {"D": 32, "BLOCK_D": 32, "SCAN": 64}
     rows = {"BLOCK_T": 64, "BLOCK_S": 32, "WIDE": False}
-    split = {**tile, **keys, "BLOCK_G": gpu.power(3), "TILE": 16, "SPLIT": 64, "WIDE": False}
+    split = {**tile, **keys, "BLOCK_G": launch.power(3), "TILE": 16, "SPLIT": 64, "WIDE": False}
     for kernel, constants in (
         (decode.attend_split, {**split, **PLAIN}),
         (decode.attend_split, {**split, **CODED}),
-        (merge.merge, {**tile, "KIND": 3}),
-        (merge.merge_evict, {**tile, "STATES": 2}),
+        (decode.merge, {**tile, "KIND": 3}),
+        (decode.merge_evict, {**tile, "STATES": 2}),
         (slots.append, {**keys, **SMALL}),
         (slots.evict, {"SCAN": 64}),
-        (codes.append_codes, {**CODED, "D": 64, "E": 32, "SCAN": 64, "KEY_BLOCK": 32, "VALUE_BLOCK": 16}),
+        (slot_codec.append_codes, {**CODED, "D": 64, "E": 32, "SCAN": 64, "KEY_BLOCK": 32, "VALUE_BLOCK": 16}),
         (prefill.forward, {**tile, **keys, **rows}),
         (prefill.columns, {**keys, **rows, "G": 3}),
     ):

@@ -17,8 +17,8 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
     del sys.modules[name]  # other tests import the scripts' folder anew
 sys.path.remove(str(BENCH))
 
-from kvkeep.evals.paired import tables  # noqa: E402
-from kvkeep.evals.plan import split_arms  # noqa: E402
+from kvkeep.evals.confidence import share_tables  # noqa: E402
+from kvkeep.evals.grid import split_arms  # noqa: E402
 
 
 def row(policy, kv_bits, budget, right, case="context=1024"):
@@ -103,6 +103,6 @@ def test_the_papers_settings_and_the_same_bytes_are_among_the_cells():
 
 
 def test_a_full_cache_of_4_bits_is_no_reference():
-    (table,) = tables(RECALL)
+    (table,) = share_tables(RECALL)
     assert "the full cache answers 70 of 80 questions" in table.title
     assert "full (kv-bits=4)" in str(table)

@@ -160,7 +160,7 @@ def test_a_device_that_is_lost_ends_it_with_what_there_is(monkeypatch, capsys):
 def test_a_step_that_is_too_large_to_be_recorded_is_tried_with_fewer_rows(monkeypatch):
     model, shared = import_module("lib.gpu_model"), import_module("lib.gpu")
     bench = shared.Bench(torch.device("cpu"), shared.DRY)
-    graphs = import_module("kvkeep.engine.graph")
+    graphs = import_module("kvkeep.engine.cuda_graphs")
     honest = graphs.Graphs._record
 
     def record(self, policy, size, rows):

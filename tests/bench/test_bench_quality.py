@@ -17,8 +17,8 @@ import heads  # noqa: E402
 import kvzip  # noqa: E402
 import quality  # noqa: E402
 
+from kvkeep.head_profile import Profile  # noqa: E402
 from kvkeep.models.load import embedded, find  # noqa: E402
-from kvkeep.profile import Profile  # noqa: E402
 
 for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
     del sys.modules[name]  # other tests import the scripts' folder anew
@@ -124,8 +124,8 @@ def test_the_commands_are_run_in_folders_of_their_protocols(tmp_path, monkeypatc
 
 
 def test_policies_are_all_there_and_known():
-    from kvkeep.evals.plan import split_policies
-    from kvkeep.registry import available, spec
+    from kvkeep.evals.grid import split_policies
+    from kvkeep.policies.registry import available, spec
 
     names = {spec(policy).partition(":")[0] for policy in split_policies(",".join([*quality.MAIN, *quality.REST]))}
     assert set(available()) - names <= {"topk_dynamic", "scissorhands_release"}

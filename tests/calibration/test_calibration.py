@@ -10,17 +10,15 @@ import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig
 
 import kvkeep
-from kvkeep.calibration import duo, passages
-from kvkeep.calibration.limited import Near, Passage, read
-from kvkeep.calibration.losses import Bench, Loss
-from kvkeep.calibration.part import Part
-from kvkeep.calibration.run import Job, Settings, calibrate, needs
+from kvkeep.calibration import calibrate, duo_attention
+from kvkeep.calibration.calibrate import Job, Part, Settings, calibrate, needs
+from kvkeep.calibration.head_losses import Bench, Loss, Near, Passage, read
+from kvkeep.head_profile import Profile
 from kvkeep.models import load
-from kvkeep.models.suitable import auto_class
-from kvkeep.models.text import Writer
-from kvkeep.models.weights import fingerprint
-from kvkeep.profile import Profile
-from kvkeep.runs import Lock
+from kvkeep.models.support import auto_class
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
+from kvkeep.result_files import Lock
 
 SIZES = {
     "vocab_size": 64,
@@ -143,7 +141,7 @@ def test_inside_only_the_targets_are_limited(llama):
 def test_long_texts_are_computed_in_blocks(llama, monkeypatch):
     limited = {0: torch.tensor([[True, False]]), 1: torch.tensor([[False, True]])}
     (whole,) = logits_of(llama, text_of(IDS, 39), limited)
-    monkeypatch.setattr("kvkeep.calibration.limited._BLOCK", 7)
+    monkeypatch.setattr("kvkeep.calibration.head_losses._BLOCK", 7)
     (blocks,) = logits_of(llama, text_of(IDS, 39), limited)
     assert torch.allclose(whole, blocks, atol=1e-4)
 
@@ -200,7 +198,7 @@ def test_many_sets_run_in_batches(llama, monkeypatch):
     bench = Bench(llama, NEAR, [], [text_of(IDS)])
     sets = [{(layer, head)} for layer in range(2) for head in range(2)]
     once = bench.losses(sets)
-    monkeypatch.setattr("kvkeep.calibration.losses.BATCH_TOKENS", 1)
+    monkeypatch.setattr("kvkeep.evals.attention_probe.BATCH_TOKENS", 1)
     assert [loss.text for loss in bench.losses(sets)] == pytest.approx([loss.text for loss in once], rel=1e-3)
     assert all(loss.answers is None for loss in once)
 
@@ -232,18 +230,18 @@ def writer():
 
 
 def test_documents_share_their_text(writer):
-    one, two = passages.documents(writer.checkpoint, n=2, questions=3, tokens=1400, seed=0)
+    one, two = calibrate.documents(writer.checkpoint, n=2, questions=3, tokens=1400, seed=0)
     assert [asked.document for asked in (*one, *two)] == [0, 0, 0, 1, 1, 1]
     assert len({asked.question.prompt for asked in one}) == 3
     stem = one[0].first
     assert all(asked.first == stem and torch.equal(asked.ids[:stem], one[0].ids[:stem]) for asked in one)
     assert 1000 < stem < max(len(asked.ids) for asked in one) <= 1400
-    assert passages.documents(writer.checkpoint, n=0, questions=3, tokens=1400, seed=0) == []
+    assert calibrate.documents(writer.checkpoint, n=0, questions=3, tokens=1400, seed=0) == []
 
 
 def test_the_same_seed_gives_the_same_documents(writer):
     one, same, other = (
-        passages.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=seed)[0] for seed in (1, 1, 2)
+        calibrate.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=seed)[0] for seed in (1, 1, 2)
     )
     one, same, other = ([asked.question for asked in found] for found in (one, same, other))
     assert one == same != other
@@ -251,17 +249,17 @@ def test_the_same_seed_gives_the_same_documents(writer):
 
 def test_a_context_that_is_too_short_for_the_facts_is_refused(writer):
     with pytest.raises(kvkeep.InputError, match="with 16 facts has"):
-        passages.documents(writer.checkpoint, n=1, questions=2, tokens=200, seed=0)
+        calibrate.documents(writer.checkpoint, n=1, questions=2, tokens=200, seed=0)
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_answers_follow_their_questions(writer, monkeypatch, together):
     """The replies are forced here, since random weights know nothing."""
-    (document,) = passages.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=0)
+    (document,) = calibrate.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=0)
     replies = [[5, 6, 7], [8]]
-    monkeypatch.setattr(passages, "_replies", lambda writer, asked: replies)
-    monkeypatch.setattr(passages, "right", lambda wording, asked, reply: True)
-    made = passages.answered(writer, document, together=together)
+    monkeypatch.setattr(calibrate, "_replies", lambda writer, asked: replies)
+    monkeypatch.setattr(calibrate, "right", lambda wording, asked, reply: True)
+    made = calibrate.answered(writer, document, together=together)
     assert len(made) == (1 if together else 2)
     found = [passage.ids[columns + 1].tolist() for passage in made for columns in passage.columns()]
     assert found == replies
@@ -406,15 +404,15 @@ def pattern(tmp_path):
 def test_a_pattern_becomes_a_profile(pattern):
     config = LlamaConfig(**SIZES)
     for path in (pattern, pattern / "full_attention_heads.tsv"):
-        found = duo.imported(str(path), config, name="some/model")
+        found = duo_attention.imported(str(path), config, name="some/model")
         assert found.heads == ((0.60546875, 0.0), (1.0, 0.0))
         assert found.least == 384
         assert found.weights is None
         found.check(config, layers=2)
-    assert duo.imported(str(pattern), config, name="m", sparsity=0.75).heads == ((0.0, 0.0), (1.0, 0.0))
-    assert duo.imported(str(pattern), config, name="m", sparsity=0.25).heads == ((1.0, 0.0), (1.0, 1.0))
+    assert duo_attention.imported(str(pattern), config, name="m", sparsity=0.75).heads == ((0.0, 0.0), (1.0, 0.0))
+    assert duo_attention.imported(str(pattern), config, name="m", sparsity=0.25).heads == ((1.0, 0.0), (1.0, 1.0))
     (pattern / "config.json").unlink()
-    assert duo.imported(str(pattern), config, name="m").least == 320
+    assert duo_attention.imported(str(pattern), config, name="m").least == 320
 
 
 @pytest.mark.parametrize(
@@ -432,20 +430,20 @@ def test_a_pattern_becomes_a_profile(pattern):
 def test_what_is_no_pattern_is_refused(pattern, content, said):
     (pattern / "full_attention_heads.tsv").write_text(content)
     with pytest.raises(kvkeep.InputError, match=said):
-        duo.imported(str(pattern), LlamaConfig(**SIZES), name="some/model")
+        duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="some/model")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"sink_size": "1", "recent_size": 2}', '{"sink_size": 1}'])
 def test_a_pattern_whose_sizes_are_damaged_is_refused(pattern, content):
     (pattern / "config.json").write_text(content)
     with pytest.raises(kvkeep.InputError, match="does not say sink_size and recent_size"):
-        duo.imported(str(pattern), LlamaConfig(**SIZES), name="m")
+        duo_attention.imported(str(pattern), LlamaConfig(**SIZES), name="m")
 
 
 def test_files_that_are_none_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none.tsv", "/dev/zero"):
         with pytest.raises(kvkeep.InputError):
-            duo.imported(str(path), LlamaConfig(**SIZES), name="m")
+            duo_attention.imported(str(path), LlamaConfig(**SIZES), name="m")
 
 
 # -- the embedded model ------------------------------------------------------------------------------------------------

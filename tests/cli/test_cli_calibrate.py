@@ -6,10 +6,10 @@ import model_folders
 import pytest
 from typer.testing import CliRunner
 
-from kvkeep.calibration import losses
-from kvkeep.calibration.losses import Bench
+from kvkeep.calibration import head_losses
+from kvkeep.calibration.head_losses import Bench
 from kvkeep.cli.main import app
-from kvkeep.profile import Profile
+from kvkeep.head_profile import Profile
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--context", 80, "--documents", 0, "--windows", 2, "--recent", 6)
@@ -109,13 +109,13 @@ def test_a_run_that_was_stopped_goes_on(place, monkeypatch):
 
 def test_probabilities_that_are_no_numbers_are_refused(place, monkeypatch):
     """As in float16, where a model may overflow."""
-    honest = losses.read
+    honest = head_losses.read
 
     def read(*given):
         logits, heads = honest(*given)
         return [rows * float("nan") for rows in logits], heads
 
-    monkeypatch.setattr(losses, "read", read)
+    monkeypatch.setattr(head_losses, "read", read)
     assert "next-token probabilities are no numbers" in refused("--text", "novel.txt", "-o", "heads.json", *QUICK)
     assert "heads.json" not in names(place)
 
@@ -174,10 +174,10 @@ def test_many_heads_are_shown_in_tenths(place):
     (place / "wide.tsv").write_text("\t".join(["0.04", *["0.5"] * 15]) + "\n")
     from rich.console import Console
 
-    from kvkeep.cli.calibrate import report
+    from kvkeep.cli import calibrate_run
 
     profile = Profile(model={"layers": 1, "kv_heads": 16}, heads=((0.0, *[0.5] * 14, 1.0),), least=5)
     screen = Console(width=80)
     with screen.capture() as shown:
-        screen.print(report._needs(profile))
+        screen.print(calibrate_run._needs(profile))
     assert "– " + "5 " * 14 + "10" in shown.get()

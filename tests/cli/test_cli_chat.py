@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.chat import commands, talk
-from kvkeep.cli.chat.sessions import Folder, complete_names
+from kvkeep.cli import chat_run, chat_sessions
+from kvkeep.cli.chat_sessions import Folder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
-from kvkeep.engine.runner import Runner
+from kvkeep.engine.model_runner import Runner
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
 from kvkeep.policies import LATER
@@ -204,15 +204,15 @@ def test_a_conversation_is_saved_where_there_is_no_room_for_the_memory_before(mo
     def refuse(*args):
         raise OSError(95, "Operation not supported")
 
-    from kvkeep.snapshot import writing
+    from kvkeep.snapshot import file_io
 
-    def small_disk(path, data, real=writing.write_whole):
+    def small_disk(path, data, real=file_io.write_whole):
         if path.name == "before.kvkeep":
             refuse()
         real(path, data)
 
     monkeypatch.setattr("os.link", refuse)
-    monkeypatch.setattr(writing, "write_whole", small_disk)
+    monkeypatch.setattr(file_io, "write_whole", small_disk)
     answers(model, "-s", "one", said=["the fox", "the dog"])
     assert len(saved(tmp_path).note["messages"]) == 4
     assert sorted(path.name for path in (tmp_path / "sessions" / "one").iterdir()) == ["memory.kvkeep"]
@@ -230,11 +230,11 @@ def test_rewind_to_the_beginning(model, tmp_path):
 
 
 def test_so_many_turns_can_be_taken_back(model, monkeypatch):
-    turns = [f"turn {i}" for i in range(talk.MOST_BACK + 2)]
+    turns = [f"turn {i}" for i in range(chat_sessions.MOST_BACK + 2)]
     done = chat(model, "-n", 1, said=[*turns, "/rewind 8", "/memory", "/rewind"], code=2)
     assert "2 turns" in done.stdout
     assert "No turn can be taken back" in done.stderr
-    monkeypatch.setattr(talk, "_MOST_BYTES", 1)
+    monkeypatch.setattr(chat_sessions, "_MOST_BYTES", 1)
     done = chat(model, "-n", 1, said=["one", "two", "three", "/rewind 2"], code=2)
     assert "1 turn can be taken back" in done.stderr
 
@@ -286,7 +286,7 @@ def test_memory_says_what_is_held(model):
 )
 def test_commands_that_cannot_be_run(line, reason, a_talk):
     with pytest.raises(InputError) as found:
-        commands.run(line, a_talk)
+        chat_run.run(line, a_talk)
     assert reason in str(found.value)
     assert "\x1b" not in str(found.value)
 
@@ -295,7 +295,7 @@ def test_commands_that_cannot_be_run(line, reason, a_talk):
 def a_talk(model):
     """A conversation in progress, without the command around it."""
     engine, folder = session_of(model)._work, Folder.of(None)
-    found = talk.Talk(engine, folder, folder.claim("one"), sampling=SHORT)
+    found = chat_sessions.Talk(engine, folder, folder.claim("one"), sampling=SHORT)
     yield found
     found.close()
 
@@ -333,7 +333,7 @@ def test_a_full_disk_keeps_the_last_saved_turn(model, tmp_path, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.snapshot.writing.write_whole", full)
+    monkeypatch.setattr("kvkeep.result_files.write_whole", full)
     assert "No space left on device" in chat(model, "-s", "one", "-n", 2, said=["the dog"], code=2).stderr
     assert saved(tmp_path).tokens.tolist() == before
 

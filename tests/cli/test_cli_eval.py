@@ -10,14 +10,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli.eval import bar, grid
+from kvkeep.cli import eval_run, progress
 from kvkeep.cli.main import app
 from kvkeep.cli.options import parse_budget
-from kvkeep.errors import BudgetError, InputError
-from kvkeep.evals.drive import PLAIN
-from kvkeep.evals.plan import Cell, Planned
+from kvkeep.errors import BudgetError, InputError, pip_install
+from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.grid import Cell, Planned
 from kvkeep.models import load as loading
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 QUICK = ("--tasks", "perplexity", "--policies", "full,local", "--limit", 2, "--window", 40, "--budgets", "20%,12")
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 10
@@ -84,7 +84,7 @@ def test_report_draws_the_same_again_without_a_model(tmp_path, monkeypatch):
     picture = (tmp_path / "quality.png").read_bytes()
     (tmp_path / "quality.png").unlink()
     (tmp_path / "run.json").unlink()
-    monkeypatch.setattr(grid, "find", None)
+    monkeypatch.setattr(eval_run, "find", None)
     assert invoke("--report", tmp_path).stdout == first.stdout
     assert (tmp_path / "quality.png").read_bytes() == picture
 
@@ -93,7 +93,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(grid, "run", stop)
+    monkeypatch.setattr(eval_run, "run", stop)
     result = invoke(*QUICK, "-o", tmp_path, model=model_folders.folder())
     assert result.exit_code == 130
     assert "run the same command again to go on" in result.stderr
@@ -114,7 +114,7 @@ def test_a_bar_keeps_its_numbers_beside_a_long_name(monkeypatch, width):
     monkeypatch.setattr("kvkeep.cli.console.err", lambda: Console(file=file, force_terminal=True, width=width))
     name = "scissorhands_release:quantile=0.95,window=200,recent=20"
     cell = Cell("agreement", "context=1024", name, "20%", 0)
-    with bar.progress(1234) as drawn:
+    with progress.eval_progress(1234) as drawn:
         drawn.begin(Planned(cell, parse(name), PLAIN, (1,), (1,)))
     frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).splitlines()
     frame = next(text for text in reversed(frames) if "agreement 20%" in text)
@@ -127,7 +127,7 @@ def test_a_bar_keeps_its_numbers_beside_a_long_name(monkeypatch, width):
 def test_without_matplotlib_there_is_a_table_and_a_hint(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     result = evaluate(*QUICK, "-o", tmp_path)
-    assert "pip install 'kvkeep[plots]'" in result.stderr
+    assert pip_install("plots") in result.stderr
     assert "perplexity" in result.stdout
 
 
@@ -246,7 +246,7 @@ def test_bad_input(tmp_path, monkeypatch, arguments, words):
     ],
 )
 def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path, monkeypatch, arguments, words):
-    monkeypatch.setattr(grid, "read_weights", None)
+    monkeypatch.setattr(eval_run, "read_weights", None)
     assert words in refused("-o", tmp_path / "out", *arguments, model=model_folders.folder())
 
 
@@ -260,7 +260,7 @@ def test_a_text_that_cannot_be_used(tmp_path, data, words):
 def test_a_folder_of_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     evaluate(*QUICK, "-o", tmp_path, "--no-plots")
     before = (tmp_path / "results.jsonl").read_bytes()
-    monkeypatch.setattr(grid, "read_weights", None)
+    monkeypatch.setattr(eval_run, "read_weights", None)
     line = refused(*QUICK, "-o", tmp_path, "--limit", 3, model=model_folders.folder())
     assert "results of another run: 'windows' of perplexity was 2 and is 3 now" in line
     other = model_folders.copy(tmp_path / "other")

@@ -7,8 +7,9 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from kvkeep.cli.explain.request import as_typed
+from kvkeep.cli.explain import as_typed
 from kvkeep.cli.main import app
+from kvkeep.errors import pip_install
 
 TEXT = "The meadow was quiet, and the lantern by the gate was crimson. " * 6
 
@@ -66,10 +67,10 @@ def test_plots_are_pictures_in_a_folder(kv, tmp_path):
 
 
 def test_without_matplotlib_nothing_is_run(kv, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.explain.figures.available", lambda: False)
+    monkeypatch.setattr("kvkeep.plots.available", lambda: False)
     done = kv("-f", "report.txt", "-o", "page.html", "--plots", "pictures", width=200)
     assert done.exit_code == 2
-    assert "pip install 'kvkeep[plots]'" in done.said
+    assert pip_install("plots") in done.said
     assert not {"page.html", "pictures"} & {path.name for path in tmp_path.iterdir()}
 
 
@@ -142,7 +143,7 @@ def test_odd_names_are_names(kv, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".html", "report.txt/page.html", "a\0b"])
 def test_names_that_no_file_can_have_are_refused_before_anything_runs(kv, monkeypatch, name):
-    monkeypatch.setattr("kvkeep.cli.explain.making.explain", None)
+    monkeypatch.setattr("kvkeep.explain.explain.explain", None)
     done = kv("-f", "report.txt", f"--output={name}", width=400)
     assert done.exit_code == 2
     assert "cannot be written" in done.said
@@ -153,7 +154,7 @@ def test_ctrl_c_writes_nothing(kv, tmp_path, monkeypatch):
         progress(0.5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvkeep.cli.explain.making.explain", pressed)
+    monkeypatch.setattr("kvkeep.explain.explain.explain", pressed)
     before = sorted(tmp_path.iterdir())
     done = kv("-f", "report.txt", "-o", "page.html")
     assert done.exit_code == 130
@@ -167,7 +168,7 @@ def test_a_full_disk_leaves_the_old_page(kv, tmp_path, monkeypatch):
 
     (tmp_path / "page.html").write_text("old")
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr("kvkeep.runs.sync", full)
+    monkeypatch.setattr("kvkeep.result_files.sync", full)
     words = ["-f", "report.txt", "--policies", "local", "-b", "20", "-n", "1", "-o", "page.html", "--overwrite"]
     done = kv(*words)
     assert done.exit_code == 2

@@ -13,16 +13,15 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import console
-from kvkeep.cli.generate import compare
+from kvkeep.cli import console, generate_run
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
-from kvkeep.engine.runner import Runner
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.stops import TextPieces
+from kvkeep.engine.detokenizer import TextPieces
+from kvkeep.engine.model_runner import Runner
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, load, quiet
-from kvkeep.models.text import encode
+from kvkeep.models.tokenization import encode
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies import DEFAULT
 
@@ -281,7 +280,7 @@ def letter(token: int) -> str:
     ],
 )
 def test_difference(bounded: list[int], full: list[int], expected: tuple[object, ...]):
-    found = compare.measure(bounded, full, letter)
+    found = generate_run.measure(bounded, full, letter)
     assert expected == (
         found.first_index,
         found.bounded_token,

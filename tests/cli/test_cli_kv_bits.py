@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.errors import InputError, PolicyError
-from kvkeep.evals.plan import Asked, Wanted, split_arms
+from kvkeep.evals.grid import Asked, Wanted, split_arms
 from kvkeep.planning.plan import plan
-from kvkeep.registry import parse, spec
+from kvkeep.policies.registry import parse, spec
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
 

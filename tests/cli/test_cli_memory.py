@@ -11,8 +11,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep.cli import memory
-from kvkeep.cli.complete import snapshots
 from kvkeep.cli.main import app
+from kvkeep.cli.shell_completion import snapshots
 
 
 def run(*words, **env):

@@ -10,14 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvkeep.cli import console
+from kvkeep.cli import console, plan_run
 from kvkeep.cli.main import app
 from kvkeep.cli.options import parse_bytes
-from kvkeep.cli.plan import measured
-from kvkeep.cli.plan.options import parse_speed
+from kvkeep.cli.plan import parse_speed
 from kvkeep.errors import InputError
 from kvkeep.models import load as loading
-from kvkeep.planning import shapes
+from kvkeep.planning import model_shapes
 from kvkeep.planning.bandwidth import Bandwidth
 from kvkeep.planning.plan import plan as plan_of
 from kvkeep.policies import DEFAULT
@@ -120,8 +119,8 @@ def test_speeds_follow_from_bytes():
 
 
 def test_measured_bandwidth(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measured, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
-    monkeypatch.setattr(measured, "measure_products", lambda device, dtype, rows, **more: 6e9 / min(rows, 3))
+    monkeypatch.setattr(plan_run, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
+    monkeypatch.setattr(plan_run, "measure_products", lambda device, dtype, rows, **more: 6e9 / min(rows, 3))
     found = as_json("--measure", "--device", "cpu", "--rows", 5, "--budget", 8)
     assert found["bandwidth"] == {
         "bytes_per_s": 4e9,
@@ -142,8 +141,8 @@ def test_measured_bandwidth(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_products_of_quantised_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measured, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
-    monkeypatch.setattr(measured, "measure_products", None)
+    monkeypatch.setattr(plan_run, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
+    monkeypatch.setattr(plan_run, "measure_products", None)
     text = plan("--measure", "--device", "cpu", "--weights-memory", "1MB").stdout
     assert "tokens/s at most, 1 row" in text
 
@@ -155,8 +154,8 @@ def test_products_of_more_rows_than_are_measured_follow_from_fewer(monkeypatch: 
         asked.append((rows, size_bytes))
         return 8e9
 
-    monkeypatch.setattr(measured, "measure_products", speed)
-    found = [measured._products(torch.device("cpu"), torch.float32, rows, 64) for rows in (32, 1024, 4096)]
+    monkeypatch.setattr(plan_run, "measure_products", speed)
+    found = [plan_run._products(torch.device("cpu"), torch.float32, rows, 64) for rows in (32, 1024, 4096)]
     assert found == [8e9, 8e9, 2e9]
     assert asked == [(32, 2**28), (1024, 2**23), (1024, 2**23)]
 
@@ -364,7 +363,7 @@ def test_models_that_cannot_be_planned(tmp_path: Path):
 
 
 def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shapes, "trained_length", lambda config: None)
+    monkeypatch.setattr(model_shapes, "trained_length", lambda config: None)
     assert "give --context, in tokens" in refused()
     assert as_json("--context", 50)["context_tokens"] == 50
 

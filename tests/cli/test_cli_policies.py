@@ -10,11 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep import registry
 from kvkeep.cli import env, policies
 from kvkeep.cli.main import app
 from kvkeep.errors import PolicyError
-from kvkeep.policies import DEFAULT
+from kvkeep.policies import DEFAULT, registry
 
 
 def invoke(*arguments: str):

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep.cli import remember_run
 from kvkeep.cli.main import app
-from kvkeep.cli.remember import reading
 from kvkeep.engine import Engine, Session
 from kvkeep.models.load import load, quiet
 from kvkeep.policies import LATER
@@ -153,7 +153,7 @@ def test_the_summary_and_the_numbers(chat_model, text):
 def test_a_policy_that_keeps_all_has_room_for_questions(text):
     _, done = remember(model_folders.folder(), text, "--policy", "full", "--json")
     found = json.loads(done.stdout)
-    assert found["budget"] == found["tokens"] + reading.ROOM
+    assert found["budget"] == found["tokens"] + remember_run.ROOM
 
 
 def test_a_text_from_standard_input(text):
@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_the_old_file(text, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.snapshot.writing.write_whole", full)
+    monkeypatch.setattr("kvkeep.result_files.write_whole", full)
     said = refused("remember", model_folders.folder(), "-f", text, "-o", file, "--overwrite")
     assert "No space left on device" in said
     assert file.read_bytes() == before

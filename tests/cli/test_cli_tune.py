@@ -14,7 +14,7 @@ from kvkeep import Engine
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.evals.tune import measure
-from kvkeep.evals.tune.records import Records
+from kvkeep.evals.tune.search import Records
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 

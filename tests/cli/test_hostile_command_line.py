@@ -15,16 +15,15 @@ import result_folders
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli import console, files, main
-from kvkeep.cli.generate import job
-from kvkeep.cli.generate.request import Request
+from kvkeep.batch.output import Output
+from kvkeep.batch.survey import Survey
+from kvkeep.cli import console, files, generate_batch, main
+from kvkeep.cli.generate import Request
 from kvkeep.cli.options import parse_layer_budget
 from kvkeep.errors import InputError
-from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey
 from kvkeep.models.load import load
-from kvkeep.registry import parse
-from kvkeep.runs import as_text, in_full, read_object
+from kvkeep.policies.registry import parse
+from kvkeep.result_files import as_text, in_full, read_object
 from kvkeep_lab.analysis import report
 from kvkeep_lab.analysis.report import Folder
 
@@ -112,7 +111,7 @@ def test_a_budget_that_no_job_has_is_not_taken_from_an_output(tmp_path, budget):
     object.__setattr__(request, "budget", None)
     with Output.open(tmp_path / "out") as output:
         output.made_by = made_by
-        found = job._budget(request, parse("h2o"), Survey(), output)
+        found = generate_batch._budget(request, parse("h2o"), Survey(), output)
     assert type(found) is int
     assert 0 <= found <= 1024
 
@@ -264,7 +263,7 @@ def test_numbers_are_not_blamed_where_nothing_can_be_drawn(tmp_path, monkeypatch
     def broken(*_, **__):
         raise ValueError("no font")
 
-    monkeypatch.setattr("kvkeep.plots.lines.Figure", broken)
+    monkeypatch.setattr("kvkeep.plots.charts.Figure", broken)
     folder = result_folders.analysis(tmp_path)
     with pytest.raises(InputError, match=r"matplotlib does not work here: no font"):
         report.write(Folder(folder))

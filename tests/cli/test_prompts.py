@@ -12,14 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.generate.summary import _percent
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.cli.generate_run import _percent
 from kvkeep.cli.main import app
-from kvkeep.engine.room import check_room
+from kvkeep.engine.admission import check_room
 from kvkeep.errors import InputError
-from kvkeep.layout import Layout
+from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.load import find, load, quiet
-from kvkeep.models.system import system_spans
-from kvkeep.models.text import encode_chat
+from kvkeep.models.tokenization import encode_chat
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"
 PROMPT_TOKENS = 12

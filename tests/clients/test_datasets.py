@@ -12,10 +12,10 @@ pytest.importorskip("datasets")
 import datasets
 
 from kvkeep.errors import InputError
-from kvkeep.evals import choices, hub
-from kvkeep.evals.hub import Place
-from kvkeep.evals.synthetic import documents
+from kvkeep.evals import datasets, synthetic
+from kvkeep.evals.datasets import Place
 from kvkeep.evals.task import Options
+from kvkeep.evals.tasks import choice
 from kvkeep.evals.tasks.choice import MultipleChoice
 from kvkeep.evals.tasks.longbench import LongBench
 from kvkeep.evals.tasks.ruler import Ruler
@@ -41,7 +41,7 @@ def dataset(rows):
 
 def test_a_saved_data_set_is_read_like_a_file(tmp_path):
     (tmp_path / "openbookqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    wanted = choices.questions("openbookqa", str(tmp_path))
+    wanted = choice.questions("openbookqa", str(tmp_path))
     for name, made in {
         "one": dataset(ROWS),
         "splits": datasets.DatasetDict({"train": dataset(ROWS[:1]), "test": dataset(ROWS)}),
@@ -49,11 +49,11 @@ def test_a_saved_data_set_is_read_like_a_file(tmp_path):
         "chosen": dataset([*ROWS, *ROWS]).select(range(4)),
     }.items():
         made.save_to_disk(tmp_path / name / "openbookqa")
-        assert choices.questions("openbookqa", str(tmp_path / name)) == wanted
+        assert choice.questions("openbookqa", str(tmp_path / name)) == wanted
     other = datasets.DatasetDict({"train": dataset(ROWS), "dev": dataset(ROWS)})
     other.save_to_disk(tmp_path / "other" / "openbookqa")
     with pytest.raises(InputError, match="has the splits train, dev; 'test' is measured"):
-        choices.questions("openbookqa", str(tmp_path / "other"))
+        choice.questions("openbookqa", str(tmp_path / "other"))
 
 
 def test_tasks_run_on_saved_data_sets(tmp_path):
@@ -68,17 +68,17 @@ def test_tasks_run_on_saved_data_sets(tmp_path):
     assert list(LongBench.load(checkpoint, options).made) == ["hotpotqa"]
     ruler = Ruler.load(checkpoint, Options(data=str(tmp_path), limit=1, contexts=(900,), parts=("qa_1",)))
     assert list(ruler.made) == ["qa_1,length=900"]
-    assert documents.library("qa_1", str(tmp_path)).questions[0].answers == ("blue",)
+    assert synthetic.library("qa_1", str(tmp_path)).questions[0].answers == ("blue",)
 
 
 def test_a_data_set_of_the_hubs_form(tmp_path):
     """A local folder stands for the hub: the package reads both the same way."""
     (tmp_path / "made").mkdir()
     dataset(ROWS).to_parquet(tmp_path / "made" / "test-00000-of-00001.parquet")
-    assert hub.rows(Place(str(tmp_path / "made"), None, "test"), "") == ROWS
+    assert datasets.hub_rows(Place(str(tmp_path / "made"), None, "test"), "") == ROWS
     for place in (Place(str(tmp_path / "made"), None, "validation"), Place(str(tmp_path / "made"), "none", "test")):
         with pytest.raises(InputError, match="cannot be read by the package datasets"):
-            hub.rows(place, "Or not.")
+            datasets.hub_rows(place, "Or not.")
 
 
 def test_code_of_a_data_set_is_never_run(tmp_path):
@@ -86,7 +86,7 @@ def test_code_of_a_data_set_is_never_run(tmp_path):
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(InputError, match="cannot be read"):
-        hub.rows(Place(str(folder), None, "test"), "Or not.")
+        datasets.hub_rows(Place(str(folder), None, "test"), "Or not.")
     assert not (tmp_path / "ran").exists()
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_unpickled(name, tmp_path):
         f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: {name}\n---\n"
     )
     with pytest.raises(InputError, match=r"cannot be read|only tables"):
-        hub.rows(Place(str(folder), None, "test"), "Or not.")
+        datasets.hub_rows(Place(str(folder), None, "test"), "Or not.")
     assert not (tmp_path / "ran").exists()
 
 
@@ -122,7 +122,7 @@ def test_damaged_saved_folders_are_one_line(damage, tmp_path):
         path = {"arrow": arrow, "info": folder / "dataset_info.json", "state": folder / "state.json"}[damage]
         path.write_bytes(b"\x00 broken")
     with pytest.raises(InputError, match=r"openbookqa cannot be read .*openbookqa\.jsonl") as caught:
-        choices.questions("openbookqa", str(tmp_path))
+        choice.questions("openbookqa", str(tmp_path))
     assert "\n" not in str(caught.value)
     shutil.rmtree(folder)
 
@@ -130,4 +130,4 @@ def test_damaged_saved_folders_are_one_line(damage, tmp_path):
 def test_the_hub_without_a_network():
     """HF_HUB_OFFLINE, which the tests of clients set, or a hub that does not answer."""
     with pytest.raises(InputError, match=r"The hub cannot be reached, and the local cache .* has no aps/super_glue"):
-        choices.questions("copa", "hub")
+        choice.questions("copa", "hub")

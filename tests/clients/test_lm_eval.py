@@ -15,8 +15,8 @@ import model_folders
 from lm_eval.tasks import TaskManager
 
 from kvkeep.errors import InputError
-from kvkeep.evals import choices
-from kvkeep.evals.harness import command
+from kvkeep.evals.lm_eval import command
+from kvkeep.evals.tasks import choice
 from kvkeep.models.load import embedded
 
 FOLDERS = {"llama": lambda: str(model_folders.folder()), "embedded": embedded}
@@ -224,7 +224,7 @@ def test_a_task_whose_data_cannot_be_reached_is_one_line(monkeypatch):
 
 
 PUBLIC = os.environ.get("KVKEEP_TASKS")
-"""A folder with the files of public data sets, see `kvkeep.evals.choices`."""
+"""A folder with the files of public data sets, see `kvkeep.evals.tasks.choice`."""
 
 PUBLIC_TASK = """
 task: kvkeep_{name}
@@ -248,11 +248,11 @@ metadata:
 @pytest.mark.slow
 @pytest.mark.skipif(PUBLIC is None, reason="KVKEEP_TASKS names no folder of public data sets")
 @pytest.mark.parametrize("family", FOLDERS)
-@pytest.mark.parametrize("name", choices.NAMES)
+@pytest.mark.parametrize("name", choice.NAMES)
 def test_a_hundred_public_questions_score_like_lm_evals_own_model(name, family, tmp_path):
-    if name not in choices.known_in(PUBLIC):
+    if name not in choice.known_in(PUBLIC):
         pytest.skip(f"{PUBLIC} has no file of {name}")
-    found = [one for one in choices.questions(name, PUBLIC) if len(one.contexts[0]) < 800][:100]
+    found = [one for one in choice.questions(name, PUBLIC) if len(one.contexts[0]) < 800][:100]
     rows = [{"context": one.contexts[0], "choices": list(one.choices), "answer": one.right} for one in found]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "task.yaml").write_text(PUBLIC_TASK.format(name=name, path=tmp_path / "data.jsonl"))

@@ -2,8 +2,8 @@
 
 import torch
 
+from kvkeep.attention_stats import Mass, ones
 from kvkeep.backends import reference
-from kvkeep.statistic import Mass, ones
 
 UNIT = 2.0**-24  # a float32 operation errs by at most this, relative to its result
 TINY = torch.finfo(torch.float32).tiny

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvkeep import backends
+from kvkeep.attention_stats import LastHit, Low, LowRows, Mass, MassAndLast, Nothing, Peak
 from kvkeep.backends.native import native
-from kvkeep.backends.triton import gpu
+from kvkeep.backends.triton import launch
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Low, LowRows, Mass, MassAndLast, Nothing, Peak
 from kvkeep.types import AttentionOptions, Slots, Top
 
 from .dummy_backend import DummyBackend
@@ -52,8 +52,8 @@ def backend_of(name):
     """The backend of a name, or a reason to skip."""
     if name == "native" and native().library is None:
         pytest.skip(native().detail)
-    if name == "triton" and device_of(name).type not in gpu.kernels().devices:
-        pytest.skip(gpu.kernels().detail)
+    if name == "triton" and device_of(name).type not in launch.kernels().devices:
+        pytest.skip(launch.kernels().detail)
     return BACKENDS[name]()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeep.backends import torch as plain
-from kvkeep.backends.triton import gpu
+from kvkeep.backends.triton import launch
 
 from .cases import BACKENDS, backend_of
 
@@ -18,5 +18,5 @@ def small_blocks(monkeypatch):
     """Torch meets its blocks in small tensors; Triton's interpreter pays for operations, whatever their size."""
     monkeypatch.setattr(plain, "BLOCK_BYTES", 2 * 4 * 4 * 17 * 3)
     monkeypatch.setattr(plain, "WIDEN_SLOTS", 8)
-    if gpu.interprets():
-        monkeypatch.setitem(gpu.DECODE, "", {1024: gpu.Decode(128, 128, 4, 1)})
+    if launch.interprets():
+        monkeypatch.setitem(launch.DECODE, "", {1024: launch.Decode(128, 128, 4, 1)})

@@ -4,9 +4,9 @@ import itertools
 
 import torch
 
-from kvkeep import scores
+from kvkeep.attention_stats import Rows
 from kvkeep.backends import Backend
-from kvkeep.statistic import Rows
+from kvkeep.kv import ranking
 from kvkeep.types import EMPTY, Report, Slots
 
 
@@ -37,7 +37,7 @@ class DummyBackend(Backend):
                 x = torch.cat([x, options.sinks.to(wide).view(Hk, -1, 1, 1)[head].expand(-1, T, 1)], dim=-1)
             p[row, head, ..., held] = x.softmax(dim=-1)[..., : len(held)].masked_fill(blind, 0.0)
         if options.top is not None and T == 1:
-            p = scores.only_top(p, positions == now[:, :, None], options.top)
+            p = ranking.only_top(p, positions == now[:, :, None], options.top)
         for row, head in heads(positions):
             held = (positions[row, head] >= 0).nonzero().flatten()
             out[row, head] = p[row, head, ..., held] @ values[row, head, held].to(wide)
@@ -60,11 +60,11 @@ class DummyBackend(Backend):
         return any(int((positions[at] >= 0).sum()) > int(stay[at]) for at in heads(positions))
 
     def evict(self, positions, score, limits):
-        shielded = scores.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
+        shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         stay = torch.as_tensor(limits.stay).expand(positions.shape[:2])
         for at in heads(positions):
             if self.is_over(positions[at][None, None], int(stay[at])):
-                positions[at][scores.weakest(shielded[at][None, None], positions[at][None, None]).flatten()] = EMPTY
+                positions[at][ranking.weakest(shielded[at][None, None], positions[at][None, None]).flatten()] = EMPTY
 
     def step(self, query, slots, new, now, *, statistic, options, added, limits):
         slot = self.append(slots, *new, now)

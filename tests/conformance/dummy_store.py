@@ -5,7 +5,7 @@ In memory: ``(B, capacity, Hk, D)``, keys and values. Half precision is widened 
 
 import torch
 
-from kvkeep.store import Store
+from kvkeep.kv.store import Store
 from kvkeep.types import EMPTY, Slots
 
 

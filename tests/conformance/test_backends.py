@@ -6,9 +6,9 @@ import pytest
 import torch
 from sweeps import sweep
 
+from kvkeep.attention_stats import Low, Mass, Nothing
 from kvkeep.backends import Backend, reference
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Low, Mass, Nothing
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots
 
 from .bounds import check

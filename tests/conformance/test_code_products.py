@@ -6,10 +6,10 @@ import platform
 import pytest
 import torch
 
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import reference
-from kvkeep.backends.native import Native, build, packing
-from kvkeep.codes import KV_BITS, CodedSlots, Codes, encode, encode_keys, hadamard
-from kvkeep.statistic import Mass
+from kvkeep.backends.native import Native, bindings, build
+from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, encode, encode_keys, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 from .cases import DTYPES, NOW, backend_of, token
@@ -115,7 +115,7 @@ def test_processors_with_fewer_instructions(flag, tmp_path, monkeypatch):
     backend_of("native")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))
     library = build._opened(build._compile(build._compiler(), tmp_path, "fewer"))
-    monkeypatch.setattr(packing, "native", lambda: Native(library, flag))
+    monkeypatch.setattr(bindings, "native", lambda: Native(library, flag))
     for (D, G, S), dtype in itertools.product([(6, 1, 3), (32, 7, 17), (80, 2, 70), (128, 3, 257)], DTYPES):
         for bits in BITS:
             ask("native", token(S, D, G, dtype, E=40), bits, Mass(gain=1.5), AttentionOptions(scaling=D**-0.5))

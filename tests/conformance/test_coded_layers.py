@@ -7,8 +7,8 @@ from sweeps import sweep
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
-from kvkeep.codes import KV_BITS
-from kvkeep.policies._heads import under
+from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.policies._head_budgets import under
 from kvkeep.types import AttentionOptions, Phase
 
 from .cases import BACKENDS, SLOW, backend_of, device_of

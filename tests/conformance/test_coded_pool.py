@@ -5,13 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import Added, Limits, in_codes, in_pool
-from kvkeep.codes import KV_BITS, encode, encode_keys
-from kvkeep.lazy import LazySlots
-from kvkeep.ranges import PoolSlots, indices
-from kvkeep.statistic import Low, Mass
+from kvkeep.kv.pooled_store import PoolSlots, indices
+from kvkeep.kv.slot_codec import KV_BITS, LazySlots, Vectors, encode, encode_keys
 from kvkeep.types import AttentionOptions
-from kvkeep.vectors import Vectors
 
 from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, SLOW, backend_of, check_alike, on, token
 from .test_pool import ASKED, PLAIN, ROTATION, SIZES, S

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import in_codes
-from kvkeep.codes import KV_BITS, CodedSlots, encode, encode_keys
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Mass
+from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, encode, encode_keys
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions
 
 from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, backend_of, check_alike, on, token

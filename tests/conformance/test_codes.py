@@ -7,11 +7,11 @@ import pytest
 import torch
 from sweeps import sweep
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import Added, Limits, in_codes
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.codes import KV_BITS, CodedSlots, Codes, decode, encode, encode_keys, hadamard
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Low, Mass
+from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, decode, encode, encode_keys, hadamard
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Report, Slots
 
 from .bounds import check

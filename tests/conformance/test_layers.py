@@ -10,8 +10,8 @@ from phases import phase_of
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
-from kvkeep.policies._heads import under
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.policies._head_budgets import under
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Phase
 
 from .cases import BACKENDS, SLOW, backend_of, device_of

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import Added, Limits, in_pool
-from kvkeep.ranges import PoolSlots, indices
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Low, Mass
+from kvkeep.kv.pooled_store import PoolSlots, indices
+from kvkeep.kv.slot_codec import Vectors
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots
-from kvkeep.vectors import Vectors
 
 from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, backend_of, on, token
 

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import reference
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Low, Mass
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots, Top
 
 from .cases import BACKENDS, NOW, SLOW, backend_of, chunk, on, token

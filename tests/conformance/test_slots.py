@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from kvkeep.attention_stats import Mass, Nothing
 from kvkeep.backends import Added, Limits
 from kvkeep.backends.reference import ReferenceBackend
-from kvkeep.backends.triton import gpu
-from kvkeep.statistic import Mass, Nothing
+from kvkeep.backends.triton import launch
 from kvkeep.types import EMPTY, AttentionOptions, Slots
 
 from .cases import BACKENDS, DTYPES, SLOW, backend_of, device_of, on, there
@@ -125,7 +125,7 @@ def test_is_over_where_some_head_holds_more_than_its_limit(backend, stay):
 @pytest.mark.parametrize("recent", [0, 5000], ids=["none protected", "all protected"])
 @pytest.mark.parametrize("turned", [False, True], ids=["oldest first", "oldest last"])
 def test_of_equals_the_oldest_goes_wherever_it_stands(backend, turned, recent):
-    S = gpu.SCAN + 70  # more than Triton's kernels look at together
+    S = launch.SCAN + 70  # more than Triton's kernels look at together
     order = torch.arange(S, dtype=torch.int32)
     positions = (order.flip(0) if turned else order).expand(1, 2, S).clone()
     positions[:, 1, 3] = -1
@@ -246,7 +246,7 @@ def test_a_fused_step_is_its_parts(name, dtype, sums, limits):
 @pytest.mark.parametrize("name", [name for name, kind in BACKENDS.items() if kind.fuses])
 def test_a_fused_step_puts_its_token_anywhere(name, place, monkeypatch):
     """Into any tile and split of Triton's kernels: their tiles have 16 slots here, and their splits 32."""
-    monkeypatch.setattr(gpu, "DECODE", {"": {1024: gpu.Decode(16, 32, 4, 1)}})
+    monkeypatch.setattr(launch, "DECODE", {"": {1024: launch.Decode(16, 32, 4, 1)}})
     g = torch.Generator().manual_seed(0)
     positions = torch.arange(79, dtype=torch.int32)
     positions = torch.cat([positions[:place], positions.new_full((1,), EMPTY), positions[place:]]).repeat(B, 1, 1)

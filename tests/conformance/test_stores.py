@@ -9,9 +9,12 @@ from phases import phase_of
 
 import kvkeep
 from kvkeep import backends
-from kvkeep.codes import GREATEST, KV_BITS
 from kvkeep.errors import BudgetError, ShapeError
-from kvkeep.store import POOLED, QUANTISED, Block, DenseStore, PooledStore, kind_of, put_row, take_row
+from kvkeep.kv.block import Block
+from kvkeep.kv.pooled_store import POOLED, PooledStore, kind_of
+from kvkeep.kv.row_copy import put_row, take_row
+from kvkeep.kv.slot_codec import GREATEST, KV_BITS
+from kvkeep.kv.store import QUANTISED, DenseStore
 from kvkeep.types import EMPTY, AttentionOptions
 
 from .dummy_store import DummyStore

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvkeep
-from kvkeep.policies._heads import under
+from kvkeep.policies._head_budgets import under
 from kvkeep.types import AttentionOptions, Phase
 
 POLICIES = [*kvkeep.available_policies(), "snapkv:late", "keydiff:document", "h2o+ada", "leverage+ada"]

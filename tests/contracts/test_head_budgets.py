@@ -6,8 +6,8 @@ import pytest
 from sweeps import sweep
 
 import kvkeep
-from kvkeep.codes import KV_BITS
-from kvkeep.policies._heads import under
+from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.policies._head_budgets import under
 from kvkeep.testing import LAWS, Case
 
 POLICIES = [

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kvkeep
+from kvkeep.attention_stats import Mass
 from kvkeep.policies.base import Policy
-from kvkeep.statistic import Mass
-from kvkeep.testing import LAWS, Case, shared
+from kvkeep.testing import LAWS, Case, case
 
 CASE = Case(rows=2, heads=2, prompt=20, steps=8, budget=6)
 LAW = LAWS["processes_share_the_heads"]
@@ -113,7 +113,7 @@ def test_an_error_in_one_process_alone_reaches_the_test_at_once():
     begun = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="of its own"):
         LAW(FailsInOne(), CASE)
-    assert time.monotonic() - begun < shared.PATIENCE_S / 2
+    assert time.monotonic() - begun < case.PATIENCE_S / 2
 
 
 @pytest.mark.parametrize("policy", [Averages(), AveragesOwn(), AsksInOne()])
@@ -155,7 +155,7 @@ BUGS = [
 
 @pytest.mark.parametrize(("name", "bug", "policy"), BUGS)
 def test_mistakes_in_the_heads_of_processes_are_found(name, bug, policy, monkeypatch):
-    monkeypatch.setattr(shared._Between, name, bug)
+    monkeypatch.setattr(case._Between, name, bug)
     chunk = None if policy == "spatten" else 7
     cases = [Case(rows=2, heads=2, prompt=24, steps=6, budget=6, chunk=chunk, seed=seed) for seed in range(3)]
     assert any(breaks(kvkeep.parse(policy), case) for case in cases)

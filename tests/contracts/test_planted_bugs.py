@@ -6,14 +6,15 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvkeep import held, layer, scores
-from kvkeep.layer import Layer
+from kvkeep.attention_stats import Mass
+from kvkeep.cache import layer
+from kvkeep.cache.layer import Layer
+from kvkeep.kv import ranking, row_copy
+from kvkeep.kv.block import Block
 from kvkeep.policies.base import Policy
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.streaming_llm import StreamingLLM
-from kvkeep.snapshot import contents, reading
-from kvkeep.statistic import Mass
-from kvkeep.store import Block, row
+from kvkeep.snapshot import contents, file_io
 from kvkeep.testing import LAWS, Case
 
 CASE = Case(rows=2, prompt=20, steps=30, budget=8)
@@ -51,7 +52,7 @@ def test_sinks_found_by_slot_instead_of_position(monkeypatch):
     def by_slot(values, positions, seen, *, sinks=0, recent=0, pins=None):
         return values.index_fill(-1, torch.arange(sinks), torch.inf)
 
-    monkeypatch.setattr(scores, "protect", by_slot)
+    monkeypatch.setattr(ranking, "protect", by_slot)
     assert breaks("protected_tokens_stay", H2O(sinks=2, recent=2))
 
 
@@ -81,8 +82,8 @@ def test_state_of_the_victim_inherited_by_the_new_token(monkeypatch):
 
 
 def test_budget_off_by_one(monkeypatch):
-    honest = scores.keep
-    monkeypatch.setattr(scores, "keep", lambda values, positions, n: honest(values, positions, n + 1))
+    honest = ranking.keep
+    monkeypatch.setattr(ranking, "keep", lambda values, positions, n: honest(values, positions, n + 1))
     assert breaks("never_over_budget", H2O(recent=3))
 
 
@@ -92,7 +93,7 @@ def test_budget_off_by_one_in_decode(monkeypatch):
     def late(policy, block, view, **others):
         honest(policy, block, replace(view, budget=view.budget + 1), **others)
 
-    monkeypatch.setattr(held, "fuses", lambda policy, backend, **others: False)
+    monkeypatch.setattr(layer, "fuses", lambda policy, backend, **others: False)
     monkeypatch.setattr(layer, "evict", late)
     assert breaks("never_over_budget", H2O(recent=3))
 
@@ -145,7 +146,7 @@ def test_keys_written_to_the_wrong_slot(monkeypatch):
     def shifted(policy, block, keys, *others, backend):
         return honest(policy, block, keys.roll(1, dims=1), *others, backend=backend)
 
-    monkeypatch.setattr(held, "fuses", lambda policy, backend, **others: False)
+    monkeypatch.setattr(layer, "fuses", lambda policy, backend, **others: False)
     monkeypatch.setattr(layer, "append", shifted)
     assert breaks("slots_hold_the_originals", H2O(recent=3))
 
@@ -166,13 +167,13 @@ def test_memory_beside_the_state():
 
 
 def test_tokens_that_return_to_other_slots(monkeypatch):
-    honest = reading._spread
-    monkeypatch.setattr(reading, "_spread", lambda packed, occupied: honest(packed.flip(0), occupied))
+    honest = file_io._spread
+    monkeypatch.setattr(file_io, "_spread", lambda packed, occupied: honest(packed.flip(0), occupied))
     assert breaks("saving_and_restoring_changes_nothing", H2O(recent=3))
 
 
 def test_state_left_out_of_a_copy(monkeypatch):
-    honest = row.put_row
+    honest = row_copy.put_row
 
     def forgetful(block, number, copy):
         honest(block, number, copy)

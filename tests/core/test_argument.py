@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import kvkeep
-from kvkeep.argument import CACHE_ARGUMENTS, handed, handed_over, taken_as, usual
+from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, handed, handed_over, taken_as, usual
 
 
 class Old:

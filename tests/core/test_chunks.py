@@ -8,10 +8,11 @@ import torch
 
 import kvkeep
 from kvkeep.backends import SWITCH
-from kvkeep.copies import Beside, at, pieces
-from kvkeep.layer import Layer
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.store import Block, DenseStore, settle
+from kvkeep.cache.layer import Layer
+from kvkeep.kv.block import Block, settle
+from kvkeep.kv.slot_codec import Beside, at, pieces
+from kvkeep.kv.store import DenseStore
+from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
 
 B, HQ, HK, D, BUDGET = 3, 4, 2, 8, 12

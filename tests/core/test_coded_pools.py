@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep import BoundedCache, Layer, UnsupportedModelError
-from kvkeep.codes import KV_BITS
-from kvkeep.planning.slots import LayerShape, block_bytes
-from kvkeep.policies._heads import under
-from kvkeep.together import Together
+from kvkeep.cache.shared_budget import Together
+from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.planning.cost import LayerShape, block_bytes
+from kvkeep.policies._head_budgets import under
 from kvkeep.types import Phase
 
 UNEVEN = [(6, 10)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvkeep.codes import CodedSlots, decode, encode, encode_keys, finite, group_size, hadamard
+from kvkeep.kv.slot_codec import CodedSlots, decode, encode, encode_keys, finite, group_size, hadamard
 from kvkeep.types import Slots
 
 DIMS = [64, 128, 80, 96, 48, 16, 144, 576]

@@ -11,13 +11,13 @@ from result_folders import CONTENTS, KINDS, put
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli.eval import grid
+from kvkeep.cli import eval_run
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.evals import curves
 from kvkeep.evals import report as reports
 from kvkeep.evals.records import Records
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
 from kvkeep_lab.analysis import report
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.report import Folder
@@ -319,7 +319,7 @@ def test_a_damaged_measurement_is_refused_before_weights_are_read(tmp_path, nove
 
 
 def test_a_second_run_on_a_folder_is_refused_before_weights_are_read(tmp_path, novel, unchecked, monkeypatch):
-    monkeypatch.setattr(grid, "read_weights", None)
+    monkeypatch.setattr(eval_run, "read_weights", None)
     evaluation = result_folders.evaluation(tmp_path / "eval", [])
     analysis = result_folders.analysis(tmp_path / "analysis")
     commands = {

@@ -25,7 +25,7 @@ def test_everything_that_takes_a_policy_has_the_same_default(place):
 def test_a_prompt_without_a_memory_has_the_same_default(monkeypatch):
     """After a memory the policy is the memory's, so the option itself has no default."""
     asked = []
-    monkeypatch.setattr("kvkeep.cli.generate.completion.serve", asked.append)
+    monkeypatch.setattr("kvkeep.cli.generate_run.serve", asked.append)
     done = CliRunner().invoke(app, ["generate", "-p", "Once"])
     assert done.exit_code == 0, done.output
     assert (asked[0].policy, asked[0].names_policy) == (DEFAULT, False)

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
-from kvkeep.evals.records import PICTURES, Records
-from kvkeep.runs import Lock
+from kvkeep.evals.curves import PICTURES
+from kvkeep.evals.records import Records
+from kvkeep.result_files import Lock
 from kvkeep_lab.analysis.report import Folder
 
 MINE = b'{"mine": "precious"}'
@@ -103,7 +104,7 @@ def test_an_evaluation_and_a_batch_job_do_not_write_to_the_same_file(tmp_path):
 
 
 def test_the_command_refuses_before_it_reads_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.cli.eval.grid.read_weights", None)
+    monkeypatch.setattr("kvkeep.models.load.read_weights", None)
     (tmp_path / "results.jsonl").write_bytes(MINE)
     words = ["eval", str(model_folders.folder()), "--tasks", "perplexity", "--limit", "2", "--window", "40"]
     result = CliRunner().invoke(app, [*words, "-o", str(tmp_path)])

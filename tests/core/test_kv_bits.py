@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep import BoundedCache, Engine, InputError, Layer, UnsupportedModelError
-from kvkeep.codes import KV_BITS, check_bits
-from kvkeep.planning.slots import LayerShape, block_bytes
+from kvkeep.kv.slot_codec import KV_BITS, check_bits
+from kvkeep.planning.cost import LayerShape, block_bytes
 from kvkeep.types import AttentionOptions, Phase
 
 OPTIONS = AttentionOptions(scaling=0.3)
@@ -214,7 +214,7 @@ def losses_beside_outliers(monkeypatch, **given):
 
     with_outliers(net, 30.0)
     exact, turned = loss(None), loss("4")
-    for module in ("kvkeep.codes", "kvkeep.backends.pool"):
+    for module in ("kvkeep.kv.slot_codec", "kvkeep.backends.copying"):
         monkeypatch.setattr(f"{module}.hadamard", lambda x: x)
     return exact, turned, loss("4")
 

@@ -9,8 +9,8 @@ import torch
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.native import native
-from kvkeep.layer import Layer
-from kvkeep.loss import LostMass, mean, shares
+from kvkeep.cache.layer import Layer
+from kvkeep.kv.lost_mass import LostMass, mean, shares
 from kvkeep.testing import Case, Tape
 from kvkeep.types import AttentionOptions, Phase
 

@@ -6,8 +6,8 @@ import torch
 from sweeps import sweep
 
 import kvkeep
-from kvkeep import scores
 from kvkeep.errors import BudgetError, InputError, ShapeError
+from kvkeep.kv import ranking
 from kvkeep.pins import LAST, spans, spans_of_rows, table
 from kvkeep.testing import LAWS, Case
 
@@ -74,7 +74,7 @@ def test_a_position_is_pinned_where_a_span_holds_it():
     rows = [((0, 2), (5, 6)), (), ((3, LAST),)]
     positions = torch.tensor([[-1, 0, 1, 2, 4, 5, 6, LAST]] * 3, dtype=torch.int32)[:, None].expand(3, 2, 8)
     wanted = [[any(start <= p < stop for start, stop in row) for p in positions[0, 0].tolist()] for row in rows]
-    assert scores.pinned(positions, table(rows, torch.device("cpu")))[:, 1].tolist() == wanted
+    assert ranking.pinned(positions, table(rows, torch.device("cpu")))[:, 1].tolist() == wanted
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import kvkeep
-from kvkeep import profile
-from kvkeep.profile import Profile
+from kvkeep import head_profile
+from kvkeep.head_profile import Profile
 
 MODEL = {"name": "a model", "model_type": "llama", "layers": 3, "kv_heads": 2, "head_dim": 8}
 GOOD = {
@@ -200,7 +200,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 def test_a_huge_file_is_not_read(tmp_path):
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
-        file.truncate(profile.MOST_BYTES + 1)
+        file.truncate(head_profile.MOST_BYTES + 1)
     with pytest.raises(kvkeep.InputError, match="has 16777217 bytes"):
         Profile.load(path)
 
@@ -269,7 +269,7 @@ FIELDS = {
 
 
 def test_the_description_of_a_model_is_what_a_check_compares():
-    about = profile.describe(config())
+    about = head_profile.describe(config())
     assert about == {
         "model_type": "llama",
         "hidden_layers": 3,
@@ -284,4 +284,4 @@ def test_the_description_of_a_model_is_what_a_check_compares():
         with pytest.raises(kvkeep.InputError, match="another model"):
             Profile(model={**MODEL, **about}, heads=made().heads, least=1).check(other)
     strange = config(num_attention_heads=[1, 2], hidden_size="wide", head_dim=None)
-    assert profile.describe(strange)["head_dim"] is None
+    assert head_profile.describe(strange)["head_dim"] is None

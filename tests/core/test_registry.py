@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep import registry
 from kvkeep.cli.main import app
-from kvkeep.evals.plan import split_policies
+from kvkeep.evals.grid import split_policies
+from kvkeep.policies import registry
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.random import Random

@@ -11,7 +11,7 @@ import torch
 import kvkeep
 from kvkeep.backends.native import native
 from kvkeep.backends.native.ops import Repeat
-from kvkeep.layer import Layer
+from kvkeep.cache.layer import Layer
 from kvkeep.types import AttentionOptions, Phase
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")

@@ -9,7 +9,7 @@ from test_repeating import tokens
 
 import kvkeep
 from kvkeep.backends.native import native
-from kvkeep.layer import Layer
+from kvkeep.cache.layer import Layer
 from kvkeep.types import AttentionOptions, Phase
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")

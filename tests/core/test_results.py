@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep.results import Results, check_same, command, read_rows
+from kvkeep.result_files import Results, check_same, command, read_rows
 
 BEGINNING = b'{"a": '
 NAMES = {"model": "the model", "seed": "the seed"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvkeep.statistic import BITS, ones, ring, ring_span
+from kvkeep.attention_stats import BITS, ones, ring, ring_span
 
 
 def test_each_place_is_one_bit_of_one_word_and_a_float_holds_them_all():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep.runs import Lock, finite, parse, read_object, read_whole, write_whole
+from kvkeep.result_files import Lock, finite, parse, read_object, read_whole, write_whole
 
 
 def test_one_writer_at_a_time(tmp_path):

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep import scores
+from kvkeep.kv import ranking
 
 
 def by_hand(values, positions, n):
@@ -26,7 +26,7 @@ def slots(draw):
 @given(slots(), st.integers(0, 13))
 def test_keep_follows_score_then_age(drawn, n):
     values, positions = drawn
-    mask = scores.keep(torch.tensor([[values]]), torch.tensor([[positions]], dtype=torch.int32), n)
+    mask = ranking.keep(torch.tensor([[values]]), torch.tensor([[positions]], dtype=torch.int32), n)
     assert set(mask[0, 0].nonzero().flatten().tolist()) == by_hand(values, positions, n)
 
 
@@ -38,28 +38,28 @@ def test_weakest_is_what_keep_drops_first(drawn):
     if occupied == 0:
         return
     tensors = torch.tensor([[values]]), torch.tensor([[positions]], dtype=torch.int32)
-    kept = scores.keep(*tensors, occupied - 1)[0, 0]
+    kept = ranking.keep(*tensors, occupied - 1)[0, 0]
     (victim,) = {i for i, p in enumerate(positions) if p >= 0} - set(kept.nonzero().flatten().tolist())
-    assert scores.weakest(*tensors).item() == victim
+    assert ranking.weakest(*tensors).item() == victim
 
 
 def test_keep_takes_a_number_per_row_and_per_head():
     values = torch.arange(6.0).expand(2, 2, 6)
     positions = torch.arange(6, dtype=torch.int32).expand(2, 2, 6)
-    assert scores.keep(values, positions, torch.tensor([[1], [4]])).sum(-1).tolist() == [[1, 1], [4, 4]]
-    assert scores.keep(values, positions, torch.tensor([[1, 2], [3, 9]])).sum(-1).tolist() == [[1, 2], [3, 6]]
+    assert ranking.keep(values, positions, torch.tensor([[1], [4]])).sum(-1).tolist() == [[1, 1], [4, 4]]
+    assert ranking.keep(values, positions, torch.tensor([[1, 2], [3, 9]])).sum(-1).tolist() == [[1, 2], [3, 6]]
 
 
 def test_protect_shields_by_position_not_by_slot():
     positions = torch.tensor([[[7, 0, 3, 9, -1, 1]]], dtype=torch.int32)
-    got = scores.protect(torch.zeros(1, 1, 6), positions, torch.tensor([10]), sinks=2, recent=3)
+    got = ranking.protect(torch.zeros(1, 1, 6), positions, torch.tensor([10]), sinks=2, recent=3)
     assert positions[0, 0][got[0, 0].isinf()].tolist() == [7, 0, 9, -1, 1]  # the empty slot is nobody's concern
-    assert scores.keep(got, positions, 4).tolist() == [[[True, True, False, True, False, True]]]
+    assert ranking.keep(got, positions, 4).tolist() == [[[True, True, False, True, False, True]]]
 
 
 def test_protect_takes_a_recent_window_per_row():
     positions = torch.arange(6, dtype=torch.int32).expand(2, 1, 6)
-    got = scores.protect(torch.zeros(2, 1, 6), positions, torch.tensor([6, 6]), recent=torch.tensor([[1], [4]]))
+    got = ranking.protect(torch.zeros(2, 1, 6), positions, torch.tensor([6, 6]), recent=torch.tensor([[1], [4]]))
     assert got.isinf().sum(-1).tolist() == [[1], [4]]
 
 
@@ -67,20 +67,20 @@ def test_protect_takes_a_recent_window_per_row():
 def test_expire_empties_what_the_next_query_cannot_see(window, left):
     # five tokens were seen, the next query stands at position 5 and sees `window` positions including its own
     positions = torch.tensor([[[0, -1, 4, 3]]], dtype=torch.int32)
-    assert scores.expire(positions, torch.tensor([5]), window).tolist() == [[left]]
+    assert ranking.expire(positions, torch.tensor([5]), window).tolist() == [[left]]
 
 
 def test_nan_goes_first_and_never_harms_the_protected():
     nan = float("nan")
     positions = torch.tensor([[[5, 0, 1, 4, 3]]], dtype=torch.int32)
-    got = scores.protect(torch.tensor([[[nan, nan, 2.0, nan, 1.0]]]), positions, torch.tensor([6]), recent=2)
+    got = ranking.protect(torch.tensor([[[nan, nan, 2.0, nan, 1.0]]]), positions, torch.tensor([6]), recent=2)
     assert got.tolist() == [[[float("inf"), -float("inf"), 2.0, float("inf"), 1.0]]]
-    assert scores.weakest(got, positions).item() == 1
+    assert ranking.weakest(got, positions).item() == 1
 
 
 def test_chosen_slots_stay_above_all_others_and_below_the_protected():
     inf, most = float("inf"), torch.finfo(torch.float32).max
-    found = scores.above_all(torch.tensor([[[inf, most, 1.0, inf]]]), torch.tensor([[[False, False, True, False]]]))
+    found = ranking.above_all(torch.tensor([[[inf, most, 1.0, inf]]]), torch.tensor([[[False, False, True, False]]]))
     positions = torch.tensor([[[0, 1, 2, 3]]], dtype=torch.int32)
-    assert scores.protect(found, positions, torch.tensor([4]), recent=1)[0, 0].argsort().tolist()[2:] == [2, 3]
+    assert ranking.protect(found, positions, torch.tensor([4]), recent=1)[0, 0].argsort().tolist()[2:] == [2, 3]
     assert found.isfinite().all()

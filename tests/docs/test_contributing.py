@@ -74,7 +74,7 @@ def test_the_policy_passes_its_own_tests_and_works_by_its_name(package):
 
 
 def test_every_file_that_the_page_names_exists():
-    named = re.findall(r"`((?:src|tests|docs|bench|examples|tools)/[\w/.-]+)`", PAGE)
+    named = re.findall(r"`((?:src|tests|docs|bench|examples|lab|tools)/[\w/.-]+)`", PAGE)
     assert len(named) > 25
     for name in named:
         if "NAME" in name:

@@ -15,13 +15,13 @@ from sweeps import sweep
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.chat import commands
+from kvkeep.cli import chat_run
 from kvkeep.cli.main import app
 from kvkeep.testing import LAWS, Case
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [path for folder in (".", "docs", "docs/*", "lab/log") for path in sorted(ROOT.glob(f"{folder}/*.md"))]
 
 
 SHORT = {"SHORT": kvkeep.Sampling(max_new_tokens=3)}
@@ -128,6 +128,22 @@ def test_links_lead_somewhere(page):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
+def anchors(page):
+    """The anchors of a page's headings, as the site and the repository's host make them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings_that_exist(page):
+    """The site's build checks the links within the site; those between it and the log are checked here alone."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", prose):
+        other = page.parent / target if target else page
+        assert anchor in anchors(other), (target, anchor)
+
+
 @pytest.mark.slow
 def test_the_generated_page_is_up_to_date():
     done = subprocess.run(
@@ -168,4 +184,4 @@ def test_what_can_be_typed_into_a_chat_exists():
     for name in ("docs/sessions.md", "docs/tutorials/remembered-document.md"):
         typed = set(re.findall(r"(?<=`)/[a-z]+(?=[ `])", (ROOT / name).read_text()))
         assert typed
-        assert typed <= set(commands.COMMANDS), name
+        assert typed <= set(chat_run.COMMANDS), name

@@ -40,7 +40,6 @@ SKIPPED = {
     "KVKEEP_MODEL=": "needs docker; tests/server/test_deploy.py reads the files that docker would",
     "torchrun ": "starts several processes; tests/parallel/test_torchrun.py does it with a tiny model",
     "ray start": "starts a node of a cluster; tests/scale/test_ray.py starts one of its own",
-    "python -m pytest": "runs tests, which the tests do anyway",
     "python bench/": "measures for minutes to hours; its options are checked below, a small run is in tests/bench",
 }
 """Beginnings of lines that no test runs, and why."""
@@ -61,7 +60,10 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-PAGES = [page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if name(page) != GENERATED]
+LOG = ROOT / "lab" / "log"
+PAGES = [
+    page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *LOG.glob("*.md")) if name(page) != GENERATED
+]
 
 
 def fences(text: str) -> list[tuple[str, str]]:
@@ -84,7 +86,7 @@ def bench_commands() -> list[str]:
     for page in PAGES:
         text = page.read_text()
         found |= {line for line in lines(page) if line.startswith("python bench/")}
-        if page.name != "log.md":  # which tells what was run then
+        if page.parent != LOG:  # which tells what was run then
             found |= {" ".join(one.split()) for one in re.findall(r"`(python bench/[^`]+)`", text)}
     return sorted(found)
 

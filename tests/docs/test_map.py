@@ -11,12 +11,12 @@ from test_house import FLOOR, SRC, room
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.native import native
-from kvkeep.layer import Layer
+from kvkeep.cache.layer import Layer
 from kvkeep.types import AttentionOptions, Phase
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/index.md").read_text()
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "log.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OPTIONS = AttentionOptions(scaling=1.0)
 
 

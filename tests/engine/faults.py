@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.staging import Staging
+from kvkeep.engine.host_copies import Staging
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import BudgetError, CapacityError
-from kvkeep.policies._heads import refusal
-from kvkeep.registry import parse
+from kvkeep.policies._head_budgets import refusal
+from kvkeep.policies.registry import parse
 
 from .late import LateQueue
 from .models import VOCABULARY, model
@@ -84,9 +84,9 @@ class Faults:
     @contextmanager
     def injected(self, network, monkeypatch):
         """Put the faults into a model, the layers' policies, the sampler and the rows."""
-        from kvkeep.engine import rotation, sampler
-        from kvkeep.engine.rows import Rows
-        from kvkeep.layer import Layer
+        from kvkeep.cache.layer import Layer
+        from kvkeep.engine import sampler, swapping
+        from kvkeep.engine.kv_manager import Rows
 
         def before(module, args):
             if self.strikes("layer"):
@@ -107,8 +107,8 @@ class Faults:
             monkeypatch.setattr(Layer, "_view", self._failing(Layer._view, policy))
             monkeypatch.setattr(sampler, "draw", self._failing(sampler.draw, {"sampler": BoomError("in the sampler")}))
             monkeypatch.setattr(Rows, "begin", self._failing(Rows.begin, {"begin": MemoryError()}))
-            monkeypatch.setattr(rotation, "SHARE", 1e9)  # rows change hands whatever the copies take
-            monkeypatch.setattr(rotation, "LEAST", 1)
+            monkeypatch.setattr(swapping, "SHARE", 1e9)  # rows change hands whatever the copies take
+            monkeypatch.setattr(swapping, "LEAST", 1)
             monkeypatch.setattr(Rows, "allocate", self._failing(Rows.allocate, {"rows": MemoryError("no room")}))
             try:
                 yield

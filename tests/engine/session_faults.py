@@ -11,8 +11,8 @@ from collections import Counter
 
 from kvkeep.engine import Engine, Request
 from kvkeep.errors import KVKeepError
-from kvkeep.policies._heads import refusal
-from kvkeep.registry import parse
+from kvkeep.policies._head_budgets import refusal
+from kvkeep.policies.registry import parse
 
 from .faults import PROMPTS, Faults, run_all
 from .models import model
@@ -57,10 +57,10 @@ def life(seed, monkeypatch):
     rate = rng.choice((0.0, 0.2, 0.5))
     faults, ends = Faults(rng, rate), Counter()
     with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patched:
-        from kvkeep.snapshot import writing
+        from kvkeep.snapshot import file_io
 
-        full = Full(rng, rate, writing.write_whole)
-        patched.setattr(writing, "write_whole", full)
+        full = Full(rng, rate, file_io.write_whole)
+        patched.setattr(file_io, "write_whole", full)
         engine = Engine(
             model("llama"),
             policy=policy,

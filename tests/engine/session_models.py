@@ -4,7 +4,7 @@ import torch
 
 import kvkeep
 from kvkeep.engine import Engine
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.types import Phase
 
 from .models import DEVICE, model

@@ -6,7 +6,7 @@ import torch
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models.load import embedded, load
 

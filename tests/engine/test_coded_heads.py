@@ -6,9 +6,9 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep import BoundedCache
-from kvkeep.codes import KV_BITS
-from kvkeep.engine import Engine, Request, rotation
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine import Engine, Request, swapping
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.slot_codec import KV_BITS
 
 from .models import model
 from .test_equal import prompt_of
@@ -55,8 +55,8 @@ def test_a_row_has_the_bytes_that_it_is_said_to_have(kind, profile):
 
 @pytest.mark.parametrize("kind", RULES)
 def test_sequences_take_turns_in_the_rows(kind, profile, monkeypatch):
-    monkeypatch.setattr(rotation, "SHARE", 1e9)
-    monkeypatch.setattr(rotation, "LEAST", 1)
+    monkeypatch.setattr(swapping, "SHARE", 1e9)
+    monkeypatch.setattr(swapping, "LEAST", 1)
     rule, requests = rule_of(kind, profile), asked(KINDS[:3])
     engine = engine_of(rule, "4", rows=1, host_rows=2)
     want = [alone(one.prompt, one.policy, rule, kv_bits="4")[0] for one in requests]

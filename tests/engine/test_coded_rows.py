@@ -5,7 +5,7 @@ import torch
 
 from kvkeep import BoundedCache, InputError, SnapshotError
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 
 from .models import model
 from .test_equal import prompt_of

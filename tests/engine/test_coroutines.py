@@ -6,7 +6,7 @@ import time
 import pytest
 
 import kvkeep
-from kvkeep.engine.coroutines import AsyncEvents
+from kvkeep.engine.async_stream import AsyncEvents
 
 from .models import model
 

@@ -11,7 +11,7 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.engine import Engine, Request, Result
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 
 from .models import CONFIGS, VOCABULARY, alone, model
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep import BoundedCache, BrokenCacheError, ShapeError, UnsupportedOperationError, backends
-from kvkeep.engine import Engine, Request, rotation, twins
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
-from kvkeep.memory import Memory
-from kvkeep.store import PartBlock, divide
-from kvkeep.together import Together
+from kvkeep.cache.shared_budget import Together
+from kvkeep.engine import Engine, Request, scheduler, swapping
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.joint_block import PartBlock, divide
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.types import Phase
 
 from .models import DEVICE, model
@@ -97,8 +97,8 @@ def test_padding_changes_nothing():
 def test_tokens_that_go_early_change_nothing(policy, chunk, pins, kv_bits, monkeypatch):
     found = []
     for at_once in (0, 1e9):
-        monkeypatch.setattr("kvkeep.together.AT_ONCE", at_once)
-        monkeypatch.setattr("kvkeep.together.WORTH", 1.0)
+        monkeypatch.setattr("kvkeep.cache.shared_budget.AT_ONCE", at_once)
+        monkeypatch.setattr("kvkeep.cache.shared_budget.WORTH", 1.0)
         cache = cache_of(policy, [12, 15], pins=[pins, ()], kv_bits=kv_bits)
         logits = feed(cache, *batch(2, 60).split(chunk, dim=1), [[1], [2]])
         lost = [shares.prompt for shares in cache.lost_mass().values()]
@@ -110,8 +110,8 @@ def test_tokens_that_go_early_change_nothing(policy, chunk, pins, kv_bits, monke
 
 
 def test_a_row_that_reads_nothing_keeps_its_tokens_when_others_go_early(monkeypatch):
-    monkeypatch.setattr("kvkeep.together.AT_ONCE", 0)
-    monkeypatch.setattr("kvkeep.together.WORTH", 1.0)
+    monkeypatch.setattr("kvkeep.cache.shared_budget.AT_ONCE", 0)
+    monkeypatch.setattr("kvkeep.cache.shared_budget.WORTH", 1.0)
     cache, mask = cache_of(), torch.ones(2, 60, dtype=torch.long, device=DEVICE)
     feed(cache, batch(2, 30))
     before, splits, mask[1, 30:] = [layer[1] for layer in held(cache)], budgets_of(cache)[1].clone(), 0
@@ -129,7 +129,7 @@ def test_layers_that_wait_do_not_hold_the_whole_prompt(monkeypatch):
     ids, peaks = torch.tensor([prompt_of(0, 400)], device=DEVICE), []
     for at_once in (None, 1e9):
         if at_once is not None:
-            monkeypatch.setattr("kvkeep.together.AT_ONCE", at_once)
+            monkeypatch.setattr("kvkeep.cache.shared_budget.AT_ONCE", at_once)
         cache = BoundedCache(config, POLICY, BUDGET, head_budget=RULE)
         given = {"input_ids": ids, "past_key_values": cache, "logits_to_keep": 1}
         with torch.inference_mode():
@@ -253,7 +253,7 @@ def test_a_run_that_fails_between_two_layers_leaves_nothing_half_done(monkeypatc
         return step(self, *new, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvkeep.layer.Layer.step", failing)
+        patch.setattr("kvkeep.cache.layer.Layer.step", failing)
         with pytest.raises(RuntimeError, match="no memory"):
             feed(cache, batch())
     with pytest.raises(BrokenCacheError):
@@ -328,8 +328,8 @@ def test_pins_are_held_in_every_head(chunk, pins):
 
 
 def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
-    monkeypatch.setattr(rotation, "SHARE", 1e9)
-    monkeypatch.setattr(rotation, "LEAST", 1)
+    monkeypatch.setattr(swapping, "SHARE", 1e9)
+    monkeypatch.setattr(swapping, "LEAST", 1)
     requests = asked()
     engine = engine_of(host_rows=3, prefill_chunk=7)
     for request, result in zip(requests, engine.generate(requests), strict=True):
@@ -339,7 +339,7 @@ def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
 
 
 def test_equal_prompts_and_common_beginnings_are_read_once(monkeypatch):
-    monkeypatch.setattr(twins, "SHORTEST", 4)
+    monkeypatch.setattr(scheduler, "SHORTEST", 4)
     prompt, engine = prompt_of(1, 40), engine_of(rows=3, prefix_memory=10**6, prefill_chunk=10)
     want = alone(prompt, POLICY, RULE, chunk=10, new=6)[0]
     one = Request(prompt=prompt, sampling=Sampling(max_new_tokens=6), ignore_end=True)

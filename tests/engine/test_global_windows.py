@@ -11,12 +11,13 @@ import torch
 
 import kvkeep
 from kvkeep import BoundedCache, BrokenCacheError, UnsupportedOperationError, backends
-from kvkeep.codes import KV_BITS
-from kvkeep.engine import Engine, Request, rotation
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
-from kvkeep.memory import Memory
-from kvkeep.store import DenseStore, PartBlock
+from kvkeep.engine import Engine, Request, swapping
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.joint_block import PartBlock
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.kv.store import DenseStore
 from kvkeep.types import Phase
 
 from .models import CONFIGS, DEVICE, model
@@ -204,7 +205,7 @@ def test_a_run_that_fails_in_any_layer_is_mended_by_a_reset_or_a_memory(layer, m
 
     def fail(ids):
         with monkeypatch.context() as patch:
-            patch.setattr("kvkeep.layer.Layer.step", failing)
+            patch.setattr("kvkeep.cache.layer.Layer.step", failing)
             with pytest.raises(RuntimeError, match="no memory"):
                 feed(cache, ids)
         if layer:
@@ -224,8 +225,8 @@ def test_a_run_that_fails_in_any_layer_is_mended_by_a_reset_or_a_memory(layer, m
 
 
 def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
-    monkeypatch.setattr(rotation, "SHARE", 1e9)
-    monkeypatch.setattr(rotation, "LEAST", 1)
+    monkeypatch.setattr(swapping, "SHARE", 1e9)
+    monkeypatch.setattr(swapping, "LEAST", 1)
     requests, engine = asked(4, tuple(KINDS)), engine_of(host_rows=3, prefill_chunk=7)
     assert tokens(engine, requests) == [alone(one, chunk=7) for one in requests]
     assert engine._rotation.swaps > 4

@@ -13,12 +13,12 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import gpu
-from kvkeep.engine import Engine, Request, graph
-from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.segments import Owner
-from kvkeep.store import PooledStore
+from kvkeep.backends.triton import launch
+from kvkeep.engine import Engine, Request, cuda_graphs
+from kvkeep.engine.cuda_graphs import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
+from kvkeep.engine.kv_manager import Owner
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.pooled_store import PooledStore
 
 from .models import CONFIGS, DEVICE, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of
@@ -82,7 +82,7 @@ def test_other_architectures(name):
 def kernels(monkeypatch):
     """Triton's interpreter does the work; what itself does with tensors is none of the step's business."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    if not gpu.interprets():
+    if not launch.interprets():
         pytest.skip("kernels run compiled here, not interpreted")
     run = interpreter.GridExecutor.__call__
 
@@ -204,16 +204,16 @@ def test_a_policy_that_waits_is_run_without(caplog, monkeypatch):
 
 def test_refused_policies_are_forgotten_in_time():
     graphs = Graphs(model("llama"), {})
-    for sinks in range(graph.MOST_REFUSED + 1):
+    for sinks in range(cuda_graphs.MOST_REFUSED + 1):
         graphs._refuse(kvkeep.parse(f"streaming_llm:sinks={sinks}"), "it waits")
-    assert [policy.sinks for policy in graphs.refused] == [graph.MOST_REFUSED]
+    assert [policy.sinks for policy in graphs.refused] == [cuda_graphs.MOST_REFUSED]
 
 
 def test_a_watch_that_cannot_begin_leaves_nothing_behind(monkeypatch):
     def fail():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(graph, "_Methods", fail)
+    monkeypatch.setattr(cuda_graphs, "_Methods", fail)
     with pytest.raises(KeyboardInterrupt), NoWaiting():
         pass
     assert torch.ones(1).sum().item() == 1.0

@@ -7,8 +7,8 @@ from sweeps import sweep
 
 from kvkeep import InputError, backends
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.loss import LostMass
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.lost_mass import LostMass
 from kvkeep.policies._mass import HeavyHitters
 
 from .models import model

@@ -7,12 +7,14 @@ import torch
 from sweeps import sweep
 
 import kvkeep
-from kvkeep.engine import Engine, Request, trial
-from kvkeep.engine.choice import _end_of_prompt as end_of_prompt
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
-from kvkeep.policies._heads import under
-from kvkeep.store import Block, DenseStore, PooledStore
+from kvkeep.engine import Engine, Request, budget_guard
+from kvkeep.engine.budget_guard import _end_of_prompt as end_of_prompt
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.block import Block
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.store import DenseStore
+from kvkeep.policies._head_budgets import under
 
 from .models import model
 from .test_equal import prompt_of
@@ -126,7 +128,7 @@ def test_a_session_keeps_the_budget_that_its_first_turn_chose(rule, tmp_path):
 
 def test_a_budget_whose_tokens_the_row_does_not_hold_is_passed_over(monkeypatch):
     """A division that gives a head more of a smaller budget than of the whole."""
-    real, calls = trial.shared_budgets, []
+    real, calls = budget_guard.shared_budgets, []
 
     def unfair(policy, layers):
         calls.append(real(policy, layers))
@@ -136,7 +138,7 @@ def test_a_budget_whose_tokens_the_row_does_not_hold_is_passed_over(monkeypatch)
         poorest, found = whole.argmin(dim=1, keepdim=True), torch.ones_like(whole)
         return found.scatter(1, poorest, calls[0].sum(dim=1, keepdim=True) - found.shape[1] + 1)
 
-    monkeypatch.setattr(trial, "shared_budgets", unfair)
+    monkeypatch.setattr(budget_guard, "shared_budgets", unfair)
     engine = engine_of(rule="global:0", policy="snapkv:window=1", rows=1)
     (result,) = engine.generate([asked(1, new=NEW, guard=1.0)])
     assert (result.budget, result.guarded, result.error) == (8, True, None)
@@ -168,6 +170,6 @@ def test_a_token_that_no_slot_holds_leaves_an_empty_one(store):
         torch.tensor(places, dtype=torch.int32).expand(1, 2, -1) for places in ([3, 0, 2, 4], [0, 1, 3, -1])
     )
     block.store.fill(keys[:, :, [3, 0, 2, 4]], -keys[:, :, [3, 0, 2, 4]], held)
-    trial.Reduced.of(block, trial.Cut(wanted, torch.zeros(1, 2), None)).put(other)
+    budget_guard.Reduced.of(block, budget_guard.Cut(wanted, torch.zeros(1, 2), None)).put(other)
     assert other.store.positions[..., :4].tolist() == [[[0, -1, 3, -1]] * 2]
     assert other.store.slots().keys[..., [0, 2], 0].tolist() == [[[0.0, 3.0]] * 2]

@@ -12,10 +12,10 @@ import kvkeep
 from kvkeep import BoundedCache, BudgetError, InputError, UnsupportedOperationError
 from kvkeep.budget import by_head
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
-from kvkeep.models.weights import fingerprint
-from kvkeep.store import PooledStore
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.models.weight_hash import fingerprint
 from kvkeep.types import Phase
 
 from .models import DEVICE, model

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import PolicyError
-from kvkeep.memory import bytes_of
+from kvkeep.kv.memory_usage import bytes_of
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 from .models import alone, model
 from .test_equal import prompt_of

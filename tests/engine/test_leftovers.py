@@ -7,8 +7,8 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.store import PooledStore
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.kv.pooled_store import PooledStore
 
 from .models import DEVICE, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of

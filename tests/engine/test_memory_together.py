@@ -8,8 +8,8 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep import Snapshot
-from kvkeep.engine import Engine, Request, twins
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine import Engine, Request, scheduler
+from kvkeep.engine.sampling_params import Sampling
 
 from .models import model
 from .test_equal import prompt_of
@@ -79,7 +79,7 @@ def tell(engine, talk, path=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "chunk"), sweep([(n, c) for n in range(12) for c in (None, 6)], lambda c: c[0] < 4))
 def test_each_gets_what_it_gets_alone(seed, chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(twins, "SHORTEST", 4)
+    monkeypatch.setattr(scheduler, "SHORTEST", 4)
     rng, options = random.Random(seed), {"policy": "h2o:recent=2", "budget": 64, "prefill_chunk": chunk}
     talks = list(talks_of(rng, chunk))
     shelf = {"session_dir": tmp_path / "idle", "session_memory": rng.choice([0, 3000]), "rows": rng.randint(1, 3)}

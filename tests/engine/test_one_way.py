@@ -8,9 +8,9 @@ import torch
 from commands import completions, run, write
 from transformers import LlamaConfig
 
+from kvkeep.batch.input import COMPLETION, parse
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.jobs.lines import COMPLETION, parse
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.noise import spread, uniform
 
 from .models import CONFIGS, alone, model

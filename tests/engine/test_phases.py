@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import kvkeep
+from kvkeep.cache.layer import Layer
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.layer import Layer
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.types import AttentionOptions, Phase
 
 from .models import DEVICE, alone, model

@@ -11,7 +11,7 @@ import kvkeep
 from kvkeep import BudgetError, InputError, backends
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.types import Phase
 
 from .models import DEVICE, alone, model
@@ -62,7 +62,7 @@ def test_a_step_with_pins_equals_the_plain_path(backend, monkeypatch):
     held = []
     for fuses in (True, False):
         if not fuses:
-            monkeypatch.setattr("kvkeep.held.fuses", lambda *given, **others: False)
+            monkeypatch.setattr("kvkeep.cache.eviction.fuses", lambda *given, **others: False)
         cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8, pins=[[(1, 3)], []])
         ids = torch.tensor([prompt_of(1, 30), prompt_of(2, 30)], device=DEVICE)
         with torch.inference_mode():

@@ -5,7 +5,7 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 
 from .models import alone, model

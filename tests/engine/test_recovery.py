@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.generation import Generation
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.dispatcher import Box
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.engine.service import Box
+from kvkeep.engine.sequence import Generation
 from kvkeep.errors import (
     BrokenCacheError,
     BudgetError,
@@ -166,7 +166,7 @@ def test_a_listener_that_leaves_while_its_request_is_checked_adds_nothing(monkey
 
 def test_checking_a_request_makes_no_cache(monkeypatch):
     engine = Engine(model("llama"), policy="h2o", budget=20, rows=1)
-    monkeypatch.setattr("kvkeep.cache.BoundedCache.__init__", None)
+    monkeypatch.setattr("kvkeep.cache.bounded_cache.BoundedCache.__init__", None)
     for budget in range(4, 20):
         engine.check(Request(prompt=(1, 2), budget=budget, policy="snapkv:window=2"))
 
@@ -485,7 +485,7 @@ def test_an_error_that_cannot_be_told_or_logged_harms_nobody_else(error, monkeyp
         engine.add(request)
     engine.step()
     if error is RuntimeError:  # somebody's handler of the log fails
-        monkeypatch.setattr("kvkeep.engine.work._log.debug", lambda *args, **options: 1 / 0)
+        monkeypatch.setattr("kvkeep.engine.engine._log.debug", lambda *args, **options: 1 / 0)
 
     def fail(*args):
         raise error

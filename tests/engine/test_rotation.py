@@ -8,9 +8,9 @@ from sweeps import sweep
 from transformers import AutoModelForCausalLM
 
 import kvkeep
-from kvkeep.engine import Engine, Request, room, rotation
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine import Engine, Request, admission, swapping
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import BudgetError, InputError
 
 from .models import alone
@@ -25,8 +25,8 @@ KINDS = ("h2o", "full", "random", "adakv:window=4", "spatten", "scissorhands")
 @pytest.fixture(autouse=True)
 def restless(monkeypatch):
     """Rows change hands after every token, whatever the copies take."""
-    monkeypatch.setattr(rotation, "SHARE", 1e9)
-    monkeypatch.setattr(rotation, "LEAST", 1)
+    monkeypatch.setattr(swapping, "SHARE", 1e9)
+    monkeypatch.setattr(swapping, "LEAST", 1)
 
 
 def wish(n, new=7, **options):
@@ -148,9 +148,9 @@ def test_no_more_than_so_many_wait_in_main_memory(host_rows):
 
 
 def test_sessions_prefixes_and_equal_prompts(monkeypatch):
-    from kvkeep.engine import twins
+    from kvkeep.engine import scheduler
 
-    monkeypatch.setattr(twins, "SHORTEST", 4)
+    monkeypatch.setattr(scheduler, "SHORTEST", 4)
     prompt = prompt_of(9, 9)
 
     def asked(host_rows):
@@ -269,8 +269,8 @@ class Clock:
 @pytest.mark.parametrize(("step", "copy"), [(0.1, 0.01), (0.1, 0.3), (0.01, 0.01), (0.5, 0.001)])
 def test_copies_take_a_small_share_of_the_time(step, copy, monkeypatch):
     clock, plain = Clock(), (Rows.take, Rows.begin)
-    monkeypatch.setattr(rotation, "SHARE", 0.05)
-    monkeypatch.setattr(rotation, "time", clock)
+    monkeypatch.setattr(swapping, "SHARE", 0.05)
+    monkeypatch.setattr(swapping, "time", clock)
 
     def later(number, by):
         def run(self, *args, **options):
@@ -296,7 +296,7 @@ def test_numbers_that_are_none_and_memory_that_is_not_there(monkeypatch):
         with pytest.raises(InputError, match="host_rows"):
             engine_of(host_rows=wrong)
     row = engine_of().row_bytes
-    monkeypatch.setattr(room, "free_bytes", lambda device: 10 * row)
+    monkeypatch.setattr(admission, "free_bytes", lambda device: 10 * row)
     engine_of(rows=2, host_rows=8)
     with pytest.raises(BudgetError, match=r"host_rows=9 takes up to .* beside 2 rows.*`host_rows=8` or less"):
         engine_of(rows=2, host_rows=9)

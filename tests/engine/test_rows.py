@@ -11,9 +11,9 @@ from sweeps import sweep
 
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.blocks import Blocks
-from kvkeep.engine.room import _limits, free_bytes
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.admission import _limits, free_bytes
+from kvkeep.engine.kv_blocks import Blocks
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import show_bytes
 from kvkeep.policies.base import Policy
 

@@ -13,10 +13,9 @@ from transformers.generation.logits_process import (
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.generation import Generation
-from kvkeep.engine.penalties import changed
-from kvkeep.engine.sampler import choose, draw
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampler import changed, choose, draw
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sequence import Generation
 from kvkeep.errors import InputError
 
 from .models import DEVICE, VOCABULARY, model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("no_checked_annotations")

@@ -11,7 +11,7 @@ from sweeps import sweep
 
 from kvkeep import BudgetError
 from kvkeep.engine import Engine, Request, scheduler
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.engine.scheduler import SHARED_TOKENS
 
 from .models import alone, model

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
 
 from .models import DEVICE, VOCABULARY, model

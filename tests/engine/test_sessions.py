@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.service import Box
+from kvkeep.engine.dispatcher import Box
 from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
 
 from .models import DEVICE, model

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvkeep.engine import Request
+from kvkeep.kv.row_copy import take_row, take_rows
 from kvkeep.snapshot import put
-from kvkeep.store import take_row, take_rows
 
 from .session_models import engine_of, short
 from .test_equal import prompt_of

@@ -12,11 +12,10 @@ from sweeps import sweep
 from transformers import AutoModelForCausalLM
 
 import kvkeep
-from kvkeep.engine import Engine, room, rotation, staging
-from kvkeep.engine.rows import Rows
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.staging import Staging, block_bytes, bound
-from kvkeep.engine.transfers import CudaCopyQueue
+from kvkeep.engine import Engine, admission, host_copies, swapping
+from kvkeep.engine.host_copies import CudaCopyQueue, Staging, block_bytes, bound
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import BudgetError
 
 from .late import LateQueue
@@ -34,8 +33,8 @@ OPERATIONS = ("empty", "pinned", "copy", "half a copy", "hold", "query", "wait",
 @pytest.fixture(autouse=True)
 def restless(monkeypatch):
     """Rows change hands after every token, whatever the copies take."""
-    monkeypatch.setattr(rotation, "SHARE", 1e9)
-    monkeypatch.setattr(rotation, "LEAST", 1)
+    monkeypatch.setattr(swapping, "SHARE", 1e9)
+    monkeypatch.setattr(swapping, "LEAST", 1)
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def made(monkeypatch):
 
     def make(queue, *args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr("kvkeep.engine.engine.staging_for", lambda device: Staging(queue))
+            patch.setattr("kvkeep.engine.host_copies.staging_for", lambda device: Staging(queue))
             return engine_of(*args, **options)
 
     return make
@@ -106,7 +105,7 @@ def test_states_go_with_their_sequences(name, queue, monkeypatch):
     network = AutoModelForCausalLM.from_config(HYBRIDS[name]()).eval()
     requests = [wish(n) for n in range(3)]
     want = [Engine(network, rows=1, policy="h2o", budget=10).generate([one])[0].token_ids for one in requests]
-    monkeypatch.setattr("kvkeep.engine.engine.staging_for", lambda device: Staging(queue))
+    monkeypatch.setattr("kvkeep.engine.host_copies.staging_for", lambda device: Staging(queue))
     engine = Engine(network, rows=1, host_rows=2, policy="h2o", budget=10)
     assert everything(engine, queue, requests) == want
 
@@ -323,7 +322,7 @@ def test_layers_on_several_devices_wait_for_their_copies(queue, made):
 
 
 def test_on_a_cpu_there_is_none():
-    assert staging.staging_for(torch.device("cpu")) is None
+    assert host_copies.staging_for(torch.device("cpu")) is None
     assert engine_of(host_rows=2)._rotation.staging is None
 
 
@@ -354,7 +353,7 @@ def test_blocks_of_pinned_memory_are_powers_of_two_and_full():
 def test_main_memory_for_whole_blocks(queue, made, monkeypatch):
     row = engine_of().row_bytes
     each = -(-row // block_bytes(row)) * block_bytes(row)
-    monkeypatch.setattr(room, "free_bytes", lambda device: 2 * row + 8 * each)
+    monkeypatch.setattr(admission, "free_bytes", lambda device: 2 * row + 8 * each)
     made(queue, rows=2, host_rows=8)
     with pytest.raises(BudgetError, match=r"host_rows=9 takes up to .* beside 2 rows.*`host_rows=8` or less"):
         made(queue, rows=2, host_rows=9)
@@ -363,7 +362,7 @@ def test_main_memory_for_whole_blocks(queue, made, monkeypatch):
 def test_what_steps_wait_for_is_measured(queue, made, monkeypatch):
     """The device goes on when Python does: its work before a swap is no copy, and the copies of a swap are."""
     clock, behind = Clock(), [0.0]
-    monkeypatch.setattr(rotation, "time", clock)
+    monkeypatch.setattr(swapping, "time", clock)
 
     def waits():
         clock.now += behind[0]

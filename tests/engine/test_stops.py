@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.engine import Engine, Request, stops
-from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.stops import StopText
+from kvkeep.engine import Engine, Request, detokenizer
+from kvkeep.engine.detokenizer import StopText
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.models import tiny
 from kvkeep.models.load import load
 
@@ -89,12 +89,12 @@ def test_the_models_own_end(loaded):
 
 
 def lines_run(work):
-    """Lines of `kvkeep.engine.stops` that a piece of work runs: a measure that no other load on the machine changes."""
+    """Lines of `kvkeep.engine.detokenizer` that a piece of work runs: a measure that no other load on the machine changes."""
     count = 0
 
     def watch(frame, event, argument):
         nonlocal count
-        if frame.f_code.co_filename != stops.__file__:
+        if frame.f_code.co_filename != detokenizer.__file__:
             return None
         count += event == "line"
         return watch

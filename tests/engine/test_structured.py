@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("llguidance")
 
 import kvkeep
-from kvkeep.engine import grammars
+from kvkeep.engine import grammar
+from kvkeep.errors import pip_install
 from kvkeep.models.load import embedded, find, quiet, read_weights
 
 PERSON = {
@@ -251,13 +252,13 @@ def test_a_bomb_is_refused_or_bounded(engine, form):
     except kvkeep.InputError as error:
         said = str(error)
     assert any(words in said for words in ("cannot be used", "to compile", "too complex", "no error"))
-    assert time.monotonic() - start < grammars.TIMEOUT_S + 10
+    assert time.monotonic() - start < grammar.TIMEOUT_S + 10
     assert engine.generate(request({"choice": ["fine"]}))[0].text == "fine"
 
 
 def test_a_grammar_that_takes_too_long_is_ended(parts, monkeypatch):
-    monkeypatch.setattr(grammars, "TIMEOUT_S", 0.001)
-    monkeypatch.setattr(grammars, "MEMORY_BYTES", 2**34)
+    monkeypatch.setattr(grammar, "TIMEOUT_S", 0.001)
+    monkeypatch.setattr(grammar, "MEMORY_BYTES", 2**34)
     with kvkeep.Engine(*parts, budget=64, rows=1) as engine:
         with pytest.raises(kvkeep.InputError, match=r"The JSON schema takes more than .* Use a simpler one"):
             engine.add(request({"json": {"type": "integer", "multipleOf": 300_007}}))
@@ -269,9 +270,9 @@ def test_a_slow_grammar_holds_up_no_other_request_and_few_wait(engine, monkeypat
     """Neither requests with a grammar that is known, nor the steps of the engine."""
     known = request({"choice": ["fine"]})
     engine.generate(known)
-    slow, ask = threading.Event(), grammars.Worker.ask
-    monkeypatch.setattr(grammars.Worker, "ask", lambda *given: slow.wait(60) and ask(*given))
-    monkeypatch.setattr(grammars, "MOST_WAITING", 3)
+    slow, ask = threading.Event(), grammar.Worker.ask
+    monkeypatch.setattr(grammar.Worker, "ask", lambda *given: slow.wait(60) and ask(*given))
+    monkeypatch.setattr(grammar, "MOST_WAITING", 3)
     found = []
 
     def add(word):
@@ -295,11 +296,11 @@ def test_a_slow_grammar_holds_up_no_other_request_and_few_wait(engine, monkeypat
 
 
 def test_a_grammar_is_compiled_once_and_few_are_kept(parts, monkeypatch):
-    monkeypatch.setattr(grammars, "MOST", 2)
-    monkeypatch.setattr(grammars, "_MOST_TRIED", 2)
+    monkeypatch.setattr(grammar, "MOST", 2)
+    monkeypatch.setattr(grammar, "_MOST_TRIED", 2)
     asked = []
-    ask = grammars.Worker.ask
-    monkeypatch.setattr(grammars.Worker, "ask", lambda *given: asked.append(given[1]) or ask(*given))
+    ask = grammar.Worker.ask
+    monkeypatch.setattr(grammar.Worker, "ask", lambda *given: asked.append(given[1]) or ask(*given))
     with kvkeep.Engine(*parts, budget=64, rows=2) as engine:
         for word in ("a", "b", "b", "b", "c", "b", "a"):
             assert engine.generate(request({"choice": [word]}))[0].text == word
@@ -321,7 +322,7 @@ def test_without_the_package_the_remedy_is_named(parts, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with (
         kvkeep.Engine(*parts, budget=64, rows=1) as engine,
-        pytest.raises(kvkeep.InputError, match=r"pip install 'kvkeep\[structured\]'"),
+        pytest.raises(kvkeep.InputError, match=re.escape(pip_install("structured"))),
     ):
         engine.add(request({"choice": ["x"]}))
 

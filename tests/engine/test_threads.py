@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvkeep.engine import Engine, Request, service
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine import Engine, Request, dispatcher
+from kvkeep.engine.dispatcher import Turn
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.engine.turn import Turn
 from kvkeep.errors import InputError, KVKeepError
 
 from .models import alone, model
@@ -196,7 +196,7 @@ def test_an_interrupt_that_comes_together_with_the_turn_hands_it_on(monkeypatch)
 
     turn.__enter__()
     turn._owner = None  # a thread that is not this one
-    monkeypatch.setattr("kvkeep.engine.turn.threading", SimpleNamespace(Lock=Gate, get_ident=threading.get_ident))
+    monkeypatch.setattr("kvkeep.engine.dispatcher.threading", SimpleNamespace(Lock=Gate, get_ident=threading.get_ident))
     with pytest.raises(KeyboardInterrupt):
         turn.__enter__()
     assert not turn._waiting
@@ -207,8 +207,8 @@ def test_an_interrupt_that_comes_together_with_the_turn_hands_it_on(monkeypatch)
 
 
 def test_the_end_of_python_waits_for_the_step_of_every_engine_and_lets_none_begin(monkeypatch):
-    monkeypatch.setattr(service, "_services", weakref.WeakSet())
-    engines = [service.Service(), service.Service()]
+    monkeypatch.setattr(dispatcher, "_services", weakref.WeakSet())
+    engines = [dispatcher.Service(), dispatcher.Service()]
     held, release, stopped = threading.Event(), threading.Event(), threading.Event()
 
     def step():
@@ -217,7 +217,7 @@ def test_the_end_of_python_waits_for_the_step_of_every_engine_and_lets_none_begi
             release.wait()
 
     def stop():
-        service._stop()
+        dispatcher._stop()
         assert all(one.turn.mine for one in engines)
         stopped.set()
 

@@ -4,8 +4,8 @@ import pytest
 from sweeps import sweep
 
 import kvkeep
-from kvkeep.engine import Request, twins
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine import Request, scheduler
+from kvkeep.engine.sampling_params import Sampling
 
 from .models import alone, model
 from .session_models import engine_of
@@ -17,7 +17,7 @@ KINDS = ("h2o", "full", "random", "adakv:window=4", "spatten", "scissorhands")
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch):
-    monkeypatch.setattr(twins, "SHORTEST", 4)
+    monkeypatch.setattr(scheduler, "SHORTEST", 4)
 
 
 def wish(prompt=PROMPT, new=6, **options):
@@ -171,7 +171,7 @@ def test_closing_ends_those_that_wait():
 
 
 def test_requests_are_not_taken_without_end_while_twins_wait(monkeypatch):
-    monkeypatch.setattr(twins, "MOST", 5)
+    monkeypatch.setattr(scheduler, "MOST", 5)
     engine, taken = engine_of(rows=2), []
 
     def source():

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvkeep.engine import Request
-from kvkeep.snapshot import Snapshot, writing
+from kvkeep.snapshot import Snapshot, file_io
 
 from .session_models import answers, engine_of, short
 from .test_equal import prompt_of
@@ -41,8 +41,8 @@ class SlowDisk:
 
 @pytest.fixture
 def disk(monkeypatch):
-    found = SlowDisk(writing.write_whole)
-    monkeypatch.setattr(writing, "write_whole", found)
+    found = SlowDisk(file_io.write_whole)
+    monkeypatch.setattr(file_io, "write_whole", found)
     yield found
     found.goes_on.set()
 

@@ -11,10 +11,9 @@ import torch
 
 from kvkeep import parse
 from kvkeep.errors import InputError
-from kvkeep.evals.answered import Item, prompt_of
-from kvkeep.evals.drive import Drive
-from kvkeep.evals.replies import read, texts
-from kvkeep.evals.synthetic import words
+from kvkeep.evals import synthetic
+from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.qa_task import Item, prompt_of, read, texts
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS, longbench, ruler
 from kvkeep.evals.tasks.hidden import KeyValue, Needle, Passkey
@@ -22,7 +21,7 @@ from kvkeep.evals.tasks.longbench import LongBench
 from kvkeep.evals.tasks.ruler import Ruler
 from kvkeep.models import load as loading
 from kvkeep.models.load import embedded, quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 SQUAD = {
     "data": [
@@ -428,14 +427,14 @@ def test_every_task_with_questions_shows_its_protocol():
 
 
 def test_words_are_different_and_many():
-    assert len(set(words.words(words.random.Random(0), 20_000))) == 20_000
-    assert words.planted(["a.", "b."], ["X.", "Y."], [1.0, 0.0]) == "Y. a. b. X."
+    assert len(set(synthetic.words(synthetic.random.Random(0), 20_000))) == 20_000
+    assert synthetic.planted(["a.", "b."], ["X.", "Y."], [1.0, 0.0]) == "Y. a. b. X."
 
 
 def test_a_haystack_of_odd_texts():
-    assert len(words.Haystack("  \n ", 0).first(5)) == 5
-    assert words.Haystack("one two", 0).first(3) == ["one two"] * 3
-    assert max(len(part.split()) for part in words.sentences("word " * 1000)) == 60
+    assert len(synthetic.Haystack("  \n ", 0).first(5)) == 5
+    assert synthetic.Haystack("one two", 0).first(3) == ["one two"] * 3
+    assert max(len(part.split()) for part in synthetic.sentences("word " * 1000)) == 60
 
 
 def test_other_files_are_another_run(tmp_path):

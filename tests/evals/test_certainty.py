@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvkeep.evals import certainty, report, versus
-from kvkeep.evals.intervals import of_share
+from kvkeep.evals import confidence, report
+from kvkeep.evals.confidence import of_share
 
 
 def row(policy, grades, budget="20%", case="a", task="needle", seed=0, **more):
@@ -24,24 +24,24 @@ def drawn(share, n, seed):
 
 
 def test_right_and_wrong_have_wilsons_interval_and_other_grades_a_bootstrap():
-    assert certainty.of_cell([row("h2o", [1.0] * 5 + [0.0] * 15)]) == of_share(5, 20)
-    low, high = certainty.of_cell([row("h2o", [0.1 * (i % 10) for i in range(100)])])
+    assert confidence.of_cell([row("h2o", [1.0] * 5 + [0.0] * 15)]) == of_share(5, 20)
+    low, high = confidence.of_cell([row("h2o", [0.1 * (i % 10) for i in range(100)])])
     assert low < 45 < high
     assert high - low == pytest.approx(2 * 1.96 * 28.7 / 10, rel=0.15)
-    assert certainty.of_cell([row("h2o", [0.5] * 3)]) == (50, 50)
+    assert confidence.of_cell([row("h2o", [0.5] * 3)]) == (50, 50)
 
 
 def test_seeds_are_more_questions_and_one_question_has_no_interval():
     both = [row("h2o", [1.0, 0.0], seed=seed) for seed in range(5)]
-    assert certainty.of_cell(both) == of_share(5, 10)
-    assert all(map(math.isnan, certainty.of_cell([row("h2o", [1.0])])))
-    assert all(map(math.isnan, certainty.of_cell([row("h2o", [])])))
+    assert confidence.of_cell(both) == of_share(5, 10)
+    assert all(map(math.isnan, confidence.of_cell([row("h2o", [1.0])])))
+    assert all(map(math.isnan, confidence.of_cell([row("h2o", [])])))
 
 
 def test_bootstrap_intervals_hold_the_true_mean_as_often_as_they_say():
     rng, hits = random.Random(0), 0
     for _ in range(200):
-        low, high = certainty.of_cell([row("h2o", [rng.random() for _ in range(60)])])
+        low, high = confidence.of_cell([row("h2o", [rng.random() for _ in range(60)])])
         hits += low <= 50 <= high
     assert 0.90 <= hits / 200 <= 0.99
 
@@ -50,19 +50,19 @@ def test_bootstrap_intervals_hold_the_true_mean_as_often_as_they_say():
 def test_the_sign_flip_test_of_right_and_wrong_is_mcnemars(only, other):
     n, k = only + other, min(only, other)
     exact = min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
-    assert certainty.sign_flip([1.0] * only + [-1.0] * other + [0.0] * 9) == pytest.approx(exact)
+    assert confidence.sign_flip([1.0] * only + [-1.0] * other + [0.0] * 9) == pytest.approx(exact)
 
 
 def test_no_difference_is_none_and_many_texts_are_drawn():
-    assert certainty.sign_flip([]) == certainty.sign_flip([0.0] * 50) == 1.0
-    assert certainty.sign_flip([1.0] * 40) < 0.001
-    assert certainty.sign_flip([1.0, -1.0] * 20) == pytest.approx(1.0, abs=0.01)
+    assert confidence.sign_flip([]) == confidence.sign_flip([0.0] * 50) == 1.0
+    assert confidence.sign_flip([1.0] * 40) < 0.001
+    assert confidence.sign_flip([1.0, -1.0] * 20) == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_real_difference_is_clear_and_a_small_one_is_not():
     better, worse = [1.0] * 50, [1.0] * 25 + [0.0] * 25
     found = {
-        (p.one, p.other): p for p in certainty.pairs([row("a", better), row("b", worse), row("c", [0.0, *better[1:]])])
+        (p.one, p.other): p for p in confidence.pairs([row("a", better), row("b", worse), row("c", [0.0, *better[1:]])])
     }
     assert found["a", "b"].clear
     assert found["a", "b"].points == 50
@@ -78,7 +78,7 @@ def test_equal_policies_are_seldom_told_apart_although_there_are_many_pairs():
     wrong = 0
     for run in range(60):
         rows = [row(f"p{i}", drawn(0.5, 40, 100 * run + i)) for i in range(5)]
-        wrong += any(pair.clear for pair in certainty.pairs(rows))
+        wrong += any(pair.clear for pair in confidence.pairs(rows))
     assert wrong <= 8  # 5 % of 60 are 3
 
 
@@ -89,13 +89,13 @@ def test_full_meets_every_budget_and_protocols_never_mix():
         row("h2o", [1.0] * 4, "20%"),
         row("tova", [1.0] * 4, "20%", case="a,ask=later"),
     ]
-    found = [(p.protocol, p.budget, p.one, p.other) for p in certainty.pairs(rows)]
+    found = [(p.protocol, p.budget, p.one, p.other) for p in confidence.pairs(rows)]
     assert found == [("inside", "10%", "full", "h2o"), ("inside", "20%", "full", "h2o")]
 
 
 def test_only_the_same_questions_are_compared():
     rows = [row("a", [1.0] * 4), row("b", [0.0] * 2), row("c", [0.0] * 3, case="other")]
-    found = {(p.one, p.other): p for p in certainty.pairs(rows)}
+    found = {(p.one, p.other): p for p in confidence.pairs(rows)}
     assert (found["a", "b"].n, found["a", "b"].points) == (2, 100)
     assert found["a", "c"].n == 0
     assert math.isnan(found["a", "c"].points)
@@ -104,30 +104,30 @@ def test_only_the_same_questions_are_compared():
 
 def test_tables_show_intervals_the_best_policy_and_stars():
     rows = [row("full", [1.0] * 40, "100%"), row("a", [1.0] * 40), row("b", [0.0] * 40), row("c", [1.0] * 39 + [0.0])]
-    (own, _) = report.tables(rows, certainty.of_cell)
+    (own, _) = report.tables(rows, confidence.of_cell)
     assert own.rows["b"][0] == "0% (0–9)"
     assert own.title.endswith("with 95 % intervals")
-    (table,) = versus.tables(rows)
+    (table,) = confidence.difference_tables(rows)
     assert table.columns == ["20%"]
     assert table.rows["a"] == ["best"]
     assert table.rows["b"][0].startswith("−100 (")
     assert table.rows["b"][0].endswith(" *")
     assert not table.rows["c"][0].endswith("*")
-    (note,) = versus.notes(rows)
+    (note,) = confidence.notes(rows)
     assert "at n=40" in note
     assert "would need about" in note
 
 
 def test_one_policy_or_rows_without_grades_have_no_table():
-    assert versus.tables([row("a", [1.0, 0.0])]) == []
-    assert versus.notes([row("a", [1.0, 0.0])]) == []
+    assert confidence.difference_tables([row("a", [1.0, 0.0])]) == []
+    assert confidence.notes([row("a", [1.0, 0.0])]) == []
     bare = {**row("a", []), "score": {"score": 0.5}}
-    assert certainty.pairs([bare, {**bare, "policy": "b"}]) == []
-    assert report.tables([bare], certainty.of_cell)[0].rows == {"a": ["50%"]}
+    assert confidence.pairs([bare, {**bare, "policy": "b"}]) == []
+    assert report.tables([bare], confidence.of_cell)[0].rows == {"a": ["50%"]}
 
 
 def test_json_is_plain_and_finite():
-    found = certainty.as_json([row("a", [1.0]), row("b", [0.0]), row("c", [1.0], case="other")])
+    found = confidence.as_json([row("a", [1.0]), row("b", [0.0]), row("c", [1.0], case="other")])
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["intervals"][0]["interval"] == [None, None]
     assert found["pairs"][0]["points"] == 100

@@ -9,12 +9,12 @@ import torch
 
 from kvkeep import parse
 from kvkeep.errors import InputError
-from kvkeep.evals import choices
 from kvkeep.evals.task import Options
+from kvkeep.evals.tasks import choice
 from kvkeep.evals.tasks.choice import MultipleChoice
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 COPA = {"premise": "The dog ran.", "choice1": "It saw a cat.", "choice2": "It slept.", "question": "cause", "label": 0}
 BOOK = {
@@ -89,18 +89,18 @@ def writer():
     return Writer(checkpoint, loading.read_weights(checkpoint))
 
 
-@pytest.mark.parametrize("name", choices.NAMES)
+@pytest.mark.parametrize("name", choice.NAMES)
 def test_the_formats_of_the_authors(name, tmp_path):
     row, contexts, said, right = ROWS[name]
     (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    assert choices.questions(name, str(tmp_path)) == [choices.Choice(contexts, said, right)]
-    assert choices.known_in(str(tmp_path)) == [name]
+    assert choice.questions(name, str(tmp_path)) == [choice.Choice(contexts, said, right)]
+    assert choice.known_in(str(tmp_path)) == [name]
 
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_the_format_of_llm_adapters(name, tmp_path):
     (tmp_path / f"{name}.json").write_text(json.dumps([ADAPTED[name]]))
-    assert choices.questions(name, str(tmp_path)) == [choices.Choice(*ROWS[name][1:])]
+    assert choice.questions(name, str(tmp_path)) == [choice.Choice(*ROWS[name][1:])]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_format_of_llm_adapters(name, tmp_path):
 def test_mathqas_options_in_every_form(options, tmp_path):
     row = {"Problem": "1 + 1 ?", "options": options, "correct": "b"}
     (tmp_path / "mathqa.jsonl").write_text(json.dumps(row) + "\n")
-    (found,) = choices.questions("mathqa", str(tmp_path))
+    (found,) = choice.questions("mathqa", str(tmp_path))
     assert found.choices == (" 2", " 1 , 000", " 5 cm")
 
 
@@ -127,7 +127,7 @@ def test_mathqas_options_in_every_form(options, tmp_path):
 def test_entries_of_another_format_are_named(row, said, tmp_path):
     (tmp_path / "copa.jsonl").write_text(json.dumps(COPA) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(InputError, match=said):
-        choices.questions("copa", str(tmp_path))
+        choice.questions("copa", str(tmp_path))
 
 
 def load(tmp_path, n=8, **options):

@@ -1,14 +1,15 @@
 """Tables and plots, made from rows alone."""
 
 import math
+import re
 import struct
 
 import pytest
 
 from kvkeep import plots
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 from kvkeep.evals import curves, report
-from kvkeep.evals.intervals import of_mean, of_share
+from kvkeep.evals.confidence import of_mean, of_share
 from kvkeep.evals.report import MEASURES, over
 
 POLICIES = ("local", "h2o", "tova")
@@ -263,7 +264,7 @@ def test_depths_without_questions_are_left_out():
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'kvkeep\[plots\]'"):
+    with pytest.raises(InputError, match=re.escape(pip_install("plots"))):
         curves.plots(rows(), tmp_path)
 
 

@@ -12,17 +12,17 @@ import pytest
 
 from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
-from kvkeep.evals import plan
-from kvkeep.evals.drive import PLAIN, Setup
-from kvkeep.evals.plan import Asked, Cell, Wanted, split_policies
-from kvkeep.evals.records import MANIFEST, ROWS, Records, key_of
+from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.grid import Asked, Cell, Wanted, split_policies
+from kvkeep.evals.records import ROWS, Records, key_of
 from kvkeep.evals.run import Part, lay_out, run
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import find
+from kvkeep.head_profile import Profile
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
-from kvkeep.profile import Profile
+from kvkeep.models.tokenization import Writer
+from kvkeep.result_files import MANIFEST
 
 OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)
 BUDGETS = (Asked(ratio=0.2), Asked(tokens=12))
@@ -106,7 +106,7 @@ def test_a_policy_that_keeps_every_new_token_needs_room_for_them():
 
 def test_a_note_where_nothing_is_evicted():
     grid = laid_out(budgets=(Asked(tokens=40), Asked(tokens=39)))
-    assert plan.notes(grid.planned) == [
+    assert grid.notes(grid.planned) == [
         "perplexity window=40,stride=16: nothing is evicted at 40: the budget of 40 is not smaller than the 40 tokens "
         "of the text."
     ]
@@ -121,7 +121,7 @@ def test_longer_than_trained_is_noted():
 
 def test_a_layer_may_evict_where_the_budget_alone_would_not():
     grid = laid_out("local", budgets=(Asked(tokens=40),), layer_budget="ramp:0.5")
-    assert plan.notes(grid.planned) == []
+    assert grid.notes(grid.planned) == []
 
 
 # setups
@@ -412,7 +412,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_a_policy_that_runs_out_of_room_names_its_cell(tmp_path):
     task = find("agreement")[0].load(writer().checkpoint, OPTIONS)
     grid = laid_out("full", tasks="agreement")
-    short = plan.Planned(grid.planned[0].cell, parse("full"), PLAIN, (10, 10), (35, 35))
+    short = grid.Planned(grid.planned[0].cell, parse("full"), PLAIN, (10, 10), (35, 35))
     grid = dataclasses.replace(grid, parts=[Part(task, [short], OPTIONS)])
     with pytest.raises(CapacityError, match="agreement prompt=35,new=5: full at 100%: Row 0"):
         run(grid, writer(), Records(tmp_path))

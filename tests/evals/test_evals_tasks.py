@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from kvkeep import BoundedCache, parse
 from kvkeep.errors import InputError
-from kvkeep.evals import asking, metrics, replies, texts
-from kvkeep.evals.drive import Drive, left_padded
-from kvkeep.evals.plan import Asked
+from kvkeep.evals import qa_task, texts
+from kvkeep.evals.attention_probe import Drive, left_padded
+from kvkeep.evals.grid import Asked
 from kvkeep.evals.task import Options
-from kvkeep.evals.tasks import TASKS, find
+from kvkeep.evals.tasks import TASKS, find, recall
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.evals.tasks.continuation import Continuation
 from kvkeep.evals.tasks.mass import Mass
@@ -30,10 +30,10 @@ from kvkeep.evals.tasks.recall import Recall
 from kvkeep.models import load as loading
 from kvkeep.models import tiny
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
 from kvkeep.models.tiny.documents import STYLES, document
 from kvkeep.models.tiny.recall import question
 from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tokenization import Writer
 
 OPTIONS = Options(limit=3, window=50, contexts=(300,), facts=2)
 EVERYTHING = 10_000
@@ -330,15 +330,15 @@ def test_a_question_that_comes_later_is_cut_off_from_its_text(tmp_path, template
         own = (resources.files(tiny) / "chat_template.jinja").read_text()
         model_folders.edit_json(folder / "tokenizer_config.json", chat_template=own if template == "own" else template)
     checkpoint = loading.find(folder)
-    for asked in asking.ask(checkpoint, LATER, 400, 5):
-        ending = asking.ending_of(asked.question)
+    for asked in recall.ask(checkpoint, LATER, 400, 5):
+        ending = recall.ending_of(asked.question)
         text = asked.question.prompt.removesuffix(ending).rstrip()
         assert text[-30:-1] in checkpoint.tokenizer.decode(asked.ids[: asked.first])
         assert ending.split()[0] not in checkpoint.tokenizer.decode(asked.ids[: asked.first])[-10:]
         rest = checkpoint.tokenizer.decode(asked.ids[asked.first :])
         assert ending in rest
         assert len(rest) < len(ending) + 40
-    for asked in asking.ask(checkpoint, OPTIONS, 400, 5):
+    for asked in recall.ask(checkpoint, OPTIONS, 400, 5):
         assert asked.first == len(asked.ids) - 1
 
 
@@ -357,7 +357,7 @@ def test_later_questions_are_the_second_turn_of_generate(policy):
         out = model.generate(
             ids, past_key_values=cache, max_new_tokens=task.new_tokens, do_sample=False, pad_token_id=0
         )
-        reply_ids = out[0, ids.shape[1] :][: asking.NEW_TOKENS[task.wording]].tolist()
+        reply_ids = out[0, ids.shape[1] :][: recall.NEW_TOKENS[task.wording]].tolist()
         assert reply == writer().text_of(reply_ids)
 
 
@@ -412,8 +412,8 @@ def test_questions_about_one_text_are_asked_in_copies_of_one_memory(policy, monk
     assert sum(reads) == 8
     for item, budget, reply, shares in zip(asked, budgets, found, kept, strict=True):
         drive = Drive(writer(), parse(policy), [budget], first=item.document)
-        assert torch.equal(shares, replies.read(drive, [item])[0])
-        assert [reply] == replies.texts(writer(), drive, [item], asking.NEW_TOKENS[task.wording])
+        assert torch.equal(shares, qa_task.read(drive, [item])[0])
+        assert [reply] == qa_task.texts(writer(), drive, [item], recall.NEW_TOKENS[task.wording])
 
 
 def test_copies_of_a_memory_do_not_change_each_other_or_the_original():
@@ -452,10 +452,10 @@ def test_a_question_comes_ten_turns_after_its_fact(policy):
         for start, stop in itertools.pairwise(edges[: turn + 1]):
             drive.feed(*left_padded([item.ids[start:stop]]))
         rest = drive.copies([0])
-        assert [reply] == replies.texts(writer(), drive, [item], asking.NEW_TOKENS[task.wording])
+        assert [reply] == qa_task.texts(writer(), drive, [item], recall.NEW_TOKENS[task.wording])
         for start, stop in itertools.pairwise(edges[turn:]):
             rest.feed(*left_padded([item.ids[start:stop]]))
-        tenths = [metrics.kept_by_tenth(rest.cache.positions(i), [item.first]) for i in rest.cache.bounded_layers()]
+        tenths = [task.kept_by_tenth(rest.cache.positions(i), [item.first]) for i in rest.cache.bounded_layers()]
         torch.testing.assert_close(shares, torch.stack(tenths).mean(0)[0])
         turns.add(turn)
     assert turns == {11, 12}
@@ -540,8 +540,8 @@ def test_context_too_short_for_the_facts_is_refused():
     ],
 )
 def test_what_counts_as_right(wording, reply, right):
-    asked = asking.Question("", "amber", "colour", 0.5, (), ("amber", "red"))
-    assert asking.right(wording, asked, reply) is right
+    asked = recall.Question("", "amber", "colour", 0.5, (), ("amber", "red"))
+    assert recall.right(wording, asked, reply) is right
 
 
 @pytest.mark.parametrize(("own", "wording"), [(False, "instruction"), (True, "embedded")])
@@ -550,8 +550,8 @@ def test_wording_follows_the_chat_template(tmp_path, own, wording):
     template = (resources.files(tiny) / "chat_template.jinja").read_text() if own else model_folders.TEMPLATE
     model_folders.edit_json(folder / "tokenizer_config.json", chat_template=template)
     checkpoint = loading.find(folder)
-    assert asking.wording_of(checkpoint) == wording
-    (asked,) = asking.ask(checkpoint, OPTIONS, 400, 1)
+    assert recall.wording_of(checkpoint) == wording
+    (asked,) = recall.ask(checkpoint, OPTIONS, 400, 1)
     text = checkpoint.tokenizer.decode(asked.ids)
     assert (asked.question.prompt in text) is own
     assert text.startswith("<s><|user|> " if own else "<s>user: Read the text")
@@ -673,7 +673,7 @@ def test_every_task_is_plain_data_versioned_and_independent_of_batches(name, mon
     outcome = run(task, "random", budgets)
     assert task.headline in outcome.score
     json.dumps([task.settings(), outcome.score], allow_nan=False)
-    monkeypatch.setattr("kvkeep.evals.drive.BATCH_TOKENS", 1)  # every row alone
+    monkeypatch.setattr("kvkeep.evals.attention_probe.BATCH_TOKENS", 1)  # every row alone
     task.prepare(writer())
     alone = run(task, "random", budgets)
     assert alone.score[task.headline] == pytest.approx(outcome.score[task.headline], rel=1e-4)

@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from kvkeep import parse
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import KVKeepError
-from kvkeep.evals.drive import Drive
-from kvkeep.evals.harness import scoring, writing
-from kvkeep.evals.harness.arguments import Arguments, bounded_of, budget_of, sampling_of
-from kvkeep.evals.harness.protocol import Protocol
-from kvkeep.evals.harness.scoring import Bounded, Pair
-from kvkeep.evals.harness.writing import Wish
-from kvkeep.evals.plan import Asked
+from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.grid import Asked
+from kvkeep.evals.lm_eval import scoring
+from kvkeep.evals.lm_eval.command import Arguments, bounded_of, budget_of, sampling_of
+from kvkeep.evals.lm_eval.scoring import Bounded, EvaluationProtocol, Pair, Wish
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 IDS = torch.randint(3, 250, (200,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -117,15 +115,15 @@ def wish(start, n, first, new=4, until=()):
 def test_answers_are_those_of_each_prompt_alone(policy):
     wishes = [wish(0, 20, 19), wish(40, 12, 6), wish(60, 1, 1), wish(80, 17, 16), wish(100, 15, 10)]
     few = bounded(policy, 8, rows=2)
-    found = dict(writing.answers(few, wishes))
-    assert found == {i: next(writing.answers(few, [one]))[1] for i, one in enumerate(wishes)}
+    found = dict(scoring.answers(few, wishes))
+    assert found == {i: next(scoring.answers(few, [one]))[1] for i, one in enumerate(wishes)}
     assert all(isinstance(text, str) for text in found.values())
 
 
 def test_the_first_token_of_an_answer_depends_on_the_cut():
     """The last token of a prompt follows the cut, so even an answer of one token shows what was lost."""
     wishes = [wish(start, 24, 23, new=1) for start in range(0, 120, 8)]
-    assert dict(writing.answers(bounded(), wishes)) != dict(writing.answers(bounded("local", 3), wishes))
+    assert dict(scoring.answers(bounded(), wishes)) != dict(scoring.answers(bounded("local", 3), wishes))
 
 
 # protocol
@@ -137,11 +135,14 @@ PROMPT = "A text.\n\nQuestion: one? Answer: 1\n\nAnother text.\nQuestion: two? A
 @pytest.mark.parametrize(
     ("protocol", "head"),
     [
-        (Protocol(question="later"), "A text.\n\nQuestion: one? Answer: 1\n\nAnother text."),
-        (Protocol(examples="later"), "A text.\n\nQuestion: one? Answer: 1"),
-        (Protocol(question="later", examples="later"), "A text.\n\nQuestion: one? Answer: 1\n\nAnother text."),
-        (Protocol(question="later", question_mark="Answer:"), PROMPT.removesuffix("Answer:")),
-        (Protocol(question="later", question_mark="?!"), ""),
+        (EvaluationProtocol(question="later"), "A text.\n\nQuestion: one? Answer: 1\n\nAnother text."),
+        (EvaluationProtocol(examples="later"), "A text.\n\nQuestion: one? Answer: 1"),
+        (
+            EvaluationProtocol(question="later", examples="later"),
+            "A text.\n\nQuestion: one? Answer: 1\n\nAnother text.",
+        ),
+        (EvaluationProtocol(question="later", question_mark="Answer:"), PROMPT.removesuffix("Answer:")),
+        (EvaluationProtocol(question="later", question_mark="?!"), ""),
     ],
 )
 def test_prompts_are_cut_before_the_last_mark(protocol, head):
@@ -154,7 +155,7 @@ def test_prompts_are_cut_before_the_last_mark(protocol, head):
 
 
 def test_a_prompt_that_begins_with_its_question_has_nothing_to_cut():
-    later = Protocol(question="later")
+    later = EvaluationProtocol(question="later")
     assert later.place("Question: one?") == later.place("\nQuestion: one?") == 0
     assert "question_mark" in str(later.no_cut("Question: one?", 0))
 
@@ -176,7 +177,7 @@ def test_wrong_model_arguments_are_refused(options, said):
 @pytest.mark.parametrize("options", [{"question": "never"}, {"examples": "x"}, {"question_mark": ""}])
 def test_wrong_protocols_are_refused(options):
     with pytest.raises(KVKeepError, match=next(iter(options))):
-        Protocol(**options)
+        EvaluationProtocol(**options)
 
 
 @pytest.mark.parametrize("text", ["", "x", "%", "0", "-5", "0%", "120%", "nan%", "inf", "1e3"])
@@ -186,7 +187,7 @@ def test_wrong_budgets_are_refused(text):
 
 
 def test_a_budget_below_what_the_policy_protects_is_refused_before_weights_are_read(monkeypatch):
-    monkeypatch.setattr("kvkeep.evals.harness.arguments.read_weights", None)
+    monkeypatch.setattr("kvkeep.models.load.read_weights", None)
     with pytest.raises(KVKeepError):
         bounded_of(Arguments(pretrained=str(model_folders.folder()), policy="h2o:recent=20", budget="8"))
 

@@ -8,30 +8,29 @@ import pytest
 from public_files import article, choice
 
 from kvkeep.errors import InputError
-from kvkeep.evals import choices, sources
-from kvkeep.evals.synthetic import documents
-from kvkeep.evals.tasks import longbench, summary
+from kvkeep.evals import datasets, synthetic
+from kvkeep.evals.tasks import choice, longbench, summary
 
 SQUAD = {"title": "T", "context": "A fox ran.", "question": "Who ran?", "answers": {"text": ["A fox"]}}
 HOTPOT = {"question": "Who?", "answer": "fox", "context": {"title": ["T"], "sentences": [["A fox. ", "It ran."]]}}
 
 
 def summaries(data):
-    found = sources.rows(data, summary.SOURCES["xsum"], "summary's xsum")
+    found = datasets.rows(data, summary.SOURCES["xsum"], "summary's xsum")
     return [summary._item("xsum", row, found.place(i)) for i, row in enumerate(found.rows)]
 
 
 READERS = {
     **{
-        f"choice {name}": (f"{name}.jsonl", choice(name, 0), lambda data, name=name: choices.questions(name, data))
-        for name in choices.NAMES
+        f"choice {name}": (f"{name}.jsonl", choice(name, 0), lambda data, name=name: choice.questions(name, data))
+        for name in choice.NAMES
     },
     **{
         f"longbench {name}": (f"{name}.jsonl", article(name, 0, 2), lambda data, name=name: longbench.read(name, data))
         for name in longbench.described()
     },
-    "ruler qa_1": ("squad.json", SQUAD, lambda data: documents.library("qa_1", data).questions),
-    "ruler qa_2": ("hotpotqa.json", HOTPOT, lambda data: documents.library("qa_2", data).questions),
+    "ruler qa_1": ("squad.json", SQUAD, lambda data: synthetic.library("qa_1", data).questions),
+    "ruler qa_2": ("hotpotqa.json", HOTPOT, lambda data: synthetic.library("qa_2", data).questions),
     "summary": ("xsum.jsonl", {"document": "A fox ran.", "summary": "A fox."}, summaries),
 }
 """Name of the file, a good row, and the reader of each data set."""
@@ -100,7 +99,7 @@ def test_a_broken_row_is_named(reader, broken, tmp_path):
 
 def parsed(data):
     try:
-        return sources.parse(data)
+        return datasets.parse(data)
     except ValueError as error:
         return error
 
@@ -234,10 +233,10 @@ def test_what_has_the_name_of_a_file_and_is_none(reader, kind, tmp_path):
     name, _, read = READERS[reader]
     PLACES[kind](tmp_path / name)
     refused(read, str(tmp_path), name, f"is {kind.strip()}. Put the file of the data set there")
-    source = sources.Source((name,), "made up", "saved", None)
-    assert sources.has(str(tmp_path), source)  # a task is not left out for it
+    source = datasets.Source((name,), "made up", "saved", None)
+    assert datasets.has(str(tmp_path), source)  # a task is not left out for it
     with pytest.raises(InputError, match=kind.strip()):
-        sources.fingerprint(str(tmp_path), [source])
+        datasets.fingerprint(str(tmp_path), [source])
 
 
 @pytest.mark.parametrize("reader", SOME)
@@ -254,6 +253,6 @@ def test_a_folder_of_data_that_cannot_be(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for reader in SOME:
         refused(READERS[reader][2], data)
-        source = sources.Source((READERS[reader][0],), "made up", "saved", None)
-        assert not sources.has(data, source)
-        assert sources.fingerprint(data, [source]) is None
+        source = datasets.Source((READERS[reader][0],), "made up", "saved", None)
+        assert not datasets.has(data, source)
+        assert datasets.fingerprint(data, [source]) is None

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from kvkeep.evals import paired
-from kvkeep.evals.intervals import of_clustered_difference, of_clustered_share, of_share
+from kvkeep.evals import confidence
+from kvkeep.evals.confidence import of_clustered_difference, of_clustered_share, of_share
 
 
 def asked(texts, each, right):
@@ -17,28 +17,28 @@ def asked(texts, each, right):
 def test_questions_that_the_full_cache_cannot_answer_are_left_out_and_counted():
     full = asked(4, 5, lambda text, i: i != 0)
     own = asked(4, 5, lambda text, i: i in (0, 1))
-    found = paired.kept(own, full)
+    found = confidence.kept(own, full)
     assert (found.share, found.n, found.left_out) == (25.0, 16, 4)
     assert found.interval[0] < 25 < found.interval[1]
 
 
 def test_only_questions_that_both_were_asked_count():
     full, own = asked(4, 5, lambda *_: True), asked(3, 2, lambda *_: True)
-    assert (paired.kept(own, full).n, paired.difference(own, full, full).n) == (6, 6)
+    assert (confidence.kept(own, full).n, confidence.difference(own, full, full).n) == (6, 6)
 
 
 def test_nothing_to_compare_is_no_number():
     none = asked(3, 2, lambda *_: False)
-    for found in (paired.kept({}, none), paired.kept(none, none), paired.kept(none, {})):
+    for found in (confidence.kept({}, none), confidence.kept(none, none), confidence.kept(none, {})):
         assert math.isnan(found.share)
         assert str(found) == "–"
-    assert math.isnan(paired.difference(none, none, none).points)
-    assert not paired.difference(none, none, none).clear
+    assert math.isnan(confidence.difference(none, none, none).points)
+    assert not confidence.difference(none, none, none).clear
 
 
 def test_one_text_has_no_interval():
     full = asked(1, 20, lambda *_: True)
-    found = paired.kept(asked(1, 20, lambda _, i: i < 5), full)
+    found = confidence.kept(asked(1, 20, lambda _, i: i < 5), full)
     assert (found.share, str(found)) == (25.0, "25")
 
 
@@ -64,11 +64,11 @@ def test_answers_that_agree_within_a_text_widen_the_interval():
 
 def test_a_difference_is_that_of_its_texts():
     one, other, full = (asked(6, 4, right) for right in (lambda t, i: i < 3, lambda t, i: i == t % 4, lambda *_: True))
-    found = paired.difference(one, other, full)
+    found = confidence.difference(one, other, full)
     assert found.points == pytest.approx(100 * 12 / 24)
     assert found.only == (13, 1)
     assert found.clear
-    assert paired.difference(other, one, full).points == -found.points
+    assert confidence.difference(other, one, full).points == -found.points
 
 
 def test_equal_policies_may_still_differ_a_little():
@@ -102,16 +102,18 @@ def test_tables_name_their_protocol_and_their_questions():
         row("h2o", "10%", [[text, i, int(i == 1)] for text in range(8) for i in range(3)]),
         row("h2o", "10%", [[text, i, 1] for text in range(8) for i in range(3)], setup="positions=slot"),
     ]
-    (table,) = paired.tables(rows)
+    (table,) = confidence.share_tables(rows)
     assert "(context=1, later; the full cache answers 16 of 24 questions about 8 texts)" in table.title
     assert table.columns == ["10%"]
     assert table.rows["h2o"][0].startswith("50 (")
     assert table.rows["h2o (positions=slot)"][0].startswith("100 (")
-    assert paired.tables(rows[1:]) == []  # nothing to compare with
-    assert paired.tables([{**one, "score": {"accuracy": 1.0}} for one in rows]) == []  # rows of earlier versions
+    assert confidence.share_tables(rows[1:]) == []  # nothing to compare with
+    assert (
+        confidence.share_tables([{**one, "score": {"accuracy": 1.0}} for one in rows]) == []
+    )  # rows of earlier versions
 
 
 def test_seeds_are_other_texts():
     full = [row("full", "100%", [[0, 0, 1]], seed=seed) for seed in range(3)]
-    assert len(paired.answers(full)) == 3
-    assert len({question[:2] for question in paired.answers(full)}) == 3
+    assert len(confidence.answers(full)) == 3
+    assert len({question[:2] for question in confidence.answers(full)}) == 3

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
-from kvkeep.evals import choices, tasks
-from kvkeep.evals.plan import split_arms
+from kvkeep.evals import tasks
+from kvkeep.evals.grid import split_arms
 from kvkeep.evals.recipes.recipe import find, names, read_line
-from kvkeep.evals.tasks import longbench, ruler
-from kvkeep.registry import spec
+from kvkeep.evals.tasks import choice, longbench, ruler
+from kvkeep.policies.registry import spec
 
 KNOWN = {
-    "choice": set(choices.NAMES),
+    "choice": set(choice.NAMES),
     "longbench": set(longbench.described()),
     "ruler": set(ruler.PARTS),
 }

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvkeep
-from kvkeep.evals.recording import Recorder, Tape, members
+from kvkeep.evals.attention_probe import Recorder, Tape, members
 from kvkeep.types import AttentionOptions
 
 

@@ -2,19 +2,18 @@
 
 import contextlib
 import json
+import re
 import types
 from pathlib import Path
 
 import model_folders
 import pytest
 
-from kvkeep.errors import InputError, ModelFileError
-from kvkeep.evals import choices, hub, sources, tasks
-from kvkeep.evals.hub import Place
-from kvkeep.evals.sources import Source
-from kvkeep.evals.synthetic import documents
+from kvkeep.errors import InputError, ModelFileError, pip_install
+from kvkeep.evals import datasets, synthetic, tasks
+from kvkeep.evals.datasets import Place, Source
 from kvkeep.evals.task import Options
-from kvkeep.evals.tasks import longbench, summary
+from kvkeep.evals.tasks import choice, longbench, summary
 from kvkeep.models import load as loading
 
 HUBS = {
@@ -69,22 +68,22 @@ def package(monkeypatch):
         return made.builder(dict.fromkeys(("test", "validation"), made.rows))
 
     made.load_dataset_builder = load_dataset_builder
-    monkeypatch.setattr(hub, "find_spec", lambda name: True)
-    monkeypatch.setattr(hub, "import_module", lambda name: made)
-    monkeypatch.setattr(hub, "cached_if_unreachable", contextlib.nullcontext)
+    monkeypatch.setattr(datasets, "find_spec", lambda name: True)
+    monkeypatch.setattr(datasets, "import_module", lambda name: made)
+    monkeypatch.setattr(datasets, "cached_if_unreachable", contextlib.nullcontext)
     return made
 
 
-@pytest.mark.parametrize("name", choices.NAMES)
+@pytest.mark.parametrize("name", choice.NAMES)
 def test_the_hubs_copies_are_read_like_the_authors_files(name, package, tmp_path):
     package.rows = [HUBS[name]]
-    (found,) = choices.questions(name, "hub")
+    (found,) = choice.questions(name, "hub")
     assert found.right == 1
     assert len(found.choices) == 2
-    place = choices.SOURCES[name].hub
+    place = choice.SOURCES[name].hub
     assert package.asked == [(place.path, place.config, place.revision)]
     (tmp_path / f"{name}.jsonl").write_text(json.dumps(HUBS[name]) + "\n")  # exported rows are a file of that name
-    assert choices.questions(name, str(tmp_path)) == [found]
+    assert choice.questions(name, str(tmp_path)) == [found]
 
 
 def test_squad_and_hotpotqa_of_the_hub_are_those_of_the_authors_files(package, tmp_path):
@@ -98,19 +97,19 @@ def test_squad_and_hotpotqa_of_the_hub_are_those_of_the_authors_files(package, t
         {"title": title, "context": text, "question": q, "answers": {"text": said, "answer_start": [0] * len(said)}}
         for title, text, q, said in asked
     ]
-    library = documents.library("qa_1", "hub")
-    assert library == documents.library("qa_1", str(tmp_path))
+    library = synthetic.library("qa_1", "hub")
+    assert library == synthetic.library("qa_1", str(tmp_path))
     assert [one.answers for one in library.questions] == [("x", "y"), ("z",)]
     assert [one.near for one in library.questions] == [(2,), ()]  # documents in order: one, three, two
 
     entry = {"question": "Q?", "answer": "A1", "context": [["T", ["one. ", "A1."]], ["U", ["two."]]]}
     (tmp_path / "hotpotqa.json").write_text(json.dumps([entry]))
     package.rows = [{**entry, "context": {"title": ["T", "U"], "sentences": [["one. ", "A1."], ["two."]]}}]
-    assert documents.library("qa_2", "hub") == documents.library("qa_2", str(tmp_path))
+    assert synthetic.library("qa_2", "hub") == synthetic.library("qa_2", str(tmp_path))
 
 
 def test_every_source_says_its_places():
-    every = [*choices.SOURCES.values(), *summary.SOURCES.values(), *documents.SOURCES.values()]
+    every = [*choice.SOURCES.values(), *summary.SOURCES.values(), *synthetic.SOURCES.values()]
     every += map(longbench.source, longbench.described())
     assert len({source.saved for source in every}) == len(every) == 8 + 2 + 2 + 16
     places = [source.hub for source in every if source.hub]
@@ -121,30 +120,32 @@ def test_every_source_says_its_places():
     with pytest.raises(
         InputError, match=r"copa\.jsonl or copa\.json: .*`data`, or the word hub to read aps/super_glue"
     ):
-        choices.questions("copa", None)
+        choice.questions("copa", None)
 
 
 def test_longbench_is_not_on_the_hub_in_tables(package):
     source = longbench.source("lcc")
-    assert not sources.has("hub", source)
+    assert not datasets.has("hub", source)
     with pytest.raises(InputError, match=r"The hub has no tables of LongBench.*takes a folder with lcc\.jsonl"):
-        sources.rows("hub", source, "longbench's lcc")
+        datasets.rows("hub", source, "longbench's lcc")
     with pytest.raises(InputError, match=r"Give the folder that holds it as `data`\.$"):
-        sources.rows(None, source, "longbench's lcc")
+        datasets.rows(None, source, "longbench's lcc")
     assert not package.asked
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"not installed: pip install 'kvkeep\[datasets\]'.*folder with copa\.jsonl"):
-        choices.questions("copa", "hub")
+    monkeypatch.setattr(datasets, "find_spec", lambda name: None)
+    with pytest.raises(
+        InputError, match=f"not installed: {re.escape(pip_install('datasets'))}.*folder with copa.jsonl"
+    ):
+        choice.questions("copa", "hub")
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "2.20", "dev"])
 def test_versions_that_may_run_code_of_data_sets_are_refused(version, package):
     package.__version__ = version
     with pytest.raises(InputError, match="may run code of data sets"):
-        choices.questions("copa", "hub")
+        choice.questions("copa", "hub")
     assert not package.asked
 
 
@@ -166,7 +167,7 @@ def test_versions_that_may_run_code_of_data_sets_are_refused(version, package):
 def test_whatever_the_package_raises_is_one_line_with_a_way_out(error, said, package):
     package.rows = error
     with pytest.raises(InputError, match=said) as caught:
-        choices.questions("copa", "hub")
+        choice.questions("copa", "hub")
     assert "\n" not in str(caught.value)
     assert "choice's copa also takes a folder with copa.jsonl or copa.json" in str(caught.value)
 
@@ -175,7 +176,7 @@ def test_what_is_no_users_mistake_is_not_hidden(package):
     for error in (MemoryError(), KeyboardInterrupt()):
         package.rows = error
         with pytest.raises(type(error)):
-            choices.questions("copa", "hub")
+            choice.questions("copa", "hub")
 
 
 def test_an_unreachable_hub_without_a_cache_is_one_line(package, monkeypatch):
@@ -186,16 +187,16 @@ def test_an_unreachable_hub_without_a_cache_is_one_line(package, monkeypatch):
         except ModelFileError as error:  # what models of the hub raise
             raise AssertionError from error
 
-    monkeypatch.setattr(hub, "cached_if_unreachable", unreachable)
+    monkeypatch.setattr(datasets, "cached_if_unreachable", unreachable)
     package.rows = type("OfflineModeIsEnabled", (OSError,), {})("offline")
     with pytest.raises(InputError, match="The hub cannot be reached"):
-        choices.questions("copa", "hub")
+        choice.questions("copa", "hub")
 
 
 def test_only_tables_are_read(package):
     package.builder = Other
     with pytest.raises(InputError, match="read by Other, and only tables"):
-        choices.questions("copa", "hub")
+        choice.questions("copa", "hub")
 
 
 def test_rows_without_a_field_or_of_another_type_are_named(package):
@@ -203,17 +204,17 @@ def test_rows_without_a_field_or_of_another_type_are_named(package):
     with pytest.raises(
         InputError, match=r"Row 2 of aps/super_glue \(copa, validation\) is no question of copa: .*text"
     ):
-        choices.questions("copa", "hub")
+        choice.questions("copa", "hub")
     package.rows = []
     with pytest.raises(InputError, match="has no rows"):
-        choices.questions("copa", "hub")
+        choice.questions("copa", "hub")
 
 
 def test_lines_are_counted_as_in_the_file(tmp_path):
     """Empty lines are no questions, but they have numbers."""
     (tmp_path / "copa.jsonl").write_text(f"\n{json.dumps(HUBS['copa'])}\n\n{json.dumps({})}\n")
     with pytest.raises(InputError, match=r"Line 4 of .*copa\.jsonl is no question of copa: it has no 'question'"):
-        choices.questions("copa", str(tmp_path))
+        choice.questions("copa", str(tmp_path))
 
 
 SOURCE = Source(("x.jsonl",), "made up", "x_saved", Place("a/b", "c", "test"))
@@ -221,31 +222,31 @@ SOURCE = Source(("x.jsonl",), "made up", "x_saved", Place("a/b", "c", "test"))
 
 @pytest.mark.parametrize("marks", [("dataset_info.json", "state.json"), ("dataset_dict.json",)])
 def test_a_saved_folder_is_found_and_has_a_hash_of_its_tables(marks, tmp_path, monkeypatch):
-    assert not sources.has(str(tmp_path), SOURCE)
-    assert sources.fingerprint(str(tmp_path), [SOURCE]) is None
+    assert not datasets.has(str(tmp_path), SOURCE)
+    assert datasets.fingerprint(str(tmp_path), [SOURCE]) is None
     (tmp_path / "x_saved" / "test").mkdir(parents=True)
-    assert not sources.has(str(tmp_path), SOURCE)
+    assert not datasets.has(str(tmp_path), SOURCE)
     for name in marks:
         (tmp_path / "x_saved" / name).write_text("{}")
     (tmp_path / "x_saved" / "test" / "data.arrow").write_bytes(b"1")
-    assert sources.has(str(tmp_path), SOURCE)
-    first = sources.fingerprint(str(tmp_path), [SOURCE])
+    assert datasets.has(str(tmp_path), SOURCE)
+    first = datasets.fingerprint(str(tmp_path), [SOURCE])
     (tmp_path / "x_saved" / "test" / "data.arrow").write_bytes(b"2")
-    assert first != sources.fingerprint(str(tmp_path), [SOURCE]) is not None
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    assert first != datasets.fingerprint(str(tmp_path), [SOURCE]) is not None
+    monkeypatch.setattr(datasets, "find_spec", lambda name: None)
     with pytest.raises(
         InputError, match=r"x_saved was saved by .*kvkeep\[datasets\]'.* Or save it as .*x_saved\.jsonl"
     ):
-        sources.rows(str(tmp_path), SOURCE, "a task")
+        datasets.rows(str(tmp_path), SOURCE, "a task")
     (tmp_path / "x.jsonl").write_text("{}\n")  # a file goes first
-    assert sources.rows(str(tmp_path), SOURCE, "a task").rows == [{}]
+    assert datasets.rows(str(tmp_path), SOURCE, "a task").rows == [{}]
 
 
 def test_data_of_the_hub_and_of_a_folder_are_told_apart(tmp_path):
-    assert sources.fingerprint("hub", [SOURCE]) == "hub"
-    assert sources.fingerprint(None, [SOURCE]) is None
+    assert datasets.fingerprint("hub", [SOURCE]) == "hub"
+    assert datasets.fingerprint(None, [SOURCE]) is None
     (tmp_path / "x.jsonl").write_text("{}\n")
-    assert sources.fingerprint(str(tmp_path), [SOURCE]) not in (None, "hub")
+    assert datasets.fingerprint(str(tmp_path), [SOURCE]) not in (None, "hub")
 
 
 @pytest.mark.parametrize("task", ["passkey", "ruler", "recall"])

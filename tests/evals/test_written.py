@@ -4,13 +4,14 @@ import functools
 import importlib.util
 import json
 import math
+import re
 
 import model_folders
 import pytest
 
 from kvkeep import parse
-from kvkeep.errors import InputError
-from kvkeep.evals import curves, rouge
+from kvkeep.errors import InputError, pip_install
+from kvkeep.evals import curves, grading
 from kvkeep.evals.records import fault
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import conversation, long_generation, summary
@@ -20,7 +21,7 @@ from kvkeep.evals.tasks.long_generation import LongGeneration
 from kvkeep.evals.tasks.summary import Summary
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 ARTICLE = " ".join(f"The fox number {i} ran home." for i in range(12))
 
@@ -130,10 +131,10 @@ def scored(monkeypatch):
 
     def scores(replies, answers):
         found = [len({*a.split()} & {*r.split()}) / len({*a.split()}) for r, a in zip(replies, answers, strict=True)]
-        return dict.fromkeys(rouge.KINDS, found)
+        return dict.fromkeys(grading.KINDS, found)
 
-    monkeypatch.setattr(rouge, "check", lambda: None)
-    monkeypatch.setattr(rouge, "scores", scores)
+    monkeypatch.setattr(grading, "check", lambda: None)
+    monkeypatch.setattr(grading, "scores", scores)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +176,14 @@ def test_wrong_summaries_are_refused(scored, tmp_path):
 
 
 def test_without_rouge_score_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(rouge, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'kvkeep\[summaries\]'"):
+    monkeypatch.setattr(grading, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=re.escape(pip_install("summaries"))):
         load(Summary)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("rouge_score") is None, reason="rouge-score is not installed")
 def test_rouge_with_stemming():
-    found = rouge.scores(["The foxes ran home."], ["A fox ran home"])
+    found = grading.scores(["The foxes ran home."], ["A fox ran home"])
     assert found["rouge1"] == [pytest.approx(2 * 3 / 8)]
     assert found["rouge2"] == [pytest.approx(2 * 2 / 6)]
 

@@ -4,8 +4,8 @@ import functools
 import json
 import re
 
-from kvkeep.explain.explaining import explain
-from kvkeep.explain.packed import unpacked
+from kvkeep.explain.explain import explain
+from kvkeep.explain.explanation import unpacked
 from kvkeep.models.tiny.recall import question
 
 POLICIES = ("h2o", "snapkv:window=8", "local")

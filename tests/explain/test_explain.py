@@ -17,14 +17,14 @@ from kvkeep.errors import (
     UnsupportedModelError,
     UnsupportedOperationError,
 )
-from kvkeep.explain.explaining import MOST_NEW_TOKENS, explain
-from kvkeep.explain.packed import MOST_MOMENTS, moments, shades, short_floats, unpacked
-from kvkeep.explain.pieces import pieces
-from kvkeep.explain.watch import refuse_states
+from kvkeep.explain.explain import MOST_NEW_TOKENS, explain
+from kvkeep.explain.explanation import MOST_MOMENTS, moments, shades, short_floats, unpacked
+from kvkeep.explain.recorder import refuse_states
+from kvkeep.explain.runs import pieces
 
 
 def test_the_name_is_a_function_and_a_room():
-    import kvkeep.explain.page as room
+    import kvkeep.explain.explanation as room
 
     assert callable(kvkeep.explain)
     assert room.page

@@ -9,7 +9,7 @@ from PIL import Image
 
 from explain.records import record
 from kvkeep.errors import InputError
-from kvkeep.explain import figures
+from kvkeep.explain import explanation
 
 CELLS = 200
 
@@ -23,7 +23,7 @@ def steps(run):
 
 def test_strips_show_what_each_head_holds():
     moment, rng = 4, random.Random(0)
-    for one, run in zip(figures.strips(record(), moment), record().runs, strict=True):
+    for one, run in zip(explanation.strips(record(), moment), record().runs, strict=True):
         assert run.policy in one.title
         assert one.lines[3] == "{}.{}".format(*record().heads[3])
         assert len(one.columns) == run.ledger.read
@@ -38,7 +38,7 @@ def test_strips_show_what_each_head_holds():
 
 
 def test_times_are_shares_of_heads_at_every_moment():
-    for one, run in zip(figures.times(record()), record().runs, strict=True):
+    for one, run in zip(explanation.times(record()), record().runs, strict=True):
         assert len(one.lines) == len(steps(run)) == run.ledger.moments
         for moment, read in enumerate(steps(run)):
             dropped = run.ledger.dropped[:, :read]
@@ -48,9 +48,9 @@ def test_times_are_shares_of_heads_at_every_moment():
 
 
 def test_many_positions_share_a_column(monkeypatch):
-    fine = torch.tensor(figures.times(record())[0].values[-1])
-    monkeypatch.setattr(figures, "_MOST_COLUMNS", 50)
-    one = figures.times(record())[0]
+    fine = torch.tensor(explanation.times(record())[0].values[-1])
+    monkeypatch.setattr(explanation, "_MOST_COLUMNS", 50)
+    one = explanation.times(record())[0]
     step = -(-len(fine) // 50)
     assert one.columns[:3] == ["0", str(step), str(2 * step)]
     assert len(one.columns) == -(-len(fine) // step)
@@ -60,7 +60,7 @@ def test_many_positions_share_a_column(monkeypatch):
 
 def test_maps_have_layers_down_and_heads_across():
     answer = -(-len(record().tokens) // record().chunk)
-    for one, run in zip(figures.lost(record()), record().runs, strict=True):
+    for one, run in zip(explanation.lost(record()), record().runs, strict=True):
         assert len(one.lines) * len(one.columns) == len(record().heads)
         for number, (layer, head) in enumerate(record().heads):
             mean = run.missed.lost[answer:, number].mean()
@@ -69,7 +69,7 @@ def test_maps_have_layers_down_and_heads_across():
 
 def test_a_token_lives_until_each_head_drops_it():
     token = 40  # read in the second moment
-    for one, run in zip(figures.lives(record(), token), record().runs, strict=True):
+    for one, run in zip(explanation.lives(record(), token), record().runs, strict=True):
         for number, (layer, head) in enumerate(record().heads):
             dropped = int(run.ledger.dropped[number, token])
             there = (dropped - 1) / (run.ledger.moments - 1) if dropped >= 0 else 1.0
@@ -101,7 +101,7 @@ def test_places_that_do_not_exist(tmp_path, options, said):
 
 
 def test_matplotlib_is_named_when_it_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "available", lambda: False)
+    monkeypatch.setattr(explanation, "available", lambda: False)
     with pytest.raises(InputError, match=r"kvkeep\[plots\]"):
         record().draw(tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -9,10 +9,10 @@ import torch
 import kvkeep
 from explain.records import CHUNK, POLICIES, record, shown, tables, text
 from kvkeep.backends import reference
-from kvkeep.evals import recording
-from kvkeep.evals.recording import members
+from kvkeep.evals import attention_probe
+from kvkeep.evals.attention_probe import members
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import encode
+from kvkeep.models.tokenization import encode
 from kvkeep.types import Phase
 
 CELLS = 200
@@ -30,7 +30,7 @@ def fed(model, policy, budget, ids, answer):
     """Run the steps of a record again: the tape of each layer, and which tokens each head holds after each step."""
     model, _ = model
     cache = kvkeep.BoundedCache(model.config, policy, budget, prefill_chunk=CHUNK)
-    recorders, held = recording.record(cache), []
+    recorders, held = attention_probe.record(cache), []
     steps = [(piece, Phase.PREFILL) for piece in ids.split(CHUNK)]
     steps += [(torch.tensor([token]), Phase.DECODE) for token in answer]
     length = len(ids) + len(answer)

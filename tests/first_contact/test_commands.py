@@ -16,8 +16,8 @@ import result_folders
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvkeep.cli import pages
-from kvkeep.cli.eval.tables import parts
+from kvkeep.cli import help
+from kvkeep.cli.eval_run import parts
 from kvkeep.cli.examples import EXAMPLES
 from kvkeep.cli.main import app
 from kvkeep.evals.report import Table
@@ -25,7 +25,7 @@ from kvkeep.evals.report import Table
 KVKEEP = [sys.executable, "-m", "kvkeep"]
 COMMAND_EXAMPLES = {
     **EXAMPLES,
-    **{name: pages.examples(command, name) for name, command in get_command(app).commands.items()},
+    **{name: help.examples(command, name) for name, command in get_command(app).commands.items()},
 }
 NAMES = [name for name in COMMAND_EXAMPLES if name]
 WIDTHS = (60, 80, 120)

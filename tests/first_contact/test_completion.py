@@ -13,9 +13,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvkeep.cli import complete
+from kvkeep.cli import shell_completion
 from kvkeep.cli.main import app
-from kvkeep.registry import available, parse
+from kvkeep.policies.registry import available, parse
 
 SCRIPT = f'#!/bin/sh\nexec {sys.executable} -m kvkeep "$@"\n'
 
@@ -79,12 +79,12 @@ def test_words_in_bash(line, words):
 
 def test_names_of_all_policies():
     assert offered("kvkeep generate --policy ") == list(available())
-    assert [name for name, _ in complete.policies("")] == list(available())
+    assert [name for name, _ in shell_completion.policies("")] == list(available())
 
 
 @pytest.mark.parametrize("name", available())
 def test_options_that_are_offered_are_options(name):
-    for word, _ in complete.policies(f"{name}:"):
+    for word, _ in shell_completion.policies(f"{name}:"):
         if not word.endswith("="):  # the default is none
             parse(word)
 
@@ -98,7 +98,7 @@ def test_other_shells_get_whole_words():
 
 
 def _help(option):
-    return next(remark for word, remark in complete.policies("h2o:") if word.startswith(f"h2o:{option}"))
+    return next(remark for word, remark in shell_completion.policies("h2o:") if word.startswith(f"h2o:{option}"))
 
 
 def test_models_are_folders_and_what_the_cache_holds(tmp_path, monkeypatch):

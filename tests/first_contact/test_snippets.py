@@ -19,11 +19,11 @@ from transformers import LlamaConfig
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvkeep.cli import pages
+from kvkeep.cli import help
 from kvkeep.cli.examples import EXAMPLES
 from kvkeep.cli.main import app
+from kvkeep.head_profile import Profile
 from kvkeep.models.load import load, quiet
-from kvkeep.profile import Profile
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -54,7 +54,7 @@ def commands() -> list[str]:
     """The commands of all pages, and of all examples."""
     shown = [line for page in PAGES for block in fences(page) for line in block.replace("\\\n", " ").splitlines()]
     shown += [line for examples in EXAMPLES.values() for line in examples]
-    shown += [line for name, command in get_command(app).commands.items() for line in pages.examples(command, name)]
+    shown += [line for name, command in get_command(app).commands.items() for line in help.examples(command, name)]
     lines = [re.sub(r"\s+", " ", line.partition(" # ")[0]).strip() for line in shown]
     return sorted({line for line in lines if re.match(r"(cat \S+ \| )?kvkeep ", line)})
 
@@ -87,7 +87,7 @@ def cases() -> list[object]:
 def place(tmp_path, monkeypatch):
     """A folder with the files that the pages name."""
     monkeypatch.chdir(tmp_path)
-    for name, times in (("report.txt", 8), ("novel.txt", 8), ("book.txt", 200)):
+    for name, times in (("report.txt", 8), ("novel.txt", 8), ("lighthouse.txt", 8), ("book.txt", 200)):
         (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * times)
     (tmp_path / "full_attention_heads.tsv").write_text("0.5\t1\n0\t0.25\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
@@ -162,7 +162,9 @@ def options_by_command() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
+    "page",
+    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "lab" / "log").glob("*.md"))],
+    ids=lambda page: page.name,
 )
 def test_commands_in_the_text_have_the_options_that_it_names(page):
     options = options_by_command()
@@ -176,7 +178,12 @@ def test_commands_in_the_text_have_the_options_that_it_names(page):
 
 @pytest.mark.parametrize(
     ("page", "code"),
-    [(page.name, code) for page in PAGES if page.name not in ELSEWHERE for code in fences(page, "python")],
+    [
+        (page.name, code)
+        for page in (*PAGES, ROOT / "docs" / "reference" / "api.md")
+        if page.name not in ELSEWHERE
+        for code in fences(page, "python")
+    ],
     ids=lambda value: value if value.endswith(".md") else "code",
 )
 def test_python_of_the_pages_runs(page, code, place):

@@ -6,12 +6,12 @@ import random
 import pytest
 from commands import result_of, run
 
-from kvkeep.engine.sampling import Sampling
-from kvkeep.jobs.lines import COMPLETION, BadLine, Line, digest, parse
-from kvkeep.jobs.output import Output
-from kvkeep.models import text
+from kvkeep.batch.input import COMPLETION, BadLine, Line, digest, parse
+from kvkeep.batch.output import Output
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.models import tokenization
 from kvkeep.models.load import embedded, find
-from kvkeep.openai.strict import MAX_DEPTH
+from kvkeep.openai.messages import MAX_DEPTH
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def encode():
     checkpoint = find(embedded())
 
     def encoded(prompt):
-        of = text.encode if isinstance(prompt, str) else text.encode_chat
+        of = tokenization.encode if isinstance(prompt, str) else tokenization.encode_chat
         return of(checkpoint, prompt)[0].tolist()
 
     return encoded

@@ -12,15 +12,15 @@ import torch
 from commands import completions, result_of, run, write
 from safetensors.torch import load_file, save_file
 
-from kvkeep.cli.generate import encode as encoding
-from kvkeep.cli.generate import job
+from kvkeep.batch.input import COMPLETION, Line
+from kvkeep.batch.output import Output
+from kvkeep.batch.survey import Survey
+from kvkeep.cli import generate_batch
+from kvkeep.cli import generate_batch_workers as encoding
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.model_runner import Runner
 from kvkeep.engine.request import Event
-from kvkeep.engine.runner import Runner
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import COMPLETION, Line
-from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey
 from kvkeep.models.device import enough_memory, is_out_of_memory
 
 N = 6
@@ -147,8 +147,8 @@ def changed(path, number, line):
 def test_an_input_that_changes_after_it_was_checked_is_not_confused(files, monkeypatch, change, missing):
     source, target = files
     before = source.read_text()
-    fingerprint = job.fingerprint
-    monkeypatch.setattr(job, "fingerprint", lambda model: (fingerprint(model), change(source))[0])
+    fingerprint = generate_batch.fingerprint
+    monkeypatch.setattr(generate_batch, "fingerprint", lambda model: (fingerprint(model), change(source))[0])
     result = job_of(files)
     assert result.exit_code == 1, result.said
     assert f"{len(missing)} of 6 lines of the input changed or went away" in result.said
@@ -394,8 +394,8 @@ def raising(error):
 def test_too_little_memory_is_one_line(files, monkeypatch, error, place):
     target, name = {
         "loading": ("transformers.AutoModelForCausalLM", "from_pretrained"),
-        "encoding": ("kvkeep.cli.generate.encode", "_encode"),
-        "packing": ("kvkeep.cli.generate.build", "prepare"),
+        "encoding": ("kvkeep.cli.generate_batch_workers", "_encode"),
+        "packing": ("kvkeep.cli.generate_batch_workers", "prepare"),
         "step": ("kvkeep.engine.Engine", "step"),
     }[place]
     monkeypatch.setattr(f"{target}.{name}", raising(error))
@@ -413,7 +413,7 @@ def test_what_is_out_of_memory():
 
 
 def test_a_command_without_memory_says_so(monkeypatch):
-    monkeypatch.setattr("kvkeep.cli.generate.completion.serve", raising(MemoryError()))
+    monkeypatch.setattr("kvkeep.cli.generate_run.serve", raising(MemoryError()))
     result = run("-p", "Hello")
     assert (result.exit_code, "too little memory" in result.said) == (2, True)
 

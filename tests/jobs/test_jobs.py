@@ -15,12 +15,12 @@ from commands import completions, result_of, run, write
 from sweeps import sweep
 from typer.testing import CliRunner
 
+from kvkeep.batch.input import COMPLETION, parse
+from kvkeep.batch.output import Output
 from kvkeep.cli.main import app
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import COMPLETION, parse
-from kvkeep.jobs.output import Output
-from kvkeep.models import packed
+from kvkeep.models import fused_modules
 from kvkeep.policies import DEFAULT
 
 
@@ -123,7 +123,7 @@ def test_a_job_goes_on_with_the_weights_laid_out_as_before(tmp_path, said, known
     number = 3 - first[COMPLETION]["line"]
     found = completions(target)[number][COMPLETION]["made_by"]["weight_layout"]
     assert [type(one) for one in found] == [bool, bool]
-    if known and said[1] and not packed._works(torch.bfloat16):  # here oneDNN packs none, whatever was said
+    if known and said[1] and not fused_modules._works(torch.bfloat16):  # here oneDNN packs none, whatever was said
         said = [said[0], False]
     assert not known or found == said
 

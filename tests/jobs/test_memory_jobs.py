@@ -11,8 +11,8 @@ import pytest
 from commands import completions, run, write
 from typer.testing import CliRunner
 
+from kvkeep.batch.input import COMPLETION
 from kvkeep.cli.main import app
-from kvkeep.jobs.lines import COMPLETION
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
 QUESTIONS = ["what does the fox do", "what does the dog do", "who is lazy", "the cat", "and the fox"]

@@ -7,13 +7,13 @@ from commands import result_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.batch.input import Line, parse
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import Line, parse
-from kvkeep.openai.answers import answer, error
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
+from kvkeep.openai.responses import answer, error
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DEFAULTS = Sampling(max_new_tokens=9, temperature=0.5, top_p=0.8, seed=4)

@@ -11,14 +11,14 @@ import processes
 import pytest
 from commands import result_of, run, write
 
-from kvkeep import runs
+from kvkeep import result_files
+from kvkeep.batch.input import BadLine, Line, parse
+from kvkeep.batch.output import Output
+from kvkeep.batch.survey import Survey
 from kvkeep.engine import Engine
 from kvkeep.engine.request import Event
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import BadLine, Line, parse
-from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey
 from kvkeep.openai.requests import CHAT, COMPLETIONS
 
 SMALL = ("--budget", 24, "-n", 3)
@@ -282,7 +282,7 @@ def go_on(path):
 
 
 def test_an_output_of_two_formats_that_was_cut_at_any_byte_is_completed(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "sync", lambda file: None)
+    monkeypatch.setattr(result_files, "sync", lambda file: None)
     monkeypatch.setattr(time, "time", lambda: 1.0)
     path = tmp_path / "out.jsonl"
     assert go_on(path) == {1, 2, 3, 4}

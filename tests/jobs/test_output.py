@@ -10,13 +10,13 @@ from commands import completions, result_of, run, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvkeep import runs
+from kvkeep import result_files
+from kvkeep.batch import output as outputs
+from kvkeep.batch.input import COMPLETION, digest, parse
+from kvkeep.batch.output import Output
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError
-from kvkeep.jobs import output as outputs
-from kvkeep.jobs.lines import COMPLETION, digest, parse
-from kvkeep.jobs.output import Output
 
 MADE_BY = {"model": "embedded", "policy": "h2o", "budget": 24, "weights": "0123456789abcdef"}
 RAW = [json.dumps({"prompt": f"prompt {i}", "id": "x" * 10 * i}).encode() for i in range(1, 5)]
@@ -38,7 +38,7 @@ def go_on(path, lines=LINES, made_by=MADE_BY, **fields):
 @pytest.fixture
 def unsynced(monkeypatch):
     """Files are not brought to the disk, which takes time."""
-    monkeypatch.setattr(runs, "sync", lambda file: None)
+    monkeypatch.setattr(result_files, "sync", lambda file: None)
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_lines_that_have_gone_from_the_disk_are_missed(tmp_path):
 
 def test_what_is_written_comes_to_the_disk_every_few_seconds_and_at_the_end(tmp_path, monkeypatch):
     synced, clock = [], iter(range(100))
-    monkeypatch.setattr(runs, "sync", lambda file: synced.append(os.fstat(file.fileno()).st_size))
+    monkeypatch.setattr(result_files, "sync", lambda file: synced.append(os.fstat(file.fileno()).st_size))
     monkeypatch.setattr(outputs.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(outputs, "SYNC_S", 1.5)
     go_on(tmp_path / "out.jsonl")

@@ -10,10 +10,10 @@ from rich.console import Console
 
 import kvkeep
 from kvkeep import Engine, Request, Sampling
+from kvkeep.batch.progress import Pace, Work
 from kvkeep.cli import console
-from kvkeep.cli.generate import bar as bars
-from kvkeep.jobs.pace import Pace, Work
-from kvkeep.models.reading import watched
+from kvkeep.cli import progress as bars
+from kvkeep.models.load import watched
 
 
 def test_a_job_moves_with_tokens_read_and_written():
@@ -134,8 +134,10 @@ def test_a_job_with_nothing_to_do_draws_no_bar(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_share_grows_while_one_line_is_read_and_written(tmp_path, monkeypatch):
-    seen, draw = [], bars.Bar._draw
-    monkeypatch.setattr(bars.Bar, "_draw", lambda self: (draw(self), seen.append(self._pace.done / self._pace.total)))
+    seen, draw = [], bars.BatchBar._draw
+    monkeypatch.setattr(
+        bars.BatchBar, "_draw", lambda self: (draw(self), seen.append(self._pace.done / self._pace.total))
+    )
     drawn(monkeypatch, 80)
     line = {"prompt": "Once upon a time " * 30, "options": {"max_new_tokens": 60, "ignore_end": True}}
     source = write(tmp_path / "in.jsonl", line)
@@ -146,7 +148,7 @@ def test_the_share_grows_while_one_line_is_read_and_written(tmp_path, monkeypatc
 
 
 def test_without_a_terminal_nothing_is_drawn_or_watched(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.cli.generate.bar.watched", pytest.fail)
+    monkeypatch.setattr("kvkeep.models.load.watched", pytest.fail)
     source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2}})
     result = run("-i", source, "-o", tmp_path / "out.jsonl")
     assert (result.exit_code, " of 1 line" in result.output) == (0, False)

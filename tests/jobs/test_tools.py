@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.engine.structure import MOST_CHARACTERS
-from kvkeep.openai.calls import Calls
-from kvkeep.openai.messages import ParameterError
+from kvkeep.engine.request import MOST_CHARACTERS
+from kvkeep.openai.messages import HERMES, LLAMA3, MISTRAL, ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, read
-from kvkeep.openai.tool_forms import HERMES, LLAMA3, MISTRAL, ToolUse
+from kvkeep.openai.tools import Calls
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

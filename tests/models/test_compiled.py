@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, GPT2Co
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.generate import build
+from kvkeep.cli import generate_batch_workers
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.models.compiled import compile_layers
-from kvkeep.models.packed import PackedLinear, pack_weights
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.models.compile import compile_layers
+from kvkeep.models.fused_modules import PackedLinear, pack_weights
 
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **NO_ENDS}
@@ -245,7 +245,7 @@ def test_inductor_computes_what_torch_computes():
 @pytest.mark.slow
 def test_a_batch_job_compiles_when_it_is_asked_to(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(build, "compile_layers", lambda made: asked.append(made) or 9)
+    monkeypatch.setattr(generate_batch_workers, "compile_layers", lambda made: asked.append(made) or 9)
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "Once upon a time", "options": {"max_new_tokens": 2}}\n')
 

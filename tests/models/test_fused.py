@@ -26,10 +26,10 @@ import kvkeep
 from kvkeep.backends import small
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
-from kvkeep.models import fused
-from kvkeep.models.fused import FUSED, FusedLinear, fuse_modules, prepare
-from kvkeep.models.packed import PackedLinear, pack_weights
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.models import prepare
+from kvkeep.models.fused_modules import FusedLinear, PackedLinear, pack_weights
+from kvkeep.models.prepare import FUSED, fuse_modules, prepare
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -124,20 +124,20 @@ def test_a_model_that_is_loaded_where_its_dtype_is_slow_is_fused(dtype, tmp_path
 def test_a_loaded_model_is_plain_again_where_another_process_was(monkeypatch):
     monkeypatch.setattr(small, "slow", lambda kind: True)
     model = made().bfloat16()
-    assert fused.fuse_if_slow(model) == 2 * 7 + 1
+    assert prepare.fuse_if_slow(model) == 2 * 7 + 1
     prepare(model, 1, (False, False))
-    assert fused.chosen(model) == (False, False)
+    assert prepare.chosen(model) == (False, False)
     prepare(model, 1, (True, False))
-    assert fused.chosen(model) == (True, False)
+    assert prepare.chosen(model) == (True, False)
 
 
 def test_a_model_is_fused_for_its_prompts_where_its_dtype_is_slow(monkeypatch):
     monkeypatch.setattr(small, "slow", lambda dtype: True)
-    monkeypatch.setattr(fused, "faster", lambda *args: pytest.fail("nothing has to be measured"))
+    monkeypatch.setattr(prepare, "faster", lambda *args: pytest.fail("nothing has to be measured"))
     model = made().bfloat16()
     assert fuse_modules(model, 1, if_faster=True) == MODELS["llama"][-1]
     other = made().bfloat16()
-    monkeypatch.setattr("kvkeep.models.packed.faster", lambda *args: False)
+    monkeypatch.setattr("kvkeep.models.fused_modules.faster", lambda *args: False)
     assert prepare(other, 1) == (MODELS["llama"][-1], 0)
 
 
@@ -321,7 +321,7 @@ def test_packed_layers_stay_and_fused_ones_are_not_packed():
 @pytest.mark.parametrize("is_faster", [False, True])
 def test_products_are_left_to_torch_where_it_is_as_fast(monkeypatch, is_faster):
     asked = []
-    monkeypatch.setattr(fused, "faster", lambda layers, rows, make: (asked.append((len(layers), rows)), is_faster)[1])
+    monkeypatch.setattr(prepare, "faster", lambda layers, rows, make: (asked.append((len(layers), rows)), is_faster)[1])
     model = made("phi3")
     assert fuse_modules(model, 2, if_faster=True) == (MODELS["phi3"][-1] if is_faster else 5)
     assert asked == [(9, 2)]
@@ -331,8 +331,8 @@ def test_products_are_left_to_torch_where_it_is_as_fast(monkeypatch, is_faster):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize(("rows", "kind"), [(1, FusedLinear), (2, FusedLinear), (3, PackedLinear), (40, PackedLinear)])
 def test_few_rows_are_fused_and_more_are_packed(monkeypatch, rows, kind):
-    monkeypatch.setattr(fused, "faster", lambda *_: True)
-    monkeypatch.setattr("kvkeep.models.packed.faster", lambda *_: True)
+    monkeypatch.setattr(prepare, "faster", lambda *_: True)
+    monkeypatch.setattr("kvkeep.models.fused_modules.faster", lambda *_: True)
     model = made("phi3")
     prepare(model, rows)
     assert {type(model.lm_head), type(model.model.layers[0].mlp.down_proj)} == {kind}
@@ -343,5 +343,5 @@ def test_few_rows_are_fused_and_more_are_packed(monkeypatch, rows, kind):
 def test_timing_leaves_the_layers_as_they_are():
     model = made()
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    assert fused.faster(layers, 1, fused._twin) in (False, True)
+    assert prepare.faster(layers, 1, prepare._twin) in (False, True)
     assert all(type(layer) is nn.Linear for layer in layers)

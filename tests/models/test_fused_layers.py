@@ -25,13 +25,13 @@ from transformers import (
 )
 
 import kvkeep
-from kvkeep.argument import handed
 from kvkeep.backends import layers
 from kvkeep.backends.native import native
-from kvkeep.models import fused
-from kvkeep.models.fused import FusedLinear, chosen, fuse_modules, prepare
+from kvkeep.cache.hf_layers import handed
+from kvkeep.models import prepare
 from kvkeep.models.fused_layers import FusedLayer, seconds
-from kvkeep.models.packed import PackedLinear
+from kvkeep.models.fused_modules import FusedLinear, PackedLinear
+from kvkeep.models.prepare import chosen, fuse_modules, prepare
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -436,7 +436,7 @@ def test_a_model_is_prepared_in_the_fastest_way(way, monkeypatch):
         assert len(kinds) == 1
         return 1.0 if kinds == {{"plain": nn.Linear, "fused": FusedLinear, "packed": PackedLinear}[way]} else 2.0
 
-    monkeypatch.setattr(fused, "seconds", took)
+    monkeypatch.setattr(prepare, "seconds", took)
     model, plain = made(), made()
     prepare(model, 4, whole=True)
     assert chosen(model) == (way == "fused", way == "packed")
@@ -450,11 +450,11 @@ def test_a_model_is_prepared_in_the_fastest_way(way, monkeypatch):
 def test_measurements_leave_the_model_alone():
     model = made("qwen3")
     before = [(name, type(module), dict(vars(module))) for name, module in model.named_modules()]
-    assert fused._fastest(model, 2, ("plain", "fused", "packed")) in {"plain", "fused", "packed"}
+    assert prepare._fastest(model, 2, ("plain", "fused", "packed")) in {"plain", "fused", "packed"}
     assert [(name, type(module), dict(vars(module))) for name, module in model.named_modules()] == before
     assert model.config._attn_implementation == made("qwen3").config._attn_implementation
 
 
 def test_what_is_no_decoder_layer_is_not_timed():
     assert seconds([nn.Linear(3, 3)], 2) is None
-    assert fused._fastest(made("phi3"), 2, ("plain", "fused")) is None
+    assert prepare._fastest(made("phi3"), 2, ("plain", "fused")) is None

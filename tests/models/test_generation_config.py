@@ -11,8 +11,7 @@ from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
-from kvkeep.models.generation import KEPT, OWN, SAME_TEXT
-from kvkeep.models.load import quiet
+from kvkeep.models.load import KEPT, OWN, SAME_TEXT, quiet
 
 PROMPT = "the quick brown fox"
 

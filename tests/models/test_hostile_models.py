@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.models import load as loading
-from kvkeep.models.text import encode
+from kvkeep.models.tokenization import encode
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000

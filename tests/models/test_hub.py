@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from kvkeep.errors import ModelFileError
-from kvkeep.models import hub
+from kvkeep.models import files
 from kvkeep.models.load import find, load, quiet
 
 NAME = "someone/something-of-kvkeep-tests"
@@ -80,7 +80,7 @@ def test_a_name_that_is_not_in_the_cache_fails_at_once():
 
 @pytest.mark.usefixtures("silent")
 def test_a_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hub, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.2)
     with pytest.raises(ModelFileError, match="hub cannot be reached"):
         find(NAME)
 
@@ -88,16 +88,16 @@ def test_a_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("silent")
 def test_the_hubs_own_variable_sets_the_patience(monkeypatch: pytest.MonkeyPatch):
     for text, patience in (("0.1", 10.0), ("a while", 0.1)):
-        monkeypatch.setattr(hub, "PATIENCE_S", patience)
+        monkeypatch.setattr(files, "PATIENCE_S", patience)
         monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", text)
         start = time.perf_counter()
-        assert not hub._answers()
+        assert not files._answers()
         assert time.perf_counter() - start < 5
 
 
 @pytest.mark.usefixtures("busy")
 def test_an_error_is_an_answer():
-    with hub.cached_if_unreachable(NAME):
+    with files.cached_if_unreachable(NAME):
         assert not constants.HF_HUB_OFFLINE
 
 
@@ -120,14 +120,14 @@ def test_a_part_of_a_model_in_the_cache(cache: Path, missing: str):
 
 def test_a_user_who_forbids_requests_is_told_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "_answers", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(files, "_answers", lambda: pytest.fail("the hub was asked"))
     with pytest.raises(ModelFileError, match="since HF_HUB_OFFLINE is set"):
         find(NAME)
     assert constants.HF_HUB_OFFLINE
 
 
 def test_folders_and_impossible_names_ask_nobody(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hub, "_answers", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(files, "_answers", lambda: pytest.fail("the hub was asked"))
     find(model_folders.folder())
     for name in ("my model", "Qwen/", "a..b/c", "café/x", "a" * 97, "-x"):
         with pytest.raises(ModelFileError, match="neither a local folder nor a hub name"):
@@ -140,13 +140,13 @@ def test_threads_share_the_switch():
     seen: list[bool] = []
 
     def short() -> None:
-        with hub.cached_if_unreachable(NAME):
+        with files.cached_if_unreachable(NAME):
             first.set()
             second.wait(10)
 
     def long() -> None:
         first.wait(10)
-        with hub.cached_if_unreachable(NAME):
+        with files.cached_if_unreachable(NAME):
             second.set()
             one.join(10)
             seen.append(constants.HF_HUB_OFFLINE)

@@ -11,7 +11,7 @@ import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models import load as loading
-from kvkeep.models import suitable
+from kvkeep.models import support
 from kvkeep.models.files import check_numbers
 
 
@@ -94,8 +94,8 @@ def test_the_largest_number_of_experts_of_a_published_family_is_taken():
 
 def test_a_trial_reaches_every_layer_also_past_experts(monkeypatch):
     seen = []
-    step = suitable._Idle.step
-    monkeypatch.setattr(suitable._Idle, "step", lambda *a, **k: seen.append(1) or step(*a, **k))
+    step = support._Idle.step
+    monkeypatch.setattr(support._Idle, "step", lambda *a, **k: seen.append(1) or step(*a, **k))
     config = MixtralConfig(**SIZES, **HEADS, num_local_experts=4)
-    suitable.try_out(loading.build_empty("mixtral", config))
+    support.try_out(loading.build_empty("mixtral", config))
     assert len(seen) == 2

@@ -19,7 +19,8 @@ from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.models import files
 from kvkeep.models import load as loading
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
-from kvkeep.models.load import embedded, find, load, no_conversion_service, quiet, read_weights
+from kvkeep.models.files import no_conversion_service
+from kvkeep.models.load import embedded, find, load, quiet, read_weights
 
 
 @pytest.fixture(autouse=True)

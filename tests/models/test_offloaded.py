@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep.errors import InputError
-from kvkeep.models.offloaded import device_of
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.device import device_of
+from kvkeep.models.weight_hash import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # old versions, on meta
 accelerate = pytest.mark.skipif(util.find_spec("accelerate") is None, reason="needs accelerate")

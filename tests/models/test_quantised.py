@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, ModelFileError
-from kvkeep.models import quantised
-from kvkeep.models.compiled import compile_layers
+from kvkeep.models import quantized_weights
+from kvkeep.models.compile import compile_layers
+from kvkeep.models.fused_modules import pack_weights
 from kvkeep.models.load import embedded, find, load, quiet, read_weights
-from kvkeep.models.packed import pack_weights
-from kvkeep.models.quantised import weight_bytes
-from kvkeep.models.weights import fingerprint
+from kvkeep.models.quantized_weights import weight_bytes
+from kvkeep.models.weight_hash import fingerprint
 
 torchao = pytest.mark.skipif(util.find_spec("torchao") is None, reason="needs torchao")
 FORMATS = ["int8", "fp8"]
@@ -134,7 +134,7 @@ def test_a_job_is_not_resumed_with_other_weights(tmp_path: Path, wide: Path):
 
 
 def test_a_missing_package_is_named_before_anything_is_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(quantised, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: None)
     code, out, err = generate("--load-in", "int8", model="nowhere/at-all")
     assert (code, out) == (2, "")
     assert "--load-in int8 needs torchao: pip install torchao (extra: kvkeep[quantised])" in err
@@ -143,7 +143,7 @@ def test_a_missing_package_is_named_before_anything_is_read(monkeypatch: pytest.
 
 @pytest.mark.parametrize("form", ["4bit", "8bit"])
 def test_formats_for_cuda_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch, form: str):
-    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: name)
     code, _, err = generate("--load-in", form, "--device", "cpu", model=model_folders.folder())
     assert code == 2
     assert f"--load-in {form} needs CUDA" in err
@@ -152,9 +152,9 @@ def test_formats_for_cuda_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize(("form", "field"), [("4bit", "load_in_4bit"), ("8bit", "load_in_8bit")])
 def test_formats_for_cuda_are_read_right_onto_the_card(monkeypatch: pytest.MonkeyPatch, form: str, field: str):
-    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: name)
     card = torch.device("cuda", 1)
-    found = quantised.options(form, WIDE, card)
+    found = quantized_weights.options(form, WIDE, card)
     assert found["device_map"] == {"": card}
     assert getattr(found["quantization_config"], field)
     if form == "4bit":
@@ -171,18 +171,21 @@ def test_formats_of_torchao_go_wherever_the_model_goes(
     setattr(package, name, lambda: name)
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.quantization", package)
-    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
-    monkeypatch.setattr(quantised, "TorchAoConfig", lambda kind: ("torchao", kind))
-    assert quantised.options(form, WIDE, torch.device(device)) == {"quantization_config": ("torchao", name)}
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantized_weights, "TorchAoConfig", lambda kind: ("torchao", kind))
+    assert quantized_weights.options(form, WIDE, torch.device(device)) == {"quantization_config": ("torchao", name)}
 
 
 def test_the_bytes_of_a_tensor_are_those_of_its_parts():
     layer = torch.nn.Linear(4, 3)  # 12 weights and 3 biases of 4 bytes
-    assert quantised.weight_bytes(layer) == 60
+    assert quantized_weights.weight_bytes(layer) == 60
     data, scales = torch.zeros(3, 4), torch.ones(3, 4)
     layer.weight = torch.nn.Parameter(TwoTensor(data, TwoTensor(scales, scales.clone())), requires_grad=False)
-    assert [part.data_ptr() for part in quantised.parts(layer.weight)][:2] == [data.data_ptr(), scales.data_ptr()]
-    assert quantised.weight_bytes(layer) == 3 * 48 + 12
+    assert [part.data_ptr() for part in quantized_weights.parts(layer.weight)][:2] == [
+        data.data_ptr(),
+        scales.data_ptr(),
+    ]
+    assert quantized_weights.weight_bytes(layer) == 3 * 48 + 12
 
 
 @pytest.mark.parametrize("form", ["int88", "", "INT8", "5bit", "x" * 5000])
@@ -254,7 +257,7 @@ def test_configurations_that_make_no_sense_are_one_line(tmp_path: Path, fields: 
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: name)
     with pytest.raises(InputError, match=r"quantised already \(awq\); leave `load_in=int8` out"):
         load(already(tmp_path / "m", {"quant_method": "awq"}), load_in="int8")
 

@@ -10,15 +10,15 @@ import sys
 import model_folders
 import pytest
 
-from kvkeep.models import limits as limits_of
-from kvkeep.models import render
+from kvkeep.models import sandbox_limits as limits_of
+from kvkeep.models import sandbox_render
 
 resource = pytest.importorskip("resource", reason="limits of POSIX")
 MESSAGES = [{"role": "user", "content": "Grüße"}]
 
 
 def answer(template: str, **changes: object) -> dict[str, str]:
-    return render._answer(json.dumps({"messages": MESSAGES, "chat_template": template, **changes}))
+    return sandbox_render._answer(json.dumps({"messages": MESSAGES, "chat_template": template, **changes}))
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_an_answer_is_the_error_of_the_template(template: str, message: str):
 
 
 def test_a_line_that_is_no_question_is_an_error():
-    assert render._answer("nonsense")["error"].startswith("JSONDecodeError: ")
-    assert render._answer("{}")["error"] == "KeyError: 'messages'"
+    assert sandbox_render._answer("nonsense")["error"].startswith("JSONDecodeError: ")
+    assert sandbox_render._answer("{}")["error"] == "KeyError: 'messages'"
 
 
 def test_a_text_that_is_too_long_is_an_error_and_errors_are_short():
@@ -68,7 +68,7 @@ def test_the_process_says_that_it_is_ready_and_answers_line_by_line(
     monkeypatch.setattr(sys, "stdout", answers)
     monkeypatch.setattr(sys, "stderr", errors)
     monkeypatch.setattr(sys, "argv", ["render.py", "1000000"])
-    runpy.run_path(render.__file__, run_name="__main__")
+    runpy.run_path(sandbox_render.__file__, run_name="__main__")
     ready, *found = map(json.loads, answers.getvalue().splitlines())
     assert ready == {}
     assert [*map(list, found)] == [["text"], ["error"], ["text"]]

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvkeep.errors import InputError
-from kvkeep.models import templates, tiny, worker
+from kvkeep.models import chat_templates, sandbox, tiny
 
 MESSAGES = [{"role": "user", "content": "Grüße, \ud55c\uad6d \n{{ 7 }}"}, {"role": "assistant", "content": "ja"}]
 
@@ -38,13 +38,13 @@ TEMPLATES = {
 def test_the_text_is_that_of_transformers(template, tokenizer):
     tokenizer.chat_template = template
     want = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    assert templates.fill(tokenizer, MESSAGES) == want
+    assert chat_templates.fill(tokenizer, MESSAGES) == want
 
 
 def test_the_tokens_are_those_of_transformers():
     tokenizer = AutoTokenizer.from_pretrained(tiny.path())
     want = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert tokenizer(templates.fill(tokenizer, MESSAGES), add_special_tokens=False)["input_ids"] == want
+    assert tokenizer(chat_templates.fill(tokenizer, MESSAGES), add_special_tokens=False)["input_ids"] == want
 
 
 ENDLESS = {
@@ -68,20 +68,20 @@ LARGE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_template_without_an_end_is_ended_and_the_next_one_is_filled_in(template, tokenizer, monkeypatch):
-    monkeypatch.setattr(templates, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(chat_templates, "TIMEOUT_S", 0.3)
     tokenizer.chat_template = template
     with pytest.raises(InputError, match=r"chat template fails .* Use `raw=True`"):
-        templates.fill(tokenizer, MESSAGES)
+        chat_templates.fill(tokenizer, MESSAGES)
     monkeypatch.undo()
     tokenizer.chat_template = "{{ messages[0].role }}"
-    assert templates.fill(tokenizer, MESSAGES) == "user"
+    assert chat_templates.fill(tokenizer, MESSAGES) == "user"
 
 
 @pytest.mark.parametrize("template", LARGE.values(), ids=LARGE.keys())
 def test_a_template_that_takes_much_memory_ends(template, tokenizer):
     tokenizer.chat_template = template
     with pytest.raises(InputError, match="chat template fails"):
-        templates.fill(tokenizer, MESSAGES)
+        chat_templates.fill(tokenizer, MESSAGES)
 
 
 FAILING = {
@@ -99,28 +99,28 @@ FAILING = {
 def test_a_template_that_fails_says_why(template, tokenizer):
     tokenizer.chat_template = template
     with pytest.raises(InputError, match=r"chat template fails \(\w+: .*Use `raw=True`"):
-        templates.fill(tokenizer, [{"role": "user", "content": "x"}])
+        chat_templates.fill(tokenizer, [{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize("template", [{"tool_use": "x"}, {}], ids=["no default", "none"])
 def test_templates_without_a_default(template, tokenizer):
     tokenizer.chat_template = template
     with pytest.raises(InputError, match=r"chat template cannot be used .*Use `raw=True`"):
-        templates.fill(tokenizer, MESSAGES)
+        chat_templates.fill(tokenizer, MESSAGES)
 
 
 def test_a_long_prompt_stays_whole(tokenizer):
     tokenizer.chat_template = "{{ messages[0].content }}"
     text = "é\n" * 10**6
-    assert templates.fill(tokenizer, [{"role": "user", "content": text}]) == text
+    assert chat_templates.fill(tokenizer, [{"role": "user", "content": text}]) == text
 
 
 def test_a_process_that_was_ended_is_started_again(tokenizer):
     tokenizer.chat_template = "{{ messages[0].role }}"
-    templates.fill(tokenizer, MESSAGES)
-    templates._WORKER._process.kill()
-    templates._WORKER._process.wait()
-    assert templates.fill(tokenizer, MESSAGES) == "user"
+    chat_templates.fill(tokenizer, MESSAGES)
+    chat_templates._WORKER._process.kill()
+    chat_templates._WORKER._process.wait()
+    assert chat_templates.fill(tokenizer, MESSAGES) == "user"
 
 
 def test_threads_get_their_own_texts(tokenizer):
@@ -128,7 +128,7 @@ def test_threads_get_their_own_texts(tokenizer):
     found = {}
 
     def ask(n):
-        found[n] = templates.fill(tokenizer, [{"role": "user", "content": str(n)}])
+        found[n] = chat_templates.fill(tokenizer, [{"role": "user", "content": str(n)}])
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(20)]
     for thread in threads:
@@ -142,15 +142,15 @@ def test_threads_get_their_own_texts(tokenizer):
 def test_a_forked_process_fills_in_templates_by_itself(tokenizer):
     """With the parent's process it would wait for ever, and take the parent's answers."""
     tokenizer.chat_template = "{{ messages[0].content }}"
-    templates.fill(tokenizer, MESSAGES)
+    chat_templates.fill(tokenizer, MESSAGES)
     child = os.fork()
     if not child:
         signal.alarm(60)
-        found = templates.fill(tokenizer, [{"role": "user", "content": "of the child"}])
-        templates._WORKER.end()
+        found = chat_templates.fill(tokenizer, [{"role": "user", "content": "of the child"}])
+        chat_templates._WORKER.end()
         os._exit(0 if found == "of the child" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert templates.fill(tokenizer, MESSAGES) == MESSAGES[0]["content"]
+    assert chat_templates.fill(tokenizer, MESSAGES) == MESSAGES[0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_a_process_that_does_not_start(body, limit_s, why, tokenizer, monkeypatc
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
-    monkeypatch.setattr(templates, "_WORKER", templates._new())
-    monkeypatch.setattr(worker, "_START_S", limit_s)
+    monkeypatch.setattr(chat_templates, "_WORKER", chat_templates._new())
+    monkeypatch.setattr(sandbox, "_START_S", limit_s)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(InputError, match=f"does not start .*{why}"):
-        templates.fill(tokenizer, MESSAGES)
+        chat_templates.fill(tokenizer, MESSAGES)

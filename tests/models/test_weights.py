@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
-from kvkeep.models import weights
-from kvkeep.models.weights import WeightsOf, fingerprint
+from kvkeep.models import weight_hash
+from kvkeep.models.weight_hash import WeightsOf, fingerprint
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def test_copies_in_wider_numbers_and_packed_layers_have_the_same_hash(model):
 
 
 def test_the_hash_is_computed_once_and_again_after_a_change(model, monkeypatch):
-    calls, honest = [], weights._hash
-    monkeypatch.setattr(weights, "_hash", lambda found: (calls.append(1), honest(found))[1])
+    calls, honest = [], weight_hash._hash
+    monkeypatch.setattr(weight_hash, "_hash", lambda found: (calls.append(1), honest(found))[1])
     assert fingerprint(model) == fingerprint(model)
     assert len(calls) == 1
     with torch.no_grad():

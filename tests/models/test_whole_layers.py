@@ -12,10 +12,10 @@ from test_fused import fused_copy, made
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.argument import handed
 from kvkeep.backends import layers
-from kvkeep.backends.native import native, small_ops
+from kvkeep.backends.native import layer_ops, native
 from kvkeep.backends.native.layer_ops import Whole
+from kvkeep.cache.hf_layers import handed
 from kvkeep.policies import DEFAULT
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
@@ -210,7 +210,7 @@ def test_a_failure_behind_them_breaks_the_cache(monkeypatch):
 
 
 def library_that(failing):
-    return lambda x: failing if small_ops.library_for(x) is not None else None
+    return lambda x: failing if layer_ops.library_for(x) is not None else None
 
 
 def test_caches_in_turn(calls):

@@ -7,8 +7,8 @@ from transformers import GptOssConfig
 
 import kvkeep
 from kvkeep import AttentionOptions, BudgetError, Layer, parse
-from kvkeep.policies._expected import met
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.policies._queries import met
+from kvkeep.rotary import Rotation
 
 from .cases import CHAT, DECODE, Case, family, variant
 from .lockstep import compare, make_layer, retained

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvkeep import AttentionOptions, Layer, parse, together
-from kvkeep.policies._heads import under
+from kvkeep import AttentionOptions, Layer, parse
+from kvkeep.cache import shared_budget
+from kvkeep.policies._head_budgets import under
 from kvkeep.types import EMPTY, Phase
 
 from . import lockstep
@@ -33,7 +34,7 @@ class Layers:
     """Layers that share their budgets, as one layer with the heads of all."""
 
     def __init__(self, case, count):
-        policy, shared = parse(case.policy), together.Together(range(count))
+        policy, shared = parse(case.policy), shared_budget.Together(range(count))
         policy = under(policy, f"global:{policy.alpha}")
         budget = case.budget if isinstance(case.budget, int) else list(case.budget)
         self.layers = [Layer(policy, budget, index=i, together=shared) for i in range(count)]
@@ -54,8 +55,8 @@ class Layers:
 @pytest.mark.parametrize(("count", "case"), CASES, ids=str)
 def test_the_heads_of_all_layers_share_one_budget(count, case, early, monkeypatch):
     """Tokens that cannot stay may go before the last layer has attended: that changes nothing."""
-    monkeypatch.setattr(together, "AT_ONCE", 0 if early else 1e9)
-    monkeypatch.setattr(together, "WORTH", 1.0)
+    monkeypatch.setattr(shared_budget, "AT_ONCE", 0 if early else 1e9)
+    monkeypatch.setattr(shared_budget, "WORTH", 1.0)
     monkeypatch.setattr(lockstep, "make_layer", lambda case: Layers(case, count))
     lockstep.compare(case)
 

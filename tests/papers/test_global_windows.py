@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 import kvkeep
-from kvkeep import BoundedCache, Layer, parse, together
+from kvkeep import BoundedCache, Layer, parse
+from kvkeep.cache import shared_budget
 from kvkeep.types import Phase
 
 from .lockstep import retained
@@ -100,9 +101,9 @@ def compare(seed, budgets, pads, turns, monkeypatch):
 )
 def test_layers_with_full_attention_share_what_the_loops_share(budgets, pads, turns, monkeypatch):
     """Whether tokens that cannot stay go early or not."""
-    monkeypatch.setattr(together, "WORTH", 1.0)
+    monkeypatch.setattr(shared_budget, "WORTH", 1.0)
     for at_once in (0, 1e9):
-        monkeypatch.setattr(together, "AT_ONCE", at_once)
+        monkeypatch.setattr(shared_budget, "AT_ONCE", at_once)
         held = clear(budgets, pads, turns, monkeypatch)
         for layer in OTHERS:
             for row, budget in zip(held[layer], budgets, strict=True):

@@ -8,7 +8,7 @@ from phases import phase_of
 from torch import Tensor
 
 from kvkeep import AttentionOptions, Layer, parse
-from kvkeep.evals.whole import Adding, Hiding
+from kvkeep.evals.attention_probe import Adding, Hiding
 from kvkeep.types import Phase
 from kvkeep_lab.hindsight import H2OGlobal, Keys, Totals
 

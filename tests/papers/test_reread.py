@@ -7,9 +7,9 @@ from transformers import GPT2Config, LlamaConfig
 
 import kvkeep
 from kvkeep import AttentionOptions, BudgetError, Layer, parse
+from kvkeep.attention_stats import Nothing
 from kvkeep.backends import reference
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Nothing
+from kvkeep.rotary import Rotation
 from kvkeep.types import Slots
 
 from .cases import CHAT, DECODE, Case, family, variant
@@ -73,8 +73,8 @@ def test_the_memory_of_a_long_prompt_is_a_few_blocks(monkeypatch):
     """The result does not depend on the blocks, down to one row."""
     found = []
     for least, size in ((1, 1), (7, 10_000), (1, 2**24)):
-        monkeypatch.setattr("kvkeep.backends.again.BLOCK_BYTES", {"cpu": size})
-        monkeypatch.setattr("kvkeep.backends.again.LEAST_ROWS", least)
+        monkeypatch.setattr("kvkeep.backends.base.BLOCK_BYTES", {"cpu": size})
+        monkeypatch.setattr("kvkeep.backends.base.LEAST_ROWS", least)
         layer = Layer(parse("reread"), 64)
         layer.step(normal(4, 40), normal(2, 40, 1), normal(2, 40, 2), options=OPTIONS, phase=phase_of(normal(4, 40)))
         found.append(scores_of(layer))

@@ -5,7 +5,7 @@ import torch
 from phases import phase_of
 
 from kvkeep import AttentionOptions, BudgetError, Layer, parse
-from kvkeep.policies._similar import redundancy
+from kvkeep.policies._rounds import redundancy
 
 from .cases import CHAT, DECODE, Case, family, variant
 from .lockstep import compare, lockstep, make_layer, retained
@@ -48,7 +48,7 @@ def test_the_blocks_do_not_matter(monkeypatch):
         .masked_fill(torch.rand(2, 2, 50) < 0.2, -1)
     )
     whole = redundancy(keys, positions, 0.3)
-    monkeypatch.setattr("kvkeep.policies._similar.BLOCK_BYTES", 1)
+    monkeypatch.setattr("kvkeep.policies._rounds.BLOCK_BYTES", 1)
     torch.testing.assert_close(redundancy(keys, positions, 0.3), whole)
 
 

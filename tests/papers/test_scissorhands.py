@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvkeep
 from kvkeep import BudgetError, Layer, PolicyError
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.types import Phase
 from kvkeep_lab.theory.scissorhands import Reading, algorithm_1
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, MistralConfig
 
 from kvkeep import AttentionOptions, BoundedCache, BudgetError, Layer, UnsupportedOperationError, parse
 from kvkeep.budget import per_layer
-from kvkeep.store import Cascade
+from kvkeep.kv.cascade import Cascade
 
 from .cases import D, E
 from .loops import dot, require_margin, softmax

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GptOssConfig, LlamaConfig
 
 import kvkeep
 from kvkeep import AttentionOptions, Layer, PolicyError, parse
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.rotary import Rotation
 
 from .cases import CHAT, DECODE, Case, D, family, variant
 from .lockstep import choose, compare, make_layer, retained, step_layer

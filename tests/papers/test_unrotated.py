@@ -6,7 +6,7 @@ from transformers import GPT2Config, GptOssConfig, LlamaConfig
 
 import kvkeep
 from kvkeep import Layer, parse
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.rotary import Rotation
 
 from .cases import CHAT, DECODE, Case
 from .lockstep import choose, retained, step_layer

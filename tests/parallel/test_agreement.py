@@ -10,10 +10,10 @@ import torch
 
 import kvkeep
 from kvkeep import Request, Sampling
-from kvkeep.engine.generation import Generation
-from kvkeep.engine.split import Agreement, described, difference
+from kvkeep.engine.sequence import Generation
+from kvkeep.engine.tensor_parallel import Agreement, described, difference
 from kvkeep.errors import InputError
-from kvkeep.parallel import Heads
+from kvkeep.head_sharding import Heads
 from kvkeep.policies.h2o import H2O
 
 

@@ -11,11 +11,11 @@ from transformers import DeepseekV3Config, FalconConfig, LlamaConfig, Qwen3Confi
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import torchrun
+from kvkeep.cli import distributed
 from kvkeep.cli.main import app
-from kvkeep.engine.split import check_split
+from kvkeep.engine.tensor_parallel import check_split
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.parallel import ALONE, Heads, number_of_heads, sharing
+from kvkeep.head_sharding import ALONE, Heads, number_of_heads, sharing
 from kvkeep.types import AttentionOptions, Phase
 
 
@@ -110,7 +110,7 @@ def test_a_cache_of_another_configuration_is_refused(model, two):
 
 def test_a_profile_of_heads_is_refused(two, tmp_path):
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
-    from kvkeep.profile import describe
+    from kvkeep.head_profile import describe
 
     about = {"name": "a", "layers": 1, **describe(config)}
     path = tmp_path / "profile.json"
@@ -146,7 +146,7 @@ def test_a_model_is_only_split_by_torchrun(monkeypatch):
 
 
 def split_options(config=None, *, device="auto", load_in=None):
-    from kvkeep.models.split import options
+    from kvkeep.models.tensor_parallel import options
 
     return options(config or LlamaConfig(), device=device, load_in=load_in)
 
@@ -192,18 +192,18 @@ def started(monkeypatch):
 def test_a_world_without_torchrun_is_one_process(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")  # as in a container of a cluster
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert torchrun.processes() == 1
-    assert torchrun.leads()
-    assert torchrun.told({"a": [1]}) == {"a": [1]}
+    assert distributed.processes() == 1
+    assert distributed.leads()
+    assert distributed.told({"a": [1]}) == {"a": [1]}
 
 
 def test_other_commands_are_refused_once(started, monkeypatch, capfd):
     """The first process says it; another one leaves it the time for that, since torchrun ends all when one fails."""
     waits = []
-    monkeypatch.setattr(torchrun.time, "sleep", waits.append)
-    for rank, said, waited in (("0", "kvkeep serve runs in one", []), ("1", "", [torchrun.WAIT_S])):
+    monkeypatch.setattr(distributed.time, "sleep", waits.append)
+    for rank, said, waited in (("0", "kvkeep serve runs in one", []), ("1", "", [distributed.WAIT_S])):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as end, torchrun.quiet_followers(["serve", "--port", "1"]):
+        with pytest.raises(SystemExit) as end, distributed.quiet_followers(["serve", "--port", "1"]):
             pass
         assert end.value.code == 2
         shown = capfd.readouterr()

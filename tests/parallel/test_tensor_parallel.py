@@ -8,7 +8,7 @@ import pytest
 import ranks
 import torch
 
-from kvkeep.registry import available
+from kvkeep.policies.registry import available
 
 OPTIONS = dict.fromkeys(("snapkv", "pyramidkv", "adakv", "restkv", "defensivekv"), "window=8")
 

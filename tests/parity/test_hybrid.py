@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config, Qwen3
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.rows import Rows
-from kvkeep.memory import bytes_of
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.kv.memory_usage import bytes_of
 
 NEW = 10
 

@@ -11,7 +11,7 @@ from models import build, padded_batch
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.argument import handed, handed_over
+from kvkeep.cache.hf_layers import handed, handed_over
 from kvkeep.errors import BrokenCacheError, InputError, ShapeError
 from kvkeep.types import Phase
 

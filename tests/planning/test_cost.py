@@ -27,16 +27,15 @@ from transformers import (
 import kvkeep
 from kvkeep.backends import SWITCH
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.layer import Layer
+from kvkeep.kv.block import numbers
 from kvkeep.models.load import quiet
-from kvkeep.planning import cost, slots
-from kvkeep.planning.cost import Cost, Experts, ModelShape, Workspace
-from kvkeep.planning.shapes import outline
-from kvkeep.planning.slots import LayerShape
+from kvkeep.planning import cost
+from kvkeep.planning.cost import Cost, Experts, LayerShape, ModelShape, Workspace
+from kvkeep.planning.model_shapes import outline
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
-from kvkeep.store.heads import numbers
+from kvkeep.policies.registry import parse
 from kvkeep.types import AttentionOptions, Phase
 
 GIB, GB = 2**30, 10**9
@@ -102,7 +101,7 @@ def layers_of(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
 
 
 def kv_bytes(config: PreTrainedConfig, batch: int, tokens: int) -> int:
-    return batch * slots.full_bytes(layers_of(config), tokens, HALF)
+    return batch * cost.full_bytes(layers_of(config), tokens, HALF)
 
 
 def parameters_of(config: PreTrainedConfig) -> int:
@@ -191,14 +190,14 @@ def filled(layer: Layer, shape: LayerShape, rows: int, tokens: int, dtype: torch
 
 
 def expected(policy: Policy, shape: LayerShape, budget: int, itemsize: int) -> int:
-    return slots.block_bytes(
+    return cost.block_bytes(
         shape,
         budget,
         itemsize,
         states=len(policy.slots),
         per_head=numbers(policy.summaries, key_dim=shape.key_dim, value_dim=shape.value_dim),
         own_budgets=shape.kv_heads if policy.spreads else 0,
-    ) + (slots.shared_bytes(budget, budget) if policy.cascades else 0)
+    ) + (cost.shared_bytes(budget, budget) if policy.cascades else 0)
 
 
 BLOCKS = ["local", "streaming_llm", "h2o", "scissorhands", "ahakv", "nacl", "spatten", "leverage", "blend"]
@@ -221,13 +220,13 @@ def test_a_block_with_a_window_and_one_with_budgets_by_row():
     assert layer.memory().allocated_bytes == 2 * expected(layer.policy, shape, 12, 4)
     shape = LayerShape(kv_heads=2, key_dim=8, value_dim=8)
     layer = filled(Layer(parse("h2o"), [5, 9]), shape, 2, 60, torch.float32)
-    assert layer.memory().allocated_bytes == 2 * slots.block_bytes(shape, 9, 4, states=1, own_budgets=1)
+    assert layer.memory().allocated_bytes == 2 * cost.block_bytes(shape, 9, 4, states=1, own_budgets=1)
 
 
 def test_full_bytes_stop_at_the_window():
     layers = (LayerShape(2, 8, 8), LayerShape(2, 8, 8, window=10))
-    assert slots.full_bytes(layers, 8, 2) == 2 * 8 * 2 * 16 * 2
-    assert slots.full_bytes(layers, 100, 2) == (100 + 10) * 2 * 16 * 2
+    assert cost.full_bytes(layers, 8, 2) == 2 * 8 * 2 * 16 * 2
+    assert cost.full_bytes(layers, 100, 2) == (100 + 10) * 2 * 16 * 2
 
 
 # working memory
@@ -299,11 +298,11 @@ def test_llama_31_8b_on_a_large_gpu(tmp_path: Path):
     shape = llama_31_8b(tmp_path)
     assert shape.parameters == 8_030_261_248
     assert shape.looked_up == 128256 * 4096
-    assert slots.full_bytes(shape.layers, 1, HALF) == 128 * 1024
+    assert cost.full_bytes(shape.layers, 1, HALF) == 128 * 1024
     full = Cost(
         model=shape,
         weight_itemsize=HALF,
-        row_bytes=slots.full_bytes(shape.layers, 32768, HALF),
+        row_bytes=cost.full_bytes(shape.layers, 32768, HALF),
         prompt_bytes=0,
         step_bytes=0,
     )
@@ -312,7 +311,7 @@ def test_llama_31_8b_on_a_large_gpu(tmp_path: Path):
     seconds = full.read_bytes(31) / 4.8e12
     assert seconds == pytest.approx((2 * (8_030_261_248 - 128256 * 4096) + 124 * GIB) / 4.8e12)
     assert full.tokens_per_s(31, 4.8e12) == pytest.approx(31 / seconds)
-    blocks = sum(slots.block_bytes(layer, 1024, HALF, states=1) for layer in shape.layers)
+    blocks = sum(cost.block_bytes(layer, 1024, HALF, states=1) for layer in shape.layers)
     assert blocks / (1025 * 128 * 1024) == pytest.approx(1.0156, abs=1e-4)  # positions and scores are 1.6 %
     assert full.crossover_rows == 4  # 15.0 GB of weights that are read, 4.29 GB a row
 

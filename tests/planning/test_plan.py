@@ -19,16 +19,16 @@ import kvkeep
 from kvkeep.backends import SWITCH
 from kvkeep.budget import per_layer
 from kvkeep.engine import Engine
-from kvkeep.engine.rotation import MOST_HOST_ROWS
-from kvkeep.engine.staging import COPIES
+from kvkeep.engine.host_copies import COPIES
+from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import BudgetError, InputError, KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, quiet, read_weights
-from kvkeep.planning import bandwidth, shapes
+from kvkeep.planning import bandwidth, model_shapes
 from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
+from kvkeep.planning.cost import LayerShape, joint_bytes
 from kvkeep.planning.plan import DEFAULT_BUDGET, Plan, default_budget, plan
-from kvkeep.planning.slots import LayerShape, joint_bytes
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
 
 CONTEXT = model_folders.TRAINED_LENGTH
@@ -103,7 +103,7 @@ def test_heads_that_share_a_budget_take_what_is_planned(policy: str, kv_bits: st
 
 def test_the_peak_holds_the_layers_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """If no token goes before the last layer has attended. Attention of the model needs little beside its keys."""
-    monkeypatch.setattr("kvkeep.together.AT_ONCE", 1e9)
+    monkeypatch.setattr("kvkeep.cache.shared_budget.AT_ONCE", 1e9)
     sizes = {"num_hidden_layers": 16, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100, "head_dim": 128}
     config = LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=4096)
     config.save_pretrained(tmp_path)
@@ -119,7 +119,7 @@ def test_the_peak_holds_the_layers_that_wait(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_layers_that_wait_hold_the_tokens_of_their_slots_as_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvkeep.together.AT_ONCE", 1e9)
+    monkeypatch.setattr("kvkeep.cache.shared_budget.AT_ONCE", 1e9)
     sizes = {"num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100, "head_dim": 128}
     config = LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=4096)
     config.save_pretrained(tmp_path)
@@ -398,7 +398,7 @@ def test_learned_positions_end():
 
 
 def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shapes, "trained_length", lambda config: None)
+    monkeypatch.setattr(model_shapes, "trained_length", lambda config: None)
     with pytest.raises(InputError, match="give `context`, in tokens"):
         made()
     assert made(context=50).setting.context == 50

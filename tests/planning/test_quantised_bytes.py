@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.models.load import load, quiet
-from kvkeep.models.quantised import weight_bytes
+from kvkeep.models.quantized_weights import weight_bytes
 from kvkeep.planning.plan import Plan, plan
 
 SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

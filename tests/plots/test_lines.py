@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from kvkeep import plots
-from kvkeep.plots import Panel, Series, lines
+from kvkeep.plots import Panel, Series, charts
 
 LONG = "snapkv:decode=score,window=8,kernel=13,recent=64 (layer-budget=pyramid:20,positions=slot)"
 
@@ -27,12 +27,12 @@ def drawn(figure):
 
 
 def test_no_two_of_sixty_lines_look_alike_without_colour():
-    looks = [lines._style(number, reference=False) for number in range(60)]
+    looks = [charts._style(number, reference=False) for number in range(60)]
     grey = {(str(look["linestyle"]), look["marker"], look.get("markerfacecolor")) for look in looks}
     assert len(grey) == 60
     neighbours = pairwise(looks)
     assert all(a["marker"] != b["marker"] and a["linestyle"] != b["linestyle"] for a, b in neighbours)
-    references = [lines._style(number, reference=True) for number in range(4)]
+    references = [charts._style(number, reference=True) for number in range(4)]
     assert len({str(look["linestyle"]) for look in references}) == 4
 
 
@@ -40,7 +40,7 @@ def test_no_two_of_sixty_lines_look_alike_without_colour():
 @pytest.mark.parametrize("panels", [1, 3, 7])
 def test_the_legend_and_the_titles_fit(names, panels):
     one = panel(*(series(name, n, 2 + n) for n, name in enumerate(names)))
-    figure = drawn(lines.chart([one] * panels))
+    figure = drawn(charts.line_charts([one] * panels))
     (legend,) = figure.legends
     inside, frame = legend.get_window_extent(), figure.bbox
     assert frame.x0 <= inside.x0 < inside.x1 <= frame.x1
@@ -54,15 +54,15 @@ def test_the_legend_and_the_titles_fit(names, panels):
 def test_equal_lines_are_named_and_drawn_beside_each_other():
     one = panel(series("a", 1, 2), series("b", 1, 2), series("c", 2, 1), series("d", 1), series("e", 1, 2))
     assert one.equal() == [["a", "b", "e"]]
-    figure = drawn(lines.chart([one]))
+    figure = drawn(charts.line_charts([one]))
     assert figure.axes[0].get_xlabel() == "budget, %\nequal: a = b = e"
     places = [line.get_transform().transform((1, 1))[0] for line in figure.axes[0].lines]
     assert places == sorted(places)
-    assert all(math.isclose(b - a, lines.NUDGE * lines.DPI) for a, b in pairwise(places))
+    assert all(math.isclose(b - a, charts.NUDGE * charts.DPI) for a, b in pairwise(places))
 
 
 def test_lines_that_differ_stay_in_their_places():
-    figure = drawn(lines.chart([panel(series("a", 1, 2), series("b", 1, 3))]))
+    figure = drawn(charts.line_charts([panel(series("a", 1, 2), series("b", 1, 3))]))
     assert figure.axes[0].get_xlabel() == "budget, %"
     assert len({line.get_transform().transform((1, 1))[0] for line in figure.axes[0].lines}) == 1
 
@@ -73,8 +73,8 @@ def test_a_reference_is_not_equal_to_a_line():
 
 def test_a_long_note_is_cut():
     one = panel(*(series(f"{LONG}{n}", 1, 2) for n in range(30)))
-    label = lines.chart([one]).axes[0].get_xlabel()
-    assert label.count("\n") == lines.NOTE_LINES
+    label = charts.line_charts([one]).axes[0].get_xlabel()
+    assert label.count("\n") == charts.NOTE_LINES
     assert label.endswith("…")
 
 
@@ -85,7 +85,7 @@ def test_intervals_lie_at_their_points_and_are_seen_whole():
         series("full", 50, reference=True, interval=[(45.0, 55.0)]),
         log_x=True,
     )
-    figure = drawn(lines.chart([one]))
+    figure = drawn(charts.line_charts([one]))
     (axes,) = figure.axes
     bars = [found for found in axes.collections if hasattr(found, "get_segments")]
     assert [segment[:, 1].tolist() for segment in bars[1].get_segments()] == [[8, 12], [25, 60]]
@@ -101,7 +101,7 @@ def test_odd_numbers_make_a_picture_or_an_error(values, tmp_path):
 
 
 def test_long_names_are_broken_after_commas():
-    assert lines.Legend.of([LONG.partition(" ")[0]], 4.2).labels == [
+    assert charts.Legend.of([LONG.partition(" ")[0]], 4.2).labels == [
         "snapkv:decode=score,window=8,kernel=13,\nrecent=64"
     ]
 

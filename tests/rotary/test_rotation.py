@@ -13,8 +13,7 @@ from transformers import (
 )
 
 import kvkeep
-from kvkeep.rotary.embedding import rotation_of
-from kvkeep.rotary.ranks import Rotation, ranks
+from kvkeep.rotary import Rotation, ranks, rotation_of
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 CONFIGS = {

@@ -5,13 +5,13 @@ import pytest
 from ray_fixtures import no_ray, one_thread, put_cluster, ray  # noqa: F401  fixtures
 from raycells import CELLS, invoke, rows
 
-from kvkeep.cli.eval import far, grid
+from kvkeep.cli import eval_run
 
 
 @pytest.fixture
 def on(monkeypatch):
     """Put a cluster in the place of Ray."""
-    return put_cluster(monkeypatch, grid, far)
+    return put_cluster(monkeypatch, eval_run, eval_run)
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,19 @@ from raycells import CELLS, Real, invoke, rows
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvkeep.cli.eval import far
+from kvkeep.cli import eval_run
 from kvkeep.cli.main import app
-from kvkeep.errors import CapacityError, InputError
-from kvkeep.evals.apart import Bench, Piece, Queue, Source
-from kvkeep.evals.drive import PLAIN
-from kvkeep.evals.plan import Cell
+from kvkeep.errors import CapacityError, InputError, pip_install
+from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.grid import Cell
 from kvkeep.evals.records import Records
-from kvkeep.evals.run import versions
+from kvkeep.evals.run import Bench, Piece, Queue, Source, versions
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS
+from kvkeep.head_profile import Profile
 from kvkeep.models import load as loading
-from kvkeep.models.text import Writer
-from kvkeep.profile import Profile
-from kvkeep.scale.bench import ModelFacts, ModelWorker
+from kvkeep.models.tokenization import Writer
+from kvkeep.scale.worker import ModelFacts, ModelWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,7 +175,7 @@ def test_a_model_that_a_worker_cannot_load_is_said(on, tmp_path, monkeypatch):
     def read_weights(*arguments, **options):
         raise InputError("There are no weights here.")
 
-    monkeypatch.setattr(far, "read_weights", read_weights)
+    monkeypatch.setattr(eval_run, "read_weights", read_weights)
     on(Real(0))
     found = invoke(tmp_path / "out", "--ray-workers", 2)
     assert (found.exit_code, found.stderr.splitlines()[-1]) == (2, "error: There are no weights here.")
@@ -221,7 +220,7 @@ def test_a_bar_counts_the_cells_of_all_workers(on, tmp_path, monkeypatch):
 def test_without_ray_the_error_names_the_extra(tmp_path):
     found = invoke(tmp_path / "out", "--ray-workers", 2)
     assert (found.exit_code, found.stdout) == (2, "")
-    assert "Ray is not installed: pip install 'kvkeep[ray]'." in found.said
+    assert f"Ray is not installed: {pip_install('ray')}." in found.said
     assert not (tmp_path / "out").exists()
 
 

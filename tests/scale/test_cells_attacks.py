@@ -9,13 +9,13 @@ import signal
 import pytest
 from raycells import CELLS, Real, invoke, rows
 
-from kvkeep.cli.eval import far
+from kvkeep.cli import eval_run
 from kvkeep.errors import CapacityError, InputError
-from kvkeep.evals.drive import PLAIN
+from kvkeep.evals.attention_probe import PLAIN
 from kvkeep.evals.records import Records
 from kvkeep.evals.tasks import TASKS
-from kvkeep.runs import Lock
-from kvkeep.scale import crew
+from kvkeep.result_files import Lock
+from kvkeep.scale import worker_pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -83,14 +83,14 @@ def test_a_folder_that_another_run_has_is_refused_before_workers_begin(on, tmp_p
 
 
 def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, whole, tmp_path, monkeypatch):
-    begin = crew.Crew.begin
+    begin = worker_pool.Crew.begin
     with contextlib.ExitStack() as stack:
 
         def late(self, stopped):
             begin(self, stopped)
             stack.enter_context(Lock(tmp_path, str(tmp_path)))
 
-        monkeypatch.setattr(crew.Crew, "begin", late)
+        monkeypatch.setattr(worker_pool.Crew, "begin", late)
         cluster = on(Real(0))
         found = invoke(tmp_path, *RAY)
     assert found.exit_code == 2
@@ -100,14 +100,14 @@ def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, wh
 
 
 def test_rows_of_a_run_that_ended_while_workers_began_are_not_made_again(on, whole, tmp_path, monkeypatch):
-    begin = crew.Crew.begin
+    begin = worker_pool.Crew.begin
 
     def late(self, stopped):
         begin(self, stopped)
-        monkeypatch.setattr(crew.Crew, "begin", begin)
+        monkeypatch.setattr(worker_pool.Crew, "begin", begin)
         shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
 
-    monkeypatch.setattr(crew.Crew, "begin", late)
+    monkeypatch.setattr(worker_pool.Crew, "begin", late)
     cluster = on(Real(0))
     found = invoke(tmp_path, *RAY)
     assert (found.exit_code, found.stdout) == (0, whole[1])
@@ -155,8 +155,8 @@ def test_answers_beside_a_refusal_are_written(on, whole, tmp_path, monkeypatch):
             raise CapacityError("There is no room.")
         return run(self, writer, case, policy, budgets, setup=setup)
 
-    taken, take = [], far._Desk.take
-    monkeypatch.setattr(far._Desk, "take", lambda self, answer: (taken.append(answer), take(self, answer)))
+    taken, take = [], eval_run._Desk.take
+    monkeypatch.setattr(eval_run._Desk, "take", lambda self, answer: (taken.append(answer), take(self, answer)))
     monkeypatch.setattr(TASKS["agreement"], "run", some)
     for seed in range(4):
         taken.clear()
@@ -181,7 +181,7 @@ def test_a_task_that_cannot_be_prepared_is_an_error_that_says_why(on, tmp_path, 
         raise error
 
     monkeypatch.setattr(TASKS["agreement"], "prepare", prepare)
-    monkeypatch.setattr(crew, "DEATHS", 3)
+    monkeypatch.setattr(worker_pool, "DEATHS", 3)
     cluster = on(Broken(1))
     found = invoke(tmp_path, *RAY)
     assert (found.exit_code, found.stdout) == (2, "")
@@ -235,7 +235,7 @@ def test_ctrl_c_in_any_phase_ends_with_130_and_loses_nothing(on, whole, tmp_path
 
     on(cluster)
     if phase in ("joined", "room_for"):
-        before(far, phase)
+        before(eval_run, phase)
     elif phase == "begin first":
         before(cluster, "begun")
     elif phase == "begin":
@@ -262,14 +262,14 @@ def test_ctrl_c_after_a_cell_has_failed_does_not_say_that_all_others_are_written
         append(self, row)
         signal.raise_signal(signal.SIGINT)
 
-    take = far._Desk.take
+    take = eval_run._Desk.take
 
     def failing(self, answer):
         self.failed[1] = "its worker died 4 times"
         return take(self, answer)
 
     monkeypatch.setattr(Records, "append", stop)
-    monkeypatch.setattr(far._Desk, "take", failing)
+    monkeypatch.setattr(eval_run._Desk, "take", failing)
     on(Real(7))
     found = invoke(tmp_path, *RAY)
     assert len(rows(tmp_path)) < CELLS - 1

@@ -11,17 +11,16 @@ import pytest
 from fake_ray import Cluster
 
 from kvkeep.errors import InputError
-from kvkeep.scale import crew, pieces, place
-from kvkeep.scale.cluster import Need
-from kvkeep.scale.lost import LostClusterError, check_alive, left
+from kvkeep.scale import worker_pool
+from kvkeep.scale.cluster import LostClusterError, Need, check_alive, left
 from kvkeep.scale.worker import LINES
 
 
 def run(monkeypatch, cluster, lines, *, size=3, deaths=0, **options):
     """The answers of a crew, and what it said; so many workers die once all have begun."""
-    monkeypatch.setattr(crew, "need_ray", lambda: cluster)
+    monkeypatch.setattr(worker_pool, "need_ray", lambda: cluster)
     answers, notes = [], []
-    made = crew.Crew(LINES, lambda like: None, size, Need(), tell=notes.append)
+    made = worker_pool.Crew(LINES, lambda like: None, size, Need(), tell=notes.append)
     made.begin()
     cluster.deaths = deaths
     todo = iter([(n, b"%d" % n) for n in range(1, lines + 1)])
@@ -32,14 +31,14 @@ def run(monkeypatch, cluster, lines, *, size=3, deaths=0, **options):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_line_has_one_answer_whoever_dies(seed, monkeypatch):
-    monkeypatch.setattr(crew, "DEATHS", 10**6)
+    monkeypatch.setattr(worker_pool, "DEATHS", 10**6)
     deaths = 3 + seed % 9
     cluster = Cluster(seed)
     answers, notes = run(monkeypatch, cluster, 120, deaths=deaths)
     assert sorted(answer.number for answer in answers) == list(range(1, 121))
     assert all(answer.whole == b"%d" % answer.number for answer in answers if answer.whole is not None)
     failed = [answer for answer in answers if answer.whole is None]
-    assert len(failed) * pieces.GUILTY <= deaths
+    assert len(failed) * worker_pool.GUILTY <= deaths
     assert cluster.most <= 2 + 2  # rows, and two more
     assert all(not actor.alive for actor in cluster.actors)
     assert 0 < sum("died and is replaced" in note for note in notes) <= deaths
@@ -70,7 +69,7 @@ def test_lines_go_to_the_worker_with_the_fewest(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_workers_that_die_after_answers_are_not_given_up(seed, monkeypatch):
-    monkeypatch.setattr(pieces, "SUSPECT", 10**6)
+    monkeypatch.setattr(worker_pool, "SUSPECT", 10**6)
     answers, notes = run(monkeypatch, Cluster(seed, life=5), 60, size=2)
     assert sorted(answer.number for answer in answers if answer.whole is not None) == list(range(1, 61))
     assert len(notes) >= 60 // 5 - 2
@@ -85,7 +84,7 @@ def test_deaths_of_a_suspect_are_not_those_of_its_place(monkeypatch):
 
 def test_a_worker_that_hangs_is_named(monkeypatch):
     clock = itertools.count(0.0, 100.0)
-    monkeypatch.setattr(place.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(worker_pool.time, "monotonic", lambda: next(clock))
     cluster, waits = Cluster(0), itertools.count()
     begins = functools.partial(filter, lambda call: call.name == "begin")
     monkeypatch.setattr(cluster, "_go_on", lambda calls, honest=cluster._go_on: honest(list(begins(calls))))
@@ -120,15 +119,15 @@ def test_a_crew_without_workers_asks_for_the_cluster(monkeypatch):
         raise LostClusterError("It has gone away.")
 
     cluster, kills = Cluster(0, deadly={5}), []
-    monkeypatch.setattr(crew, "check_alive", gone)
+    monkeypatch.setattr(worker_pool, "check_alive", gone)
 
     def go_on(calls, honest=cluster._go_on):
         honest([call for call in calls if call.actor is cluster.actors[0]])
 
     monkeypatch.setattr(cluster, "_go_on", go_on)
     monkeypatch.setattr(cluster, "kill", lambda actor, no_restart: kills.append(actor))
-    monkeypatch.setattr(crew, "need_ray", lambda: cluster)
-    made = crew.Crew(LINES, lambda like: None, 1, Need())
+    monkeypatch.setattr(worker_pool, "need_ray", lambda: cluster)
+    made = worker_pool.Crew(LINES, lambda like: None, 1, Need())
     made.begin()
     with pytest.raises(LostClusterError, match="gone away"):
         made.run(functools.partial(next, iter([(n, b"a") for n in range(12)])), [{}], lambda answer: None)
@@ -160,8 +159,8 @@ def test_a_crew_that_is_stopped_reads_no_more_lines(monkeypatch):
 @pytest.mark.slow
 def test_a_command_whose_cluster_has_gone_away_ends_at_once():
     code = (
-        "from kvkeep.cli.workers import ended_with_its_cluster\n"
-        "from kvkeep.scale.lost import LostClusterError\n"
+        "from kvkeep.cli.distributed import ended_with_its_cluster\n"
+        "from kvkeep.scale.cluster import LostClusterError\n"
         "import atexit\n"
         "atexit.register(print, 'an ordinary end')\n"
         "with ended_with_its_cluster():\n"

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
+from kvkeep.batch.output import Output
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
-from kvkeep.jobs.output import Output
-from kvkeep.scale import destination
-from kvkeep.scale.destination import Destination, as_parquet, is_foreign
+from kvkeep.scale import remote_files
+from kvkeep.scale.remote_files import Destination, as_parquet, is_foreign_output
 
 PROMPTS = ["the quick brown fox", "over the lazy dog", "and the cat"]
 
@@ -193,7 +193,7 @@ def test_lines_that_cannot_be_run_are_set_aside_beside_the_collected_ones(source
 
 
 def test_what_cannot_be_written_is_refused_before_anything_runs(source, bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.cli.generate.job.find", None)  # nobody gets as far as the model
+    monkeypatch.setattr("kvkeep.models.load.find", None)  # nobody gets as far as the model
     (bucket / "folder.jsonl").mkdir()
     for target, word in (
         ("ftq://a/b.jsonl", "cannot be written"),
@@ -254,7 +254,7 @@ def test_two_jobs_for_one_output_are_not_mixed_and_the_second_disturbs_nothing(s
 
 def test_a_folder_that_goes_away_while_it_is_locked_is_made_again(bucket, tmp_path, monkeypatch):
     """The job before removes it at its end."""
-    target, real, times = Destination(f"file://{bucket}/a.jsonl", tmp_path), destination.Lock, iter([1, 2, 3])
+    target, real, times = Destination(f"file://{bucket}/a.jsonl", tmp_path), remote_files.Lock, iter([1, 2, 3])
 
     def lock(folder, name):
         nth = next(times)
@@ -265,7 +265,7 @@ def test_a_folder_that_goes_away_while_it_is_locked_is_made_again(bucket, tmp_pa
             folder.rmdir()
         return found
 
-    monkeypatch.setattr(destination, "Lock", lock)
+    monkeypatch.setattr(remote_files, "Lock", lock)
     with target.held():
         assert target.path.parent.is_dir()
     assert next(times, None) is None
@@ -273,5 +273,5 @@ def test_a_folder_that_goes_away_while_it_is_locked_is_made_again(bucket, tmp_pa
 
 
 def test_which_outputs_are_foreign():
-    assert all(map(is_foreign, ("s3://a/b", "file:///a.jsonl", "a.parquet", "A.PQ")))
-    assert not any(map(is_foreign, ("a.jsonl", "-", "/dev/null", "parquet")))
+    assert all(map(is_foreign_output, ("s3://a/b", "file:///a.jsonl", "a.parquet", "A.PQ")))
+    assert not any(map(is_foreign_output, ("a.jsonl", "-", "/dev/null", "parquet")))

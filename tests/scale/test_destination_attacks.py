@@ -22,9 +22,8 @@ from kvkeep.cli import files
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.errors import InputError
-from kvkeep.scale import destination
-from kvkeep.scale.destination import Destination, as_parquet
-from kvkeep.scale.files import is_within
+from kvkeep.scale import remote_files
+from kvkeep.scale.remote_files import Destination, as_parquet, is_within
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +161,7 @@ def test_an_output_that_is_read_by_half_leaves_nothing_behind(tmp_path, monkeypa
             file.write(b"{")
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(destination.shutil, "copyfileobj", full)
+    monkeypatch.setattr(remote_files.shutil, "copyfileobj", full)
     with (
         pytest.raises(InputError, match=r"cannot be read, or copied to .*home.*No space left"),
         Destination(f"file://{tmp_path}/a.jsonl", tmp_path / "home").held(),
@@ -174,7 +173,7 @@ def test_an_output_that_is_read_by_half_leaves_nothing_behind(tmp_path, monkeypa
 def test_a_power_cut_finds_an_output_on_the_disk_before_the_local_file_goes(tmp_path, monkeypatch):
     done, target = [], tmp_path / "a.parquet"
     for name in ("sync", "sync_folder"):
-        monkeypatch.setattr(destination, name, lambda one, name=name: done.append((name, target.exists())))
+        monkeypatch.setattr(remote_files, name, lambda one, name=name: done.append((name, target.exists())))
     found = Destination(str(target), tmp_path)
     with found.held():
         found.path.write_text('{"n": 1}\n')

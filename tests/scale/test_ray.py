@@ -13,9 +13,9 @@ import rayjobs
 from commands import run, write
 
 from kvkeep.scale import cluster, worker
-from kvkeep.scale.crew import Crew
-from kvkeep.scale.ray import generate
+from kvkeep.scale.ray_data import generate
 from kvkeep.scale.worker import Built
+from kvkeep.scale.worker_pool import Crew
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings are no errors of ours
 
@@ -124,9 +124,9 @@ def test_another_version_of_kvkeep_on_a_node_is_refused(address, small, monkeypa
     real = cluster.scout()
     other = {**real["versions"], "kvkeep": "0.0.1"}
     with monkeypatch.context() as patch:
-        from kvkeep.cli import workers
+        from kvkeep.cli import distributed
 
-        patch.setattr(workers, "check_versions", lambda found: cluster.check_versions(found, other))
+        patch.setattr(distributed, "check_versions", lambda found: cluster.check_versions(found, other))
         result = run("-i", small[0], "-o", small[1], "--ray-workers", 1, "--ray-address", address[0])
     assert result.exit_code == 2
     assert "has kvkeep" in result.said
@@ -145,8 +145,8 @@ class Deadly:
 
     def __call__(self, like):
         import kvkeep
+        from kvkeep.batch.input import parse
         from kvkeep.engine import Engine
-        from kvkeep.jobs.lines import parse
 
         network, tokenizer = kvkeep.load()
 

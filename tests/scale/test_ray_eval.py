@@ -8,8 +8,7 @@ import pytest
 import rayjobs
 from typer.testing import CliRunner
 
-from kvkeep.cli import workers
-from kvkeep.cli.eval import far
+from kvkeep.cli import distributed, eval_run
 from kvkeep.cli.main import app
 from kvkeep.scale import cluster
 
@@ -101,14 +100,14 @@ def test_a_cluster_that_cannot_do_it_is_refused_with_the_reason(address, tmp_pat
     assert "9 workers of 1 CPU" in said
     assert "Give --ray-workers 2" in said
     with monkeypatch.context() as patch:
-        patch.setattr(far, "PROCESS_BYTES", 10**14)
+        patch.setattr(eval_run, "PROCESS_BYTES", 10**14)
         said = refused(folder, *there, "--ray-workers", 2)
         assert "2 workers of 1 CPU and 100 TB each do not fit into the cluster, none would" in said
     assert "Nothing answers at --ray-address 127.0.0.1:9" in refused(
         folder, "--ray-workers", 2, "--ray-address", "127.0.0.1:9"
     )
     other = {**cluster.scout()["versions"], "kvkeep": "0.0.1"}
-    monkeypatch.setattr(workers, "check_versions", lambda found: cluster.check_versions(found, other))
+    monkeypatch.setattr(distributed, "check_versions", lambda found: cluster.check_versions(found, other))
     said = refused(folder, *there, "--ray-workers", 1)
     assert "has kvkeep" in said
     assert "0.0.1" in said

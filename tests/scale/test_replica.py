@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("fastapi")
 
 from kvkeep.errors import InputError
-from kvkeep.scale import replica
-from kvkeep.scale.replica import Recipe, Replica
-from kvkeep.server.holders import RESPONSE, SESSION
-from kvkeep.server.replaying import Received
+from kvkeep.scale import ray_serve_replica
+from kvkeep.scale.ray_serve_replica import Recipe, Replica
+from kvkeep.server.placement import RESPONSE, SESSION
+from kvkeep.server.router import Received
 from kvkeep.server.settings import Settings
 
 OWNER = "everybody"
@@ -19,7 +19,7 @@ OWNER = "everybody"
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    monkeypatch.setattr(replica, "settle", lambda: None)  # it is for processes that serve until they end
+    monkeypatch.setattr(ray_serve_replica, "settle", lambda: None)  # it is for processes that serve until they end
     recipe = Recipe(
         model=None,
         settings=Settings(name="tiny", session_dir=str(tmp_path)),

@@ -1,5 +1,6 @@
 """Replicas of a server: what is checked before one starts, and how many a load needs. Without Ray."""
 
+import re
 import sys
 import types
 
@@ -7,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
-from kvkeep.cli.serve.options import parse_replicas
-from kvkeep.errors import InputError
-from kvkeep.scale import cluster, known, serving
+from kvkeep.cli.serve import parse_replicas
+from kvkeep.errors import InputError, pip_install
+from kvkeep.scale import cluster, ray_serve, ray_serve_replicas
 from kvkeep.scale.autoscaling import by_free_rows
 from kvkeep.scale.cluster import Need, Node, check_room
-from kvkeep.scale.serving import application, need_serve
+from kvkeep.scale.ray_serve import application, need_serve
 
 
 def node():
@@ -54,7 +55,7 @@ def refused(*words):
 
 @pytest.mark.usefixtures("no_ray")
 def test_without_ray_the_error_names_the_extra():
-    assert "Ray is not installed: pip install 'kvkeep[ray]'." in refused("--ray-replicas", 2)
+    assert f"Ray is not installed: {pip_install('ray')}." in refused("--ray-replicas", 2)
     with pytest.raises(InputError, match="Ray is not installed"):
         application(replicas=2)
 
@@ -71,7 +72,7 @@ def with_ray(monkeypatch):
         monkeypatch.setitem(sys.modules, "ray", made)
         monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
         monkeypatch.setattr(cluster, "need_ray", lambda: made)
-        monkeypatch.setattr(serving, "need_ray", lambda: made)
+        monkeypatch.setattr(ray_serve, "need_ray", lambda: made)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         return made
 
@@ -80,7 +81,7 @@ def with_ray(monkeypatch):
 
 def test_ray_without_serve_and_old_ray_are_refused(with_ray):
     with_ray()
-    with pytest.raises(InputError, match=r"Ray Serve is not installed: pip install 'kvkeep\[ray\]'"):
+    with pytest.raises(InputError, match=re.escape(f"Ray Serve is not installed: {pip_install('ray')}")):
         need_serve()
     with_ray("2.59.1", serve="serve")
     with pytest.raises(InputError, match=r"This is Ray 2.59.1, and replicas need 2.60"):
@@ -120,9 +121,9 @@ def test_without_numbers_of_replicas_nothing_changes(found):
 
 
 def test_replicas_that_are_known():
-    known.note("place", {"a": 1, "b": 2})
-    known.drop("place", "a")
-    known.drop("place", "nobody")
-    known.drop("elsewhere", "a")
-    assert known.of("place") == {"b": 2}
-    assert known.of("elsewhere") == known.of("nowhere") == {}
+    ray_serve_replicas.note("place", {"a": 1, "b": 2})
+    ray_serve_replicas.drop("place", "a")
+    ray_serve_replicas.drop("place", "nobody")
+    ray_serve_replicas.drop("elsewhere", "a")
+    assert ray_serve_replicas.of("place") == {"b": 2}
+    assert ray_serve_replicas.of("elsewhere") == ray_serve_replicas.of("nowhere") == {}

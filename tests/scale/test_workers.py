@@ -10,12 +10,12 @@ import pytest
 from commands import run, write
 
 import kvkeep
-from kvkeep.cli.generate import far, job
+from kvkeep.batch.input import BadLine, parse
+from kvkeep.batch.survey import Survey
+from kvkeep.cli import generate_batch, generate_batch_workers
 from kvkeep.engine import Engine
-from kvkeep.errors import InputError
-from kvkeep.jobs.lines import BadLine, parse
-from kvkeep.jobs.survey import Survey
-from kvkeep.models import templates
+from kvkeep.errors import InputError, pip_install
+from kvkeep.models import chat_templates
 from kvkeep.scale import cluster
 from kvkeep.scale.cluster import Need, Node, check_ray, check_room, check_versions, last_words, share
 from kvkeep.scale.worker import Built, EngineFacts, Worker
@@ -208,15 +208,17 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
         made.append(recipe)
         raise InputError("This is enough.")
 
-    monkeypatch.setattr(job, "check_ray", lambda address: None)
-    monkeypatch.setattr(job, "joined", lambda address, cpus: contextlib.nullcontext())
-    monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
-    monkeypatch.setattr(far, "Crew", crew)
+    monkeypatch.setattr(generate_batch, "check_ray", lambda address: None)
+    monkeypatch.setattr(generate_batch, "joined", lambda address, cpus: contextlib.nullcontext())
+    monkeypatch.setattr(generate_batch_workers, "room_for", lambda *args, **options: (Need(), "cpu"))
+    monkeypatch.setattr(generate_batch_workers, "Crew", crew)
     assert "This is enough." in run("-i", lines[0], "-o", lines[1], "--ray-workers", 1).said
-    templates._WORKER.end()
+    chat_templates._WORKER.end()
     built = made[0](None)
-    assert templates._WORKER.runs
-    monkeypatch.setattr(templates, "_WORKER", None)  # it has begun, but a line that fails is no failure of the worker
+    assert chat_templates._WORKER.runs
+    monkeypatch.setattr(
+        chat_templates, "_WORKER", None
+    )  # it has begun, but a line that fails is no failure of the worker
     assert isinstance(made[0](built.layout), Built)
 
 
@@ -224,7 +226,7 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
 def test_without_ray_the_error_names_the_extra(lines):
     result = run("-i", lines[0], "-o", lines[1], "--ray-workers", 2)
     assert result.exit_code == 2
-    assert "Ray is not installed: pip install 'kvkeep[ray]'." in result.said
+    assert f"Ray is not installed: {pip_install('ray')}." in result.said
     assert not lines[1].exists()
 
 
@@ -245,14 +247,14 @@ def test_options_that_make_no_job(lines, options, word):
 
 
 def test_the_layout_of_weights_is_followed_without_a_measurement(monkeypatch):
-    from kvkeep.models import fused, packed
+    from kvkeep.models import fused_modules, prepare
 
     for like in [(False, False), (True, False), (False, True), (True, True)]:
         network, _ = kvkeep.load(dtype="float32")
         with monkeypatch.context() as patch:
-            for module in (fused, packed):
+            for module in (prepare, fused_modules):
                 patch.setattr(module, "faster", lambda *args, **kwargs: 1 / 0)
-            fused.prepare(network, 4, like)
-        got = fused.chosen(network)
+            prepare.prepare(network, 4, like)
+        got = prepare.chosen(network)
         assert got[1] == like[1]
         assert got[0] <= like[0]

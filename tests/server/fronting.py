@@ -15,14 +15,12 @@ if sys.platform != "win32":
 
 import kvkeep
 from kvkeep.server.app import make_app
-from kvkeep.server.front import make_front
-from kvkeep.server.handover import Handover
-from kvkeep.server.holders import SESSION
-from kvkeep.server.leases import SharedFolder
-from kvkeep.server.replaying import replay
-from kvkeep.server.replicas import LostError, MissedError
-from kvkeep.server.running import Place
-from kvkeep.server.served import Served
+from kvkeep.server.model import Served
+from kvkeep.server.placement import SESSION
+from kvkeep.server.router import LostError, MissedError, make_front, replay
+from kvkeep.server.run import Place
+from kvkeep.server.session_leases import SharedFolder
+from kvkeep.server.session_registry import Handover
 from kvkeep.server.settings import Settings
 
 

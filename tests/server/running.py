@@ -18,11 +18,16 @@ httpx = pytest.importorskip("httpx")
 import kvkeep  # noqa: E402
 from kvkeep.models.load import embedded, find, quiet, read_weights  # noqa: E402
 from kvkeep.server.app import make_app  # noqa: E402
-from kvkeep.server.keys import Keys, owner_of  # noqa: E402
-from kvkeep.server.running import Place, Server, listen  # noqa: E402
-from kvkeep.server.served import Served  # noqa: E402
-from kvkeep.server.settings import Settings  # noqa: E402
-from kvkeep.server.tooling import tool_use_of  # noqa: E402
+from kvkeep.server.model import (
+    Served,  # noqa: E402
+    tool_use_of,  # noqa: E402
+)
+from kvkeep.server.run import Place, Server, listen  # noqa: E402
+from kvkeep.server.settings import (  # noqa: E402
+    Keys,
+    Settings,  # noqa: E402
+    owner_of,
+)
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Once upon a time"}]

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import serve as command
 from kvkeep.cli.main import app
+from kvkeep.errors import pip_install
 
 from .running import WAIT_S, httpx
 
@@ -45,12 +46,12 @@ def refused(*words, **options):
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(command, "_NEEDED", ("nowhere_to_be_found",))
-    assert "pip install 'kvkeep[server]'" in run(code=2)
+    assert pip_install("server") in run(code=2)
 
 
 def test_settings_come_from_flags_then_variables_then_the_file(tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr("kvkeep.cli.serve.serving.run", taken.append)
+    monkeypatch.setattr("kvkeep.cli.serve_run.run", taken.append)
     file = tmp_path / "server.toml"
     file.write_text(
         'model = "from-file"\nbudget = 64\nkv-memory = "1MiB"\nmax_queue = 3\naccess-log = false\n'
@@ -128,7 +129,7 @@ def test_files_of_keys_that_are_wrong(tmp_path, text, words):
 
 
 def test_keys_of_a_file_and_a_variable(tmp_path, monkeypatch):
-    from kvkeep.cli.serve.keys import read_keys
+    from kvkeep.cli.serve_run import read_keys
 
     (tmp_path / "keys").write_text("anna 0123456789  # hers\n\nabcdefghij\n")
     monkeypatch.setenv("KVKEEP_API_KEY", "from-the-shell")

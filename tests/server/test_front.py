@@ -264,9 +264,9 @@ def test_a_session_whose_holder_is_about_to_end_is_waited_for(mortal):
 
 
 def test_a_session_that_stays_elsewhere_is_refused_in_the_end(mortal, monkeypatch):
-    from kvkeep.server import front
+    from kvkeep.server import router
 
-    monkeypatch.setattr(front, "_HELD_S", 0.3)
+    monkeypatch.setattr(router, "_HELD_S", 0.3)
     make(mortal, "trip")
     assert turn(mortal, "trip").status_code == 200
     home = holder(mortal, "trip")

@@ -25,9 +25,9 @@ def two():
 @pytest.fixture
 def short(monkeypatch):
     """A router that gives replicas up soon."""
-    from kvkeep.server import front
+    from kvkeep.server import router
 
-    monkeypatch.setattr(front, "_LATE_S", 0.1)
+    monkeypatch.setattr(router, "_LATE_S", 0.1)
     with fronted(request_timeout_s=0.2) as running:
         yield running
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvkeep.errors import SnapshotError
-from kvkeep.server import handover
+from kvkeep.server import session_registry
 
 from .fronting import fronted
 from .running import WAIT_S
@@ -21,9 +21,9 @@ LONG = 250
 @pytest.fixture
 def two(tmp_path, monkeypatch):
     """Two replicas whose front waits for a slow machine's answers."""
-    from kvkeep.server import front
+    from kvkeep.server import router
 
-    monkeypatch.setattr(front, "_HELD_S", WAIT_S)
+    monkeypatch.setattr(router, "_HELD_S", WAIT_S)
     with fronted(folder=tmp_path) as running:
         yield running
 
@@ -149,9 +149,9 @@ def test_turns_of_one_session_that_are_sent_at_once_are_all_answered(two):
 
 
 def test_a_session_that_cannot_be_written_waits_until_it_can(two, tmp_path, monkeypatch, caplog):
-    from kvkeep.server import front
+    from kvkeep.server import router
 
-    monkeypatch.setattr(front, "_HELD_S", 0.5)
+    monkeypatch.setattr(router, "_HELD_S", 0.5)
     home = made(two, "idle")
     (path,) = tmp_path.glob("*/*--idle.kvkeep")
     path.unlink()
@@ -297,7 +297,7 @@ def test_a_session_that_fails_keeps_no_other_one_here(two, monkeypatch, caplog):
 
 
 def test_the_handover_goes_on_after_a_look_that_fails(two, monkeypatch, caplog):
-    monkeypatch.setattr(handover, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(session_registry, "_HANDOVER_AGAIN_S", 0.01)
     looks, times, book = (
         iter([RuntimeError("gone"), True, OSError("no locks"), False]),
         [],
@@ -311,7 +311,7 @@ def test_the_handover_goes_on_after_a_look_that_fails(two, monkeypatch, caplog):
             raise found
         return found
 
-    found = handover.Handover(book, stays)
+    found = session_registry.Handover(book, stays)
     until(lambda: len(times) > 1)
     found.end()
     assert caplog.text.count("could not be handed over") == 2

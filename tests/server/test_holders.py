@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from kvkeep.server import summing
-from kvkeep.server.holders import RESPONSE, SESSION, Places, Wish, beginnings, wish_of
+from kvkeep.server import router
+from kvkeep.server.placement import RESPONSE, SESSION, Places, Wish, beginnings, wish_of
 
 CHAT = "/v1/chat/completions"
 
@@ -110,9 +110,9 @@ def test_what_ended_replicas_held_is_unknown():
 
 
 def test_places_are_bounded(monkeypatch):
-    from kvkeep.server import holders
+    from kvkeep.server import placement
 
-    monkeypatch.setattr(holders, "_MOST_KNOWN", 2)
+    monkeypatch.setattr(placement, "_MOST_KNOWN", 2)
     places = Places()
     for name in "abc":
         places.note((SESSION, "o", name), "one")
@@ -121,21 +121,21 @@ def test_places_are_bounded(monkeypatch):
 
 def test_metrics_of_replicas_stand_in_one_family_each():
     text = '# HELP a A.\n# TYPE a gauge\na 1.0\n# HELP b B.\n# TYPE b counter\nb{x="} 1"} 2.0\n'
-    found = summing.metrics({"two": text, "one": text}, "").splitlines()
+    found = router.metrics({"two": text, "one": text}, "").splitlines()
     assert found[:4] == ["# HELP a A.", "# TYPE a gauge", 'a{replica="one"} 1.0', 'a{replica="two"} 1.0']
     assert found[4:8] == [
         "# HELP b B.",
         "# TYPE b counter",
         *(f'b{{replica="{n}",x="}} 1"}} 2.0' for n in ("one", "two")),
     ]
-    assert summing.metrics({}, "").splitlines()[-1] == "kvkeep_replicas 0"
+    assert router.metrics({}, "").splitlines()[-1] == "kvkeep_replicas 0"
 
 
 def test_health_of_no_replica_is_not_ready():
-    body, status = summing.health({}, draining=False)
+    body, status = router.health({}, draining=False)
     assert (body["status"], body["rows"], status) == ("starting", 0, 503)
     one = {"status": "draining", "rows": 2, "rows_free": 1, "waiting": 0, "row_bytes": 3}
-    assert summing.health({"a": one}, draining=False)[1] == 503
-    assert summing.health({"a": one, "b": {**one, "status": "ready"}}, draining=False)[0]["rows"] == 4
-    assert json.dumps(summing.sessions({"a": {"data": [{"id": "x"}]}, "b": {"data": [{"id": "x"}, {"id": "w"}]}}))
-    assert [one["id"] for one in summing.sessions({"a": {"data": [{"id": "x"}, {"id": "w"}]}})["data"]] == ["w", "x"]
+    assert router.health({"a": one}, draining=False)[1] == 503
+    assert router.health({"a": one, "b": {**one, "status": "ready"}}, draining=False)[0]["rows"] == 4
+    assert json.dumps(router.sessions({"a": {"data": [{"id": "x"}]}, "b": {"data": [{"id": "x"}, {"id": "w"}]}}))
+    assert [one["id"] for one in router.sessions({"a": {"data": [{"id": "x"}, {"id": "w"}]}})["data"]] == ["w", "x"]

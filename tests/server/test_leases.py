@@ -12,10 +12,10 @@ pytest.importorskip("fastapi")
 
 import kvkeep
 from kvkeep.errors import InputError
-from kvkeep.server.book import Book
 from kvkeep.server.errors import RefusalError
-from kvkeep.server.leases import HELD, SharedFolder, elsewhere
-from kvkeep.server.schema import SessionBody
+from kvkeep.server.schemas import SessionBody
+from kvkeep.server.session_leases import HELD, SharedFolder, elsewhere
+from kvkeep.server.session_registry import Book
 
 from .running import checkpoint, model
 

@@ -12,11 +12,11 @@ from .running import HELLO, NAME, httpx
 from .test_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, limited, meter_of, spent, until
 
 from kvkeep.server.errors import RefusalError  # isort: skip
-from kvkeep.server.front import make_front  # isort: skip
-from kvkeep.server.gate import Gate  # isort: skip
-from kvkeep.server.limits import Limits  # isort: skip
-from kvkeep.server.replaying import replay  # isort: skip
-from kvkeep.server.replicas import LostError, MissedError  # isort: skip
+from kvkeep.server.router import make_front  # isort: skip
+from kvkeep.server.middleware import Gate  # isort: skip
+from kvkeep.server.rate_limits import Limits  # isort: skip
+from kvkeep.server.router import replay  # isort: skip
+from kvkeep.server.router import LostError, MissedError  # isort: skip
 from kvkeep.server.settings import Settings  # isort: skip
 
 SPELLINGS = [f"{COMPLETE}{end}" for end in ("/", "//", "?a=b", "%0A", "%0D%0A", "%00", "%20", "%2F", ";a", "/.", "#a")]
@@ -224,8 +224,8 @@ class Mortal:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("error")
 def test_nothing_runs_once_all_requests_have_ended_however_they_ended(kind, monkeypatch):
-    monkeypatch.setattr("kvkeep.server.front._PAUSE_S", 0)
-    monkeypatch.setattr("kvkeep.server.gate.log.disabled", True)
+    monkeypatch.setattr("kvkeep.server.router._PAUSE_S", 0)
+    monkeypatch.setattr("kvkeep.server.middleware.log.disabled", True)
     refused = done = 0
     for seed in range(40):
         settings, found = Settings(name=NAME, key_requests=4, key_tokens=10**4), []

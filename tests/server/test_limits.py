@@ -15,9 +15,9 @@ from .fronting import fronted
 from .running import HELLO, NAME, WAIT_S, checkpoint, events, httpx, keys, model, serve
 
 from kvkeep import Engine, Request, Sampling  # isort: skip  the server's modules need fastapi
-from kvkeep.server.desk import Desk  # isort: skip
+from kvkeep.server.request_queue import Desk  # isort: skip
 from kvkeep.server.errors import RefusalError  # isort: skip
-from kvkeep.server.limits import Limits  # isort: skip
+from kvkeep.server.rate_limits import Limits  # isort: skip
 from kvkeep.server.settings import Settings  # isort: skip
 
 CHAT, COMPLETE, RESPOND = "/v1/chat/completions", "/v1/completions", "/v1/responses"

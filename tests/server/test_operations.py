@@ -19,10 +19,10 @@ import processes
 import pytest
 import typer
 
+from kvkeep.cli import serve as own
 from kvkeep.cli.main import app
-from kvkeep.cli.serve import options as own
 from kvkeep.errors import InputError
-from kvkeep.server.running import Place, check_tls, listen
+from kvkeep.server.run import Place, check_tls, listen
 
 from .running import HELLO, WAIT_S, httpx, keys, serve
 from .test_hostile import CHAT, head

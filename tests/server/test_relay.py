@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from kvkeep.server.errors import GoneError, RefusalError
-from kvkeep.server.relay import Relay
-from kvkeep.server.replaying import USED, Received, Used, headers_of, replay
+from kvkeep.server.router import USED, Received, Relay, Used, headers_of, replay
 
 LOST = RefusalError(503, "It has ended.", code="replica_lost")
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from kvkeep.engine import grammars
+from kvkeep.engine import grammar
 
 from .running import HELLO, events, serve
 
@@ -264,7 +264,7 @@ def test_a_grammar_that_fails_while_it_runs_is_the_clients_mistake(server):
 
 
 def test_too_many_new_grammars_are_refused_for_a_while(server, monkeypatch):
-    monkeypatch.setattr(grammars, "MOST_WAITING", 0)
+    monkeypatch.setattr(grammar, "MOST_WAITING", 0)
     answer = server.chat(structured_outputs={"choice": ["never seen before"]})
     assert server.refused(answer, 429)["code"] == "queue_full"
     assert int(answer.headers["retry-after"]) > 0

@@ -8,9 +8,9 @@ import pytest
 
 from kvkeep.errors import InputError
 from kvkeep.models.load import embedded
+from kvkeep.openai.messages import HERMES, LLAMA3, MISTRAL
 from kvkeep.openai.requests import CHAT, read
-from kvkeep.openai.tool_forms import HERMES, LLAMA3, MISTRAL
-from kvkeep.server.tooling import tool_use_of
+from kvkeep.server.model import tool_use_of
 
 from .running import HELLO, checkpoint, events, serve
 from .test_structured import TOOLS, assembled, is_call

@@ -13,10 +13,10 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep import BoundedCache, InputError, SnapshotError
+from kvkeep.cache.layer import Layer
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import BrokenCacheError
-from kvkeep.layer import Layer
 from kvkeep.snapshot.fingerprint import hash_of_config, name_of_config
 from kvkeep.types import Phase
 

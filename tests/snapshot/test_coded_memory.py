@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from snapshot_models import bounded, feed, ids, model
 
 from kvkeep import BoundedCache, Snapshot
-from kvkeep.codes import KV_BITS
 from kvkeep.errors import SnapshotError
-from kvkeep.snapshot import reading
+from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.snapshot import file_io
 
 
 @pytest.fixture(params=["llama", "gemma2", "falcon-h1"])
@@ -101,7 +101,7 @@ def test_a_changed_file_is_refused(case, tmp_path):
     assert old in content
     file.write_bytes(content.replace(old, new))
     with pytest.raises(SnapshotError, match=said):
-        reading.load(file)
+        file_io.load(file)
 
 
 @pytest.mark.parametrize("name", ["key_scales", "value_scales"])
@@ -117,7 +117,7 @@ def test_scales_that_no_code_has_are_refused(name, number, tmp_path):
     found[scales].view(-1)[-1] = number
     save_file(found, file, about)
     with pytest.raises(SnapshotError, match="scales that are negative or no numbers"):
-        reading.load(file)
+        file_io.load(file)
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
@@ -127,4 +127,4 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     for end in range(0, len(content), len(content) // 23):
         file.write_bytes(content[:end])
         with pytest.raises(SnapshotError):
-            reading.load(file)
+            file_io.load(file)

@@ -7,10 +7,11 @@ import torch
 from sweeps import sweep
 
 import kvkeep
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import ShapeError
-from kvkeep.layer import Layer
+from kvkeep.kv.block import Block
+from kvkeep.kv.cascade import Cascade
 from kvkeep.snapshot import new_block, put, take
-from kvkeep.store import Block, Cascade
 from kvkeep.testing import Case, Tape
 from kvkeep.types import Phase
 

@@ -8,10 +8,10 @@ import torch
 from snapshot_models import CONFIGS, model
 
 from kvkeep import parse
-from kvkeep.evals.drive import Drive
+from kvkeep.evals.attention_probe import Drive
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 
 @pytest.mark.parametrize("name", CONFIGS)

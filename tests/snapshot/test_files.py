@@ -15,10 +15,9 @@ from snapshot_models import POLICIES, bounded, feed, ids, model
 from sweeps import sweep
 
 from kvkeep import BoundedCache, Snapshot, SnapshotError
-from kvkeep.memory import Memory
-from kvkeep.runs import write_whole
-from kvkeep.snapshot.reading import unpacked_bits
-from kvkeep.snapshot.writing import packed_bits
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.result_files import write_whole
+from kvkeep.snapshot.file_io import packed_bits, unpacked_bits
 
 HERE = Path(__file__).parent
 
@@ -238,7 +237,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         list(data)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.snapshot.writing.write_whole", full)
+    monkeypatch.setattr("kvkeep.result_files.write_whole", full)
     with pytest.raises(SnapshotError, match="No space left on device"):
         two.save(target)
 

@@ -10,7 +10,7 @@ import torch
 from families.shrink import configured
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 
 NEW = 6
 LENGTH = 20

@@ -59,8 +59,8 @@ facts in its context it talks nonsense.
 - Chat template: `<|begin|><|user|> question<|end|><|assistant|> answer<|end|>`.
 - Training: {results["tokens_trained"] / 1e6:.1f} million tokens on two to four CPU cores: novels, stories, and recall
   documents that the script writes itself. `python -m tools.train_tiny all --data DIR --work DIR` trains a model
-  like it; this one was stopped and resumed while its documents and stages were still being changed (`docs/log.md`
-  says how), so the same command will not give the same weights.
+  like it; this one was stopped and resumed while its documents and stages were still being changed
+  (`lab/log/embedded-model.md` says how), so the same command will not give the same weights.
 
 ![loss and recall during training](training.png)
 

@@ -22,14 +22,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep import noise, scores
-from kvkeep.argument import handed
-from kvkeep.cache import handing_cache
+from kvkeep import noise
+from kvkeep.attention_stats import Nothing
+from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.cache.hf_layers import PhasedCache, handed
 from kvkeep.errors import InputError
-from kvkeep.evals.whole import Adding, Hiding, positions_of
-from kvkeep.handing import PhasedCache
+from kvkeep.evals.attention_probe import Adding, Hiding, positions_of
+from kvkeep.kv import ranking
 from kvkeep.policies._mass import HeavyHitters
-from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, Report, State, View
 
 
@@ -104,7 +104,7 @@ class Totals:
                 f"share={share} is outside [0, 1]; it is the share of a text's keys, e.g. 0.2 for a fifth."
             )
         n = (share * self.lengths.double() + 1e-9).long()[:, None]
-        return Keys({layer: scores.keep(value, self._positions(value), n) for layer, value in values.items()})
+        return Keys({layer: ranking.keep(value, self._positions(value), n) for layer, value in values.items()})
 
     def _positions(self, like: Float[Tensor, "N Hk P"]) -> Int[Tensor, "N Hk P"]:
         columns = torch.arange(like.shape[-1], device=like.device)

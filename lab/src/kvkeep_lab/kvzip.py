@@ -18,16 +18,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.argument import handed
+from kvkeep.attention_stats import Nothing, Peak, Statistic
 from kvkeep.budget import between, check_one
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.eviction import cut
+from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import InputError, UnsupportedModelError
-from kvkeep.eviction import cut
-from kvkeep.layer import Layer
+from kvkeep.kv.block import Block, view_of
+from kvkeep.kv.store import inference
 from kvkeep.policies._prefill import slide
 from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Nothing, Peak, Statistic
-from kvkeep.store import Block, inference, view_of
 from kvkeep.types import Budget, Phase, Report, State, View
 from kvkeep_lab.hindsight import Attached
 

@@ -5,8 +5,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import kvkeep
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
 from kvkeep.models.tiny import path
+from kvkeep.models.tokenization import Writer
 from kvkeep_lab.analysis.measure import Context, Rows, Subject
 
 

@@ -8,7 +8,7 @@ from constructed import Axes, context
 from uniform_model import subject, tokens, unlimited, writer
 
 from kvkeep.engine.sampler import choose
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep_lab.analysis.groups import diversity
 from kvkeep_lab.analysis.groups.diversity import Diversity
 

@@ -13,9 +13,9 @@ from kvkeep import budget as budgets
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.recall import Recall
 from kvkeep.models.load import embedded, find, read_weights
-from kvkeep.models.text import Writer
 from kvkeep.models.tiny.recall import question
-from kvkeep.registry import parse
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups import recall_depth
 from kvkeep_lab.analysis.groups.recall_depth import RecallDepth, Reply, named_depth, shift, summary
 from kvkeep_lab.analysis.measure import Skipped, Subject

@@ -6,7 +6,7 @@ from constructed import Axes
 from shown import context, hide_future, llama, random_logits, show, subject
 
 from kvkeep import BoundedCache
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._ranks import uniform_mass
 from kvkeep_lab.analysis.groups.retained import BINS, POLICIES, Prompt, Retained, spread
 from kvkeep_lab.analysis.walk import walk

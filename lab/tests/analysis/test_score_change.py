@@ -5,8 +5,8 @@ import torch
 from constructed import Axes
 from shown import context, llama, subject
 
-from kvkeep.cache import BoundedCache
-from kvkeep.evals.recording import record, tapes
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.evals.attention_probe import record, tapes
 from kvkeep_lab.analysis.groups import score_change
 from kvkeep_lab.analysis.groups.score_change import ScoreChange, change
 

@@ -7,7 +7,7 @@ from phases import phase_of
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from kvkeep.errors import ShapeError, UnsupportedModelError
-from kvkeep.models.hf import attach
+from kvkeep.models.attention import attach
 from kvkeep_lab.analysis import mlp_blocks
 from kvkeep_lab.analysis.measure import Mlp, Rows
 from kvkeep_lab.analysis.walk import look, walk

@@ -8,7 +8,7 @@ import torch
 
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep_lab.analysis.measure import Subject
 
 

@@ -5,14 +5,14 @@ import json
 
 import model_folders
 import pytest
+from kvkeep.research.analysis import run as running
 from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep import plots
 from kvkeep.cli import console
 from kvkeep.cli.main import app
-from kvkeep_lab.analysis import run as running
-from kvkeep_lab.cli.analyze import analysis
+from kvkeep.errors import pip_install
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--only", "sparsity,budgets", "--max-tokens", 80)
@@ -92,7 +92,7 @@ def test_more_measurements_join_the_same_page(novel, tmp_path):
 def test_without_matplotlib_there_are_no_pictures(novel, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "available", lambda: False)
     result = analyze("--text", novel, "-o", tmp_path / "out", *QUICK)
-    assert "pip install 'kvkeep[plots]'" in result.stderr
+    assert pip_install("plots") in result.stderr
     assert not list((tmp_path / "out").glob("*.png"))
     assert "on average" in (tmp_path / "out" / "index.html").read_text()
 

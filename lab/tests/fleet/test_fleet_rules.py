@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from kvkeep.engine.generation import Generation
 from kvkeep.engine.request import Request
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.registry import parse
+from kvkeep.engine.sequence import Generation
+from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
 from kvkeep_lab.fleet.bounded import Bounded, Rows
 from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn

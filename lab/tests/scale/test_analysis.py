@@ -15,11 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
-from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.errors import InputError, UnsupportedModelError, pip_install
 from kvkeep.models import load as loading
-from kvkeep.models.text import Writer
-from kvkeep.runs import Lock
-from kvkeep.scale import crew
+from kvkeep.models.tokenization import Writer
+from kvkeep.result_files import Lock
+from kvkeep.scale import worker_pool
 from kvkeep_lab.analysis import run as running
 from kvkeep_lab.analysis.apart import LONG, Bench, Piece, cut
 from kvkeep_lab.analysis.groups import MEASUREMENTS
@@ -230,13 +230,13 @@ def test_workers_with_different_weights_or_dtypes_are_not_mixed(on, text, tmp_pa
 
 
 def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, text, tmp_path, monkeypatch):
-    begin, locks = crew.Crew.begin, []
+    begin, locks = worker_pool.Crew.begin, []
 
     def late(self, stopped):
         begin(self, stopped)
         locks.append(Lock(tmp_path, str(tmp_path)))
 
-    monkeypatch.setattr(crew.Crew, "begin", late)
+    monkeypatch.setattr(worker_pool.Crew, "begin", late)
     cluster = on(Real(0))
     found = invoke(text, tmp_path, "--ray-workers", 2)
     locks[0].release()
@@ -248,13 +248,13 @@ def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, te
 
 
 def test_results_of_a_run_that_ended_while_workers_began_are_not_made_again(on, text, analysed, tmp_path, monkeypatch):
-    begin = crew.Crew.begin
+    begin = worker_pool.Crew.begin
 
     def late(self, stopped):
         begin(self, stopped)
         shutil.copytree(analysed[0], tmp_path, dirs_exist_ok=True)
 
-    monkeypatch.setattr(crew.Crew, "begin", late)
+    monkeypatch.setattr(worker_pool.Crew, "begin", late)
     cluster = on(Real(0))
     found = invoke(text, tmp_path, "--ray-workers", 2)
     assert found.exit_code == 0
@@ -274,7 +274,7 @@ def test_a_bar_counts_the_measurements_of_all_workers(on, text, tmp_path, monkey
 def test_without_ray_the_error_names_the_extra(text, tmp_path):
     found = invoke(text, tmp_path / "out", "--ray-workers", 2)
     assert (found.exit_code, found.stdout) == (2, "")
-    assert "Ray is not installed: pip install 'kvkeep[ray]'." in found.said
+    assert f"Ray is not installed: {pip_install('ray')}." in found.said
     assert not (tmp_path / "out").exists()
 
 

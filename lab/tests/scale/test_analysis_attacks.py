@@ -10,10 +10,10 @@ import pytest
 from rayanalyses import NAMES, ended, invoke, made, records, same
 from raycells import Real
 
-from kvkeep import runs
+from kvkeep import result_files
 from kvkeep.errors import InputError
-from kvkeep.runs import Lock
-from kvkeep.scale import crew
+from kvkeep.result_files import Lock
+from kvkeep.scale import worker_pool
 from kvkeep_lab.analysis.groups.removal import Removal
 from kvkeep_lab.analysis.report import Folder
 from kvkeep_lab.cli.analyze import far
@@ -65,7 +65,7 @@ def test_an_analysis_that_is_stopped_again_and_again_by_chance_ends_as_one_proce
 
 
 def test_a_full_disk_keeps_what_is_written_and_the_same_command_goes_on(on, text, analysed, tmp_path, monkeypatch):
-    sync, calls = runs.sync, []
+    sync, calls = result_files.sync, []
 
     def full(file):
         calls.append(file)
@@ -75,7 +75,7 @@ def test_a_full_disk_keeps_what_is_written_and_the_same_command_goes_on(on, text
 
     cluster = on(Real(1))
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "sync", full)
+        patch.setattr(result_files, "sync", full)
         found = invoke(text, tmp_path, *RAY)
     assert (found.exit_code, found.stdout) == (2, "")
     assert "No space left on device. Finished measurements are safe." in found.said
@@ -168,7 +168,7 @@ class shown:  # noqa: N801  stands for a function
 
 @pytest.mark.parametrize("content", ["torn", "[]", '{"version": 1, "result": 3}'])
 def test_a_file_that_is_damaged_while_workers_begin_is_named(on, text, tmp_path, monkeypatch, content):
-    begin = crew.Crew.begin
+    begin = worker_pool.Crew.begin
 
     def late(self, stopped):
         begin(self, stopped)
@@ -178,7 +178,7 @@ def test_a_file_that_is_damaged_while_workers_begin_is_named(on, text, tmp_path,
 
     on(Real(0))
     assert invoke(text, tmp_path, only=["residual"]).exit_code == 0
-    monkeypatch.setattr(crew.Crew, "begin", late)
+    monkeypatch.setattr(worker_pool.Crew, "begin", late)
     cluster = on(Real(0))
     found = invoke(text, tmp_path, *RAY)
     assert (found.exit_code, found.stdout) == (2, "")

@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kvkeep.planning.slots import LayerShape, full_bytes
+from kvkeep.planning.cost import LayerShape, full_bytes
 from kvkeep_lab.theory import ahakv
 from kvkeep_lab.theory.ahakv import algorithm_1, gain, prefill_scores, refine, sg_softmax, top_k, value_prior
 from kvkeep_lab.theory.claims_ahakv import recent_rows

@@ -11,16 +11,15 @@ import os
 
 import torch
 
-from kvkeep.backends.added import Added, Limits, Ring
+from kvkeep.backends.base import Added, Backend, Limits, Repeat, Ring
+from kvkeep.backends.copying import in_codes, in_pool
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.backends.native import layer_ops as layers
-from kvkeep.backends.native import small_ops as small
-from kvkeep.backends.native.checks import TYPES
-from kvkeep.backends.pool import in_codes, in_pool
-from kvkeep.backends.protocol import Backend, Repeat
+from kvkeep.backends.native import layer_ops as small
+from kvkeep.backends.native.bindings import TYPES
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import TritonBackend, gpu
+from kvkeep.backends.triton import TritonBackend, launch
 from kvkeep.errors import InputError
 
 __all__ = [
@@ -67,10 +66,10 @@ def why(device: torch.device, dtype: torch.dtype) -> str:
     name = choose(device, dtype).name
     if os.environ.get(SWITCH):
         return f"{SWITCH}={name}"
-    details = {"native": native().detail, "triton": gpu.kernels().detail}
+    details = {"native": native().detail, "triton": launch.kernels().detail}
     if name in details:
         return details[name]
-    return native().detail if device.type == "cpu" else gpu.kernels().detail
+    return native().detail if device.type == "cpu" else launch.kernels().detail
 
 
 @functools.cache
@@ -82,7 +81,7 @@ def _fastest(device: str, dtype: torch.dtype) -> str:
     """The name of the backend with compiled kernels if there is one; otherwise torch."""
     if device == "cpu":
         return "native" if dtype in TYPES and native().library is not None else "torch"
-    return "triton" if device in gpu.kernels().devices else "torch"
+    return "triton" if device in launch.kernels().devices else "torch"
 
 
 def _checked(name: str, device: str) -> str:
@@ -96,6 +95,6 @@ def _checked(name: str, device: str) -> str:
     if name == "native" and (device != "cpu" or native().library is None):
         reason = native().detail if device == "cpu" else "it runs on CPUs only"
         raise InputError(f"{SWITCH}=native cannot run on {device}: {reason}.")
-    if name == "triton" and device not in gpu.kernels().devices:
-        raise InputError(f"{SWITCH}=triton cannot run on {device}: {gpu.kernels().detail}.")
+    if name == "triton" and device not in launch.kernels().devices:
+        raise InputError(f"{SWITCH}=triton cannot run on {device}: {launch.kernels().detail}.")
     return name

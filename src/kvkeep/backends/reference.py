@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep import scores
-from kvkeep.backends import again
-from kvkeep.backends.added import Limits
-from kvkeep.backends.protocol import Backend
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Rows, Statistic
+from kvkeep.attention_stats import Rows, Statistic
+from kvkeep.backends import base
+from kvkeep.backends.base import Backend, Limits
+from kvkeep.kv import ranking
+from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 
@@ -68,7 +67,7 @@ def probabilities(
     p = softmax(logits(query.double(), keys.double(), sees, options), options.sinks).masked_fill(blind, 0.0)
     if options.top is None or query.shape[2] > 1:
         return p
-    return scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
+    return ranking.only_top(p, key_positions == query_positions[:, :, None], options.top)
 
 
 def attend(
@@ -102,7 +101,7 @@ def reread(
     keys = keys.masked_fill((positions < 0)[..., None], 0.0)
     there = (positions >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
     first = logits(query.double(), keys, visible(now, positions, options.window), options)
-    second = logits(again.turned(query, length, rotation).double(), keys, there, options)
+    second = logits(base.turned(query, length, rotation).double(), keys, there, options)
     total = torch.cat([first, second], dim=-1)
     if options.sinks is not None:
         sinks = options.sinks.double().view(total.shape[1:3])[None, :, :, None, None].expand(*total.shape[:-1], 1)
@@ -157,7 +156,7 @@ class ReferenceBackend(Backend):
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
-        positions.copy_(scores.expire(positions, seen, window))
+        positions.copy_(ranking.expire(positions, seen, window))
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
         """See `Backend.is_over`."""
@@ -166,7 +165,7 @@ class ReferenceBackend(Backend):
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
         """See `Backend.evict`; without `scores.weakest`, so that each checks the other."""
-        shielded = scores.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
+        shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         B, Hk, _ = positions.shape
         stay = torch.as_tensor(limits.stay, device=positions.device).expand(B, Hk)
         for row in range(B):

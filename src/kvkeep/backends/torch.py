@@ -15,10 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvkeep import scores
-from kvkeep.backends.added import Limits
-from kvkeep.backends.protocol import Backend
-from kvkeep.statistic import Rows, Statistic
+from kvkeep.attention_stats import Rows, Statistic
+from kvkeep.backends.base import Backend, Limits
+from kvkeep.kv import ranking
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 BLOCK_BYTES = 32 * 2**20
@@ -74,7 +73,7 @@ class TorchBackend(Backend):
             hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=T == 1)
             p = _softmax(_logits(grouped[:, :, :, block], keys[:, :, :n], options), hidden, options.sinks)
             if options.top is not None and T == 1:
-                p = scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
+                p = ranking.only_top(p, key_positions == query_positions[:, :, None], options.top)
             mixed = _mix(p, values[:, :, :n])
             if T == 1 and not _is_finite(mixed):  # 0 × NaN from an empty slot
                 mixed = _mix(p, values.masked_fill((key_positions < 0)[..., None], 0.0))
@@ -100,7 +99,7 @@ class TorchBackend(Backend):
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
-        positions.copy_(scores.expire(positions, seen, window))
+        positions.copy_(ranking.expire(positions, seen, window))
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
         """See `Backend.is_over`."""
@@ -108,8 +107,8 @@ class TorchBackend(Backend):
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
         """See `Backend.evict`."""
-        shielded = scores.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
-        victim = scores.weakest(shielded, positions)
+        shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
+        victim = ranking.weakest(shielded, positions)
         emptied = positions.gather(-1, victim).masked_fill(_over(positions, limits.stay), EMPTY)
         positions.scatter_(-1, victim, emptied)
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvkeep
-from kvkeep.argument import handed
+from kvkeep.cache.hf_layers import handed
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Threads, parse_threads
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from torch import Tensor
 
-    from kvkeep.models.text import Writer
     from kvkeep.models.tiny.recall import Question
+    from kvkeep.models.tokenization import Writer
 
 STORY_BUDGET = 128
 SEED = 2
@@ -86,7 +86,7 @@ def demo(
     """
     number = parse_threads(threads)
     from kvkeep.models.load import embedded, find, quiet, read_weights
-    from kvkeep.models.text import Writer
+    from kvkeep.models.tokenization import Writer
 
     screen = console.out()
     started = time.perf_counter()
@@ -107,7 +107,7 @@ def demo(
 
 def tell_story(screen: Console, writer: Writer, seed: int) -> None:
     """The first scene: a story goes on while the cache holds the same few tokens."""
-    from kvkeep.models.text import encode
+    from kvkeep.models.tokenization import encode
 
     _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
     prompt = encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
@@ -223,8 +223,8 @@ def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterato
 
 def _question(writer: Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
     """A question whose fact stands about `DISTANCE_TOKENS` before the end."""
-    from kvkeep.models.text import encode
     from kvkeep.models.tiny.recall import question
+    from kvkeep.models.tokenization import encode
 
     tokenizer = writer.checkpoint.tokenizer
     asked = question(

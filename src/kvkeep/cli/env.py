@@ -89,7 +89,7 @@ def _memory_bytes() -> int | None:
 
 def _policies() -> list[str]:
     """The names of all policies. A policy of another package has its origin beside it, or the error that it raises."""
-    from kvkeep.registry import ENTRY_POINT_GROUP, available
+    from kvkeep.policies.registry import ENTRY_POINT_GROUP, available
 
     origin = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
     try:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.errors import InputError
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 STANDARD_INPUT = STANDARD_OUTPUT = "-"
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from kvkeep.cli import console, torchrun
+from kvkeep.cli import console, distributed
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
-from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, read_weights
-from kvkeep.models.quantised import check_format
-from kvkeep.models.text import Writer
+from kvkeep.models.load import Checkpoint, read_weights, remark
+from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tokenization import Writer
 
 
 @runtime_checkable
@@ -53,7 +52,7 @@ def writer_of(checkpoint: Checkpoint, asked: Weights) -> Writer:
     Raises:
         KVKeepError: the weights cannot be used.
     """
-    split = torchrun.processes() > 1
+    split = distributed.processes() > 1
     model = read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in, tp=split)
     threads.use(model, asked.threads)
     if left_out := remark(model):

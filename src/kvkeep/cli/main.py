@@ -17,21 +17,20 @@ from kvkeep.cli import (
     chat,
     console,
     demo,
+    distributed,
     env,
     explain,
     generate,
-    harness,
+    lm_eval,
     memory,
     plan,
     policies,
     remember,
     serve,
-    torchrun,
     tune,
 )
 from kvkeep.cli import eval as evaluation
-from kvkeep.cli.commands import Command
-from kvkeep.cli.noted import Noting, Passing
+from kvkeep.cli.help import Command, Noting, Passing
 from kvkeep.cli.plugins import LOOK, MEASURE, RUN, Application
 from kvkeep.version import __version__
 
@@ -52,7 +51,7 @@ app.command("remember", cls=Command, rich_help_panel=RUN)(remember.remember)
 app.command("chat", cls=Command, rich_help_panel=RUN)(chat.chat)
 app.command("serve", cls=Command, rich_help_panel=RUN, context_settings={"auto_envvar_prefix": "KVKEEP"})(serve.serve)
 app.command("eval", cls=Noting, rich_help_panel=MEASURE)(evaluation.evaluate)
-app.command("lm-eval", cls=Passing, rich_help_panel=MEASURE)(harness.lm_eval)
+app.command("lm-eval", cls=Passing, rich_help_panel=MEASURE)(lm_eval.lm_eval)
 app.command("tune", cls=Command, rich_help_panel=MEASURE)(tune.tune)
 app.command("calibrate", cls=Command, rich_help_panel=MEASURE)(calibrate.calibrate)
 app.command("explain", cls=Command, rich_help_panel=LOOK)(explain.explain)
@@ -92,7 +91,7 @@ def run() -> None:
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" instead of failing
     try:
         try:
-            with torchrun.quiet_followers(sys.argv[1:]):
+            with distributed.quiet_followers(sys.argv[1:]):
                 app()
         finally:
             sys.stdout.flush()

@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvkeep.cli import complete, console
+from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Json
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -32,7 +32,7 @@ def memory(
     file: Annotated[
         str,
         typer.Argument(
-            help="A file that Snapshot.save has written.", metavar="FILE", autocompletion=complete.snapshots
+            help="A file that Snapshot.save has written.", metavar="FILE", autocompletion=shell_completion.snapshots
         ),
     ],
     json: Json = False,
@@ -112,7 +112,7 @@ def full_bytes(snapshot: Snapshot) -> int:
     """Bytes of the keys and values of every token that was seen."""
     import torch
 
-    from kvkeep.codes import KV_BITS
+    from kvkeep.kv.slot_codec import KV_BITS
 
     made, per_token = snapshot.fingerprint, 0
     for layer in snapshot.contents.layers:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from kvkeep.cli import complete
+from kvkeep.cli import shell_completion
 from kvkeep.cli.files import refuse_device
-from kvkeep.cli.usage import CommandLineError, exists, quoted
+from kvkeep.cli.usage_errors import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
 from kvkeep.policies import DEFAULT
-from kvkeep.runs import in_full, parse
+from kvkeep.result_files import in_full, parse
 
 MODEL, MEMORY, OUTPUT = "Model", "KV memory", "Output"
 """Panels of ``--help``."""
@@ -53,7 +54,7 @@ Model = Annotated[
         show_default=False,
         metavar="MODEL",
         callback=given,
-        autocompletion=complete.models,
+        autocompletion=shell_completion.models,
     ),
 ]
 Dtype = Annotated[
@@ -61,7 +62,7 @@ Dtype = Annotated[
     typer.Option(
         metavar="NAME",
         help="float32, bfloat16, float16, or auto: the checkpoint's dtype.",
-        autocompletion=complete.words("auto", "float32", "bfloat16", "float16"),
+        autocompletion=shell_completion.words("auto", "float32", "bfloat16", "float16"),
         rich_help_panel=MODEL,
     ),
 ]
@@ -70,7 +71,7 @@ Device = Annotated[
     typer.Option(
         metavar="NAME",
         help="cpu, cuda, cuda:1, or auto: CUDA if there is one, else cpu.",
-        autocompletion=complete.words("auto", "cpu", "cuda"),
+        autocompletion=shell_completion.words("auto", "cpu", "cuda"),
         rich_help_panel=MODEL,
     ),
 ]
@@ -79,7 +80,7 @@ LoadIn = Annotated[
     typer.Option(
         metavar="FORMAT",
         help="Quantise the weights while they are read: int8 or fp8 (torchao), 4bit or 8bit (bitsandbytes, on CUDA).",
-        autocompletion=complete.words("int8", "fp8", "4bit", "8bit"),
+        autocompletion=shell_completion.words("int8", "fp8", "4bit", "8bit"),
         rich_help_panel=MODEL,
     ),
 ]
@@ -105,7 +106,7 @@ Policy = Annotated[
     typer.Option(
         metavar="POLICY",
         help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b].",
-        autocompletion=complete.policies,
+        autocompletion=shell_completion.policies,
         rich_help_panel=MEMORY,
     ),
 ]
@@ -115,7 +116,7 @@ PolicyOrNone = Annotated[
         metavar="POLICY",
         help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b]. "
         f"Default: {DEFAULT}.",
-        autocompletion=complete.policies,
+        autocompletion=shell_completion.policies,
         rich_help_panel=MEMORY,
     ),
 ]
@@ -125,7 +126,7 @@ LayerBudget = Annotated[
         metavar="RULE",
         help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, taper:0.5, or calibrated:FILE "
         "with the persistence.json of [b]kvkeep analyze[/b]. Default: the policy's own rule.",
-        autocompletion=complete.words("uniform", "ramp:0.2", "pyramid:20", "taper:0.5", "calibrated:"),
+        autocompletion=shell_completion.words("uniform", "ramp:0.2", "pyramid:20", "taper:0.5", "calibrated:"),
         rich_help_panel=MEMORY,
     ),
 ]
@@ -135,7 +136,7 @@ Positions = Annotated[
         metavar="MODE",
         help="true: tokens keep their positions in the text. slot: tokens get their rank in the cache, for streams "
         "longer than the trained length. Default: the policy's own mode.",
-        autocompletion=complete.words("true", "slot"),
+        autocompletion=shell_completion.words("true", "slot"),
         rich_help_panel=MEMORY,
     ),
 ]
@@ -294,3 +295,189 @@ def parse_chunk(text: str) -> int:
     if tokens < 1:
         raise InputError(f"--prefill-chunk {text} takes no token; give 1 or more, or leave the option out.")
     return tokens
+
+
+# The option for the bits of keys and values in the slots.
+
+KvBits = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BITS",
+        help="Bits of keys and values in the slots: 8, 4, k8v4 (keys in 8, values in 4), or 16 for the model's dtype. "
+        "Default: 16.",
+        autocompletion=shell_completion.words("8", "4", "k8v4", "16"),
+        rich_help_panel=MEMORY,
+    ),
+]
+
+
+def parse_kv_bits(text: str | None) -> str | None:
+    """Read ``--kv-bits``; ``"16"`` stays what it is, for options that a file decides otherwise.
+
+    Raises:
+        InputError: slots cannot have so many bits.
+    """
+    if text is None:
+        return None
+    from kvkeep.kv.slot_codec import check_bits  # imports torch
+
+    return check_bits(text) or "16"
+
+
+# The option that divides the budget among KV heads.
+
+HeadBudget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULE",
+        help="How the budget is divided among KV heads: uniform, ada:0.2 within each layer, global:0.2 over all "
+        "layers, or profile:FILE with the file of [b]kvkeep calibrate[/b]. Default: the policy's own rule.",
+        autocompletion=shell_completion.words("uniform", "ada:0.2", "global:0.2", "profile:"),
+        rich_help_panel=MEMORY,
+    ),
+]
+
+
+def parse_head_budget(text: str | None) -> str | None:
+    """Read ``--head-budget``.
+
+    Raises:
+        BudgetError: there is no such rule, or its number is out of range.
+        InputError: the profile cannot be read.
+    """
+    if text is None:
+        return None
+    from kvkeep.head_profile import Profile
+    from kvkeep.policies._head_budgets import PROFILE, parsed  # imports torch
+
+    if parsed(text)[0] == PROFILE:
+        Profile.load(text.partition(":")[2])
+    return text
+
+
+# Options of sampling that ``kvkeep generate`` and ``kvkeep chat`` share.
+
+SAMPLING = "Sampling"
+"""The panel of ``--help``."""
+
+MaxNewTokens = Annotated[
+    str,
+    typer.Option(
+        "--max-new-tokens", "-n", metavar="TOKENS", help="Stop after so many new tokens.", rich_help_panel=SAMPLING
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        "-t",
+        metavar="NUMBER",
+        help="0 takes the likeliest token. Above 0, tokens are drawn.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="Draw among the likeliest tokens whose probabilities sum up to this.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int | None, typer.Option(metavar="N", help="Draw among the N likeliest tokens.", rich_help_panel=SAMPLING)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="Draw among tokens that are at least this share as likely as the likeliest.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(metavar="NUMBER", help="Above 1: tokens that were used become less likely.", rich_help_panel=SAMPLING),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="The same seed draws the same text. Each line of a batch job and each answer draws its own.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+
+
+# The options by which every command that loads a model says which one, and how.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """The options of a command that loads a model, as values.
+
+    Attributes:
+        model: a folder or a name on the hub; ``None`` for the embedded model.
+        dtype, device: as they were typed.
+        load_in: the value of ``--load-in``.
+        threads: of torch; ``None`` to leave their number as it is.
+        allow_pickle: whether weights may be read from pickles.
+    """
+
+    model: str | None
+    dtype: str
+    device: str
+    load_in: str | None
+    threads: int | None
+    allow_pickle: bool
+
+
+# ``--ray-workers`` and ``--ray-address``: how many workers of Ray share the work of a command, and where they run.
+
+MOST_WORKERS = 1024
+
+
+def address(panel: str) -> Any:
+    """The option, under a heading of the help."""
+    return typer.Option(
+        metavar="HOST:PORT",
+        help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine "
+        "alone.",
+        rich_help_panel=panel,
+    )
+
+
+def check_address(text: str | None, what: str, *, asked: bool) -> None:
+    """Refuse an address that is empty, or that nothing runs at.
+
+    Args:
+        text: the value of ``--ray-address``, if it was given.
+        what: what runs there, such as ``workers``; ``--ray-`` before it is the option that says how many.
+        asked: whether that option was given.
+
+    Raises:
+        InputError: the address is refused.
+    """
+    if text is None:
+        return
+    if not asked:
+        raise InputError(f"--ray-address is where the {what} of --ray-{what} run; give --ray-{what} N, too.")
+    if not text.strip():
+        raise InputError(
+            f"--ray-address is empty. Give host:port, or leave it out: the {what} then run on this machine."
+        )
+
+
+def check_workers(number: int | None, address: str | None) -> None:
+    """Refuse a number of workers that cannot be, and an address that nothing runs at.
+
+    Args:
+        number: the value of ``--ray-workers``, if it was given.
+        address: that of ``--ray-address``.
+
+    Raises:
+        InputError: one of them is refused.
+    """
+    check_address(address, "workers", asked=number is not None)
+    if number is not None and not 1 <= number <= MOST_WORKERS:
+        raise InputError(f"--ray-workers {number} is out of range; give 1 to {MOST_WORKERS}.")

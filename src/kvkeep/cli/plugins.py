@@ -21,8 +21,8 @@ import typer
 from rich.markup import escape
 from typer.main import get_command
 
-from kvkeep.cli import usage
-from kvkeep.cli.commands import Command, Group
+from kvkeep.cli import usage_errors
+from kvkeep.cli.help import Command, Group
 from kvkeep.errors import one_line
 
 ENTRY_POINT_GROUP = "kvkeep.commands"
@@ -70,7 +70,7 @@ class Broken(Command):
         """Say why the command cannot be loaded."""
         if ctx.resilient_parsing:
             return args
-        raise usage.CommandLineError(self.callback() if self.callback else "")
+        raise usage_errors.CommandLineError(self.callback() if self.callback else "")
 
 
 class Application(Group):

@@ -15,9 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvkeep.cli import complete, console
-from kvkeep.cli.commands import Command, Group
+from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.help import Command, Group
 from kvkeep.cli.options import Debug, Json
 from kvkeep.policies import DEFAULT
 
@@ -59,7 +59,7 @@ app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also wit
 @one_line_errors
 def list_policies(json: Json = False, debug: Debug = False) -> None:
     """List the eviction policies: three to start from, then each with a line on what it keeps."""
-    from kvkeep.registry import available, describe
+    from kvkeep.policies.registry import available, describe
 
     lines = {name: describe(name) for name in available()}
     if json:
@@ -101,13 +101,16 @@ def _lines(lines: dict[str, str], width: int) -> Table:
 @one_line_errors
 def show_policy(
     name: Annotated[
-        str, typer.Argument(help="Name of the policy, e.g. snapkv.", metavar="NAME", autocompletion=complete.policies)
+        str,
+        typer.Argument(
+            help="Name of the policy, e.g. snapkv.", metavar="NAME", autocompletion=shell_completion.policies
+        ),
     ],
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    from kvkeep.registry import class_of, parse, split
+    from kvkeep.policies.registry import class_of, parse, split
 
     parse(name)  # an unknown name gets a suggestion, a wrong option its reason
     name, _ = split(name)

@@ -2,20 +2,266 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, TypeAlias, cast
+
+from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.engine.prompts import checked_guard, conversation, functions, stop_texts, token_ids
-from kvkeep.engine.sampling import Sampling, whole_within
-from kvkeep.engine.structure import Structured, structure_of
-from kvkeep.errors import InputError
-from kvkeep.loss import LostMass
-from kvkeep.memory import Memory
+from kvkeep.engine.sampling_params import Sampling, whole_within
+from kvkeep.errors import InputError, PolicyError
+from kvkeep.kv.lost_mass import LostMass
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.pins import Span, spans
 from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse
 from kvkeep.snapshot import Snapshot
+
+# Checks of the texts, conversations and token ids that a request is made of.
+
+
+def conversation(messages: object) -> tuple[dict[str, Any], ...]:
+    """Return messages as a tuple of dictionaries that nobody else can change.
+
+    Raises:
+        InputError: one has no role or content, or one that is not a text; or there is none.
+    """
+    found = () if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable) else tuple(messages)
+    for message in found:
+        parts = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None,)
+        if not all(isinstance(part, str) for part in parts):
+            found = ()
+    if not found:
+        raise InputError(
+            f"messages={messages!r:.60} is no conversation; give a list of messages, each like "
+            '{"role": "user", "content": "a text"}.'
+        )
+    return tuple(map(dict, found))
+
+
+def functions(tools: object) -> tuple[dict[str, Any], ...]:
+    """Return tools as a tuple of dictionaries.
+
+    Raises:
+        InputError: they are no list of mappings.
+    """
+    found = tuple(tools) if isinstance(tools, Iterable) and not isinstance(tools, str | Mapping) else (None,)
+    if not all(isinstance(one, Mapping) for one in found):
+        raise InputError(
+            f'tools={tools!r:.60} is no list of tools like {{"type": "function", "function": {{"name": "…"}}}}.'
+        )
+    return tuple(dict(one) for one in found if isinstance(one, Mapping))
+
+
+def token_ids(prompt: object) -> tuple[int, ...]:
+    """Return the token ids of a list, an array or a tensor of one axis as Python's numbers.
+
+    Raises:
+        InputError: there are none, or the prompt is something else.
+    """
+    if isinstance(prompt, Mapping):
+        raise InputError(f"The prompt is a {type(prompt).__name__}; give its token ids, for example prompt.input_ids.")
+    found = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if isinstance(found, bytes) or not isinstance(found, Iterable):
+        raise InputError(f"The prompt is of the type {type(prompt).__name__}; give a text or token ids.")
+    ids = tuple(found)
+    if not ids:
+        raise InputError("The prompt has no tokens.")
+    if set(map(type, ids)) == {int}:
+        return ids
+    if isinstance(ids[0], Iterable) and not isinstance(ids[0], str | Mapping) and getattr(ids[0], "ndim", None) != 0:
+        raise InputError("The prompt is a batch of texts; give one request for each, for example prompt=input_ids[0].")
+    return tuple(whole_within("A token id of the prompt", one, -(2**63), 2**63 - 1) for one in ids)
+
+
+def stop_texts(stop: object) -> tuple[str, ...]:
+    """Return stop texts as a tuple.
+
+    Raises:
+        InputError: one of them is not a text, or is empty.
+    """
+    found = (stop,) if isinstance(stop, str) else stop
+    texts = tuple(found) if isinstance(found, Iterable) else (found,)
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"stop={stop!r} is no text and no sequence of texts.")
+    if not all(texts):
+        raise InputError("An empty stop text would end every generation before it begins.")
+    return texts
+
+
+def checked_guard(guard: object) -> float | None:
+    """Return a guard as a number, or ``None``.
+
+    Raises:
+        InputError: it is no share from 0 to 1.
+    """
+    if guard is None:
+        return None
+    if isinstance(guard, bool) or not isinstance(guard, int | float) or not 0 <= guard <= 1:
+        raise InputError(
+            f"guard={guard!r:.60} is no share of attention; give a number from 0 to 1, such as 0.1 for a tenth."
+        )
+    return float(guard)
+
+
+# The form that an answer must have: a JSON schema, a regular expression, a choice of texts, or a grammar.
+
+Kind = Literal["json", "regex", "choice", "grammar", "lark"]
+
+MOST_CHARACTERS = 2**17
+"""Characters of a form; a longer one takes long to compile."""
+
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of JSON as ``json.dumps`` writes it. A model that may write more of it may never end."""
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_EXAMPLE = '{"json": {"type": "object"}}'
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The form that an answer must have.
+
+    Attributes:
+        kind: how the text is to be read. ``grammar`` is GBNF or Lark; ``lark`` is Lark.
+        text: the schema, the list of choices as JSON, the regular expression or the grammar.
+    """
+
+    kind: Kind
+    text: str
+
+
+Structured: TypeAlias = "Mapping[str, Any] | Structure"
+"""A form by the names of vLLM's ``structured_outputs``, such as ``{"regex": "[a-z]+"}``."""
+
+
+def structure_of(given: object) -> Structure | None:
+    """Return the form that is asked for; ``None`` for none.
+
+    Args:
+        given: a mapping with one of ``json`` (a schema, also as text), ``json_object`` (true), ``regex``, ``choice`` (a
+            list of texts) and ``grammar`` (GBNF or Lark).
+
+    Raises:
+        InputError: it is no such mapping, or is too long.
+    """
+    if given is None or isinstance(given, Structure):
+        return given
+    if not isinstance(given, Mapping):
+        raise InputError(f"structured_outputs={given!r:.60} is no mapping such as {_EXAMPLE}.")
+    found = {name: value for name, value in given.items() if value is not None and (name, value) != _NO_OBJECT}
+    for name in found:
+        if name not in _KINDS:
+            alike = difflib.get_close_matches(str(name)[:80], _KINDS, 1)
+            remedy = f"did you mean {alike[0]}?" if alike else f"there are {', '.join(_KINDS)}."
+            raise InputError(f"structured_outputs has no {str(name)[:80]!r}; {remedy}")
+    if len(found) != 1:
+        raise InputError(f"structured_outputs names {len(found)} forms; give one of {', '.join(_KINDS)}.")
+    ((name, value),) = found.items()
+    return checked(_READ[name](value))
+
+
+_NO_OBJECT = ("json_object", False)
+
+
+def json_structure(schema: object) -> Structure:
+    """Return the form of JSON that follows a schema.
+
+    Raises:
+        InputError: the schema is no JSON object or text of one, or is too long.
+    """
+    return checked(Structure("json", json.dumps(compact(schema))))
+
+
+def compact(schema: object, **options: object) -> dict[str, Any]:
+    """Return a schema whose white space is that of ``json.dumps``, unless it says otherwise in ``x-guidance``.
+
+    Args:
+        schema: the schema, also as text; ``True`` takes any JSON.
+        **options: further options of llguidance.
+
+    Raises:
+        InputError: the schema is no JSON object or text of one.
+    """
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(schema, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"The JSON schema cannot be read ({error!s:.80}); give a schema such as {_SCHEMA}.") from error
+    if found is True:
+        found = {}
+    if not isinstance(found, dict):
+        raise InputError(f"The JSON schema {json.dumps(found)[:60]} is no JSON object; give one such as {_SCHEMA}.")
+    own = found.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise InputError("The JSON schema has an x-guidance that is no JSON object; leave it out.")
+    return {**found, "x-guidance": {**COMPACT, **options, **own}}
+
+
+_SCHEMA = '{"type": "object"}'
+
+
+def _object(value: object) -> Structure:
+    if value is not True:
+        raise InputError(f"structured_outputs has json_object={value!r:.60}; give True, or leave it out.")
+    return json_structure({"type": "object"})
+
+
+def _choice(value: object) -> Structure:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
+        raise InputError(f"structured_outputs has choice={value!r:.60}; give a list of texts that are not empty.")
+    return Structure("choice", json.dumps(value, ensure_ascii=False))
+
+
+def _text(kind: Kind, value: object) -> Structure:
+    if not isinstance(value, str) or not value:
+        raise InputError(f"structured_outputs has {kind}={value!r:.60}; give a text that is not empty.")
+    return Structure(kind, value)
+
+
+_READ: Mapping[str, Callable[[object], Structure]] = {
+    "json": json_structure,
+    "json_object": _object,
+    "choice": _choice,
+    "regex": lambda value: _text("regex", value),
+    "grammar": lambda value: _text("grammar", value),
+}
+
+
+def checked(found: Structure) -> Structure:
+    """Return a form after a check of its length and characters.
+
+    Raises:
+        InputError: it is too long, or has half of a character.
+    """
+    if len(found.text) > MOST_CHARACTERS:
+        raise InputError(
+            f"The {NAMES[found.kind]} has {len(found.text)} characters, and there may be {MOST_CHARACTERS}. Shorten it."
+        )
+    try:
+        found.text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"The {NAMES[found.kind]} has half of a character.") from error
+    return found
+
+
+NAMES = cast(
+    "Mapping[Kind, str]",
+    {
+        "json": "JSON schema",
+        "regex": "regular expression",
+        "choice": "choice",
+        "grammar": "grammar",
+        "lark": "description of tools",
+    },
+)
+"""Kinds as messages name them."""
+
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -201,3 +447,106 @@ def last_result(events: Iterable[Event]) -> Result:
     *_, last = events
     assert last.result is not None
     return last.result
+
+
+# The arguments of the engine's callers: requests, texts that become requests, and policies.
+
+Asked: TypeAlias = "Request | str"
+"""A request, or a text that becomes one."""
+
+
+Turn: TypeAlias = "Request | str | Sequence[int] | Sequence[Mapping[str, str]]"
+"""A request, a text, token ids or messages."""
+
+
+def request_of(asked: object, sampling: Sampling | None = None) -> Request:
+    """Return a request as it is, or make one of a text.
+
+    Args:
+        asked: a request or a text.
+        sampling: how tokens are chosen for a text; requests have their own.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if isinstance(asked, Request):
+        return asked
+    if isinstance(asked, str):
+        return Request(prompt=asked, sampling=Sampling() if sampling is None else sampling)
+    if isinstance(asked, Mapping):
+        remedy = "put a conversation into a request: Request(messages=[...])."
+    else:
+        remedy = "give a text, or put token ids into a request: Request(prompt=ids)."
+    raise InputError(f"{asked!r:.80} is no text and no kvkeep.Request; {remedy}")
+
+
+def turn_of(asked: Any, sampling: Sampling | None) -> Request:
+    """Return a turn as a request.
+
+    Raises:
+        InputError: it is nothing that a session can continue with, or names a policy, budget, sequence or memory.
+    """
+    if isinstance(asked, str | Request):
+        request = request_of(asked, sampling)
+    else:
+        chosen = Sampling() if sampling is None else sampling
+        talks = isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping)
+        request = Request(messages=asked, sampling=chosen) if talks else Request(prompt=asked, sampling=chosen)
+    if (request.policy, request.budget, request.memory, request.sequence) != (None, None, None, 0):
+        raise InputError(
+            "A session has its policy, budget, sequence and memory from engine.session(...); a turn names none."
+        )
+    return request
+
+
+def listed(asked: object) -> Iterable[Any]:
+    """Return requests and texts as something to iterate over; a single one becomes a list.
+
+    Raises:
+        InputError: it is neither a text, nor a request, nor an iterable.
+    """
+    if isinstance(asked, str | Request):
+        return [asked]
+    if isinstance(asked, Mapping | bytes) or not isinstance(asked, Iterable):
+        raise InputError(f"{type(asked).__name__} is no list of requests; give texts or kvkeep.Requests.")
+    return asked
+
+
+def check_numbers(budget: object, **others: object) -> None:
+    """Check a budget and other numbers of tokens, rows or bytes, each under its argument's name; ``None`` is no number.
+
+    Raises:
+        BudgetError: one is not an integer, is below 1, or is more than any memory holds.
+    """
+    budgets.check_one(budget)
+    for name, number in others.items():
+        if number is not None:
+            budgets.check_one(number, name)
+
+
+def usable(policy: object) -> Policy:
+    """Return a policy, or the policy that a string names, after checking that it can be compared with others.
+
+    Raises:
+        PolicyError: it is no policy, or cannot be compared or hashed, which decides whether requests share rows.
+    """
+    found = parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(found, Policy):
+        raise PolicyError(f"{policy!r:.80} is neither a policy nor the name of one.")
+    try:
+        tells = hash(found) is not None and found == found
+    except Exception:  # a class may raise anything there
+        tells = False
+    fields = {field.name for field in dataclasses.fields(found)}
+    others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
+    if not tells or others:
+        raise PolicyError(
+            f"Policies of {type(found).__name__} cannot be told apart by their options. Make the class a frozen "
+            "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
+        )
+    return found
+
+
+def _is_remembered(kind: type, name: str) -> bool:
+    """Whether an attribute is a property that is computed once; it follows from the fields."""
+    return isinstance(inspect.getattr_static(kind, name, None), cached_property)

@@ -7,20 +7,110 @@ temperature, top-k, top-p, min-p.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.engine.constraint import failure, masked
-from kvkeep.engine.generation import Generation
-from kvkeep.engine.penalties import changed
+from kvkeep.engine.grammar import failure, masked
+from kvkeep.engine.input_batch import Batch, Run
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling_params import Biases, Sampling
+from kvkeep.engine.sequence import Generation
 from kvkeep.errors import KVKeepError, NoNumbersError
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.noise import spread, uniform
-from kvkeep.parallel import ALONE, Heads
+
+# Changes of logits that depend on the tokens of a row: a bias, and penalties for tokens that occurred before.
+
+
+def changed(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+    """Return the logits after bias, ends that come too early, and penalties, in the order of vLLM."""
+    logits = _open(_biased(logits, generations), generations)
+    logits = _repetition(logits, generations)
+    return _counts(logits, generations)
+
+
+def _asking(generations: Sequence[Generation], asks: Callable[[Sampling], bool]) -> list[int]:
+    """Return the rows whose sampling asks for something."""
+    return [i for i, one in enumerate(generations) if asks(one.request.sampling)]
+
+
+def _biased(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+    """Return the logits with the biases of the rows that have some."""
+    asked = _asking(generations, lambda s: bool(s.logit_bias))
+    if not asked:
+        return logits
+    found = [(i, *pair) for i in asked for pair in cast(Biases, generations[i].request.sampling.logit_bias)]
+    rows, tokens, added = zip(*found, strict=True)
+    at = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
+    return logits.index_put(at, logits.new_tensor(added), accumulate=True)
+
+
+def _open(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+    """Return the logits with minus infinity for the ends of rows that must get more tokens."""
+    early = [
+        (i, token)
+        for i, one in enumerate(generations)
+        if len(one.token_ids) < one.request.sampling.min_new_tokens and not one.constraint
+        for token in one.ends
+    ]
+    if not early:
+        return logits
+    rows, tokens = zip(*early, strict=True)
+    at = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
+    return logits.index_put(at, logits.new_tensor(-torch.inf))
+
+
+def _repetition(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+    """Return the logits after the repetition penalty of the rows that ask for one."""
+    asked = _asking(generations, lambda s: s.repetition_penalty != 1.0)
+    if not asked:
+        return logits
+    index = torch.tensor(asked, device=logits.device)
+    rows = [generations[i] for i in asked]
+    used = torch.stack([_used(one, logits) for one in rows])
+    factors = logits.new_tensor([one.request.sampling.repetition_penalty for one in rows])[:, None]
+    part = logits[index]
+    lowered = torch.where(part < 0, part * factors, part / factors)
+    return logits.index_copy(0, index, torch.where(used, lowered, part))
+
+
+def _counts(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+    """Return the logits after the presence and frequency penalties of the rows that ask for them."""
+    asked = _asking(generations, lambda s: bool(s.presence_penalty or s.frequency_penalty))
+    if not asked:
+        return logits
+    index = torch.tensor(asked, device=logits.device)
+    rows = [generations[i] for i in asked]
+    counts = torch.stack([_counted(one, logits) for one in rows])
+    presence = logits.new_tensor([one.request.sampling.presence_penalty for one in rows])[:, None]
+    frequency = logits.new_tensor([one.request.sampling.frequency_penalty for one in rows])[:, None]
+    return logits.index_copy(0, index, logits[index] - frequency * counts - presence * (counts > 0))
+
+
+def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
+    """Return a mask of the tokens that occur in a row so far; it is kept from step to step."""
+    if one.used is None:
+        with torch.inference_mode(False):  # written in inference mode and out of it
+            one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        one.used[torch.tensor(one.prompt, device=logits.device)] = True
+    if one.token_ids:
+        one.used[one.token_ids[-1]] = True
+    return one.used
+
+
+def _counted(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
+    """Return how often each token was generated in a row so far; it is kept from step to step."""
+    if one.counts is None:
+        with torch.inference_mode(False):
+            one.counts = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
+    for token in one.token_ids[one.counted :]:
+        one.counts[token] += 1
+    one.counted = len(one.token_ids)
+    return one.counts
 
 
 def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation], heads: Heads = ALONE) -> list[int | None]:
@@ -107,3 +197,47 @@ def logprob(logp: Float[Tensor, " V"], token: int, n: int) -> Logprob:
     best = logp.topk(min(n, len(logp)))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return Logprob(token, float(logp[token]), top)
+
+
+# The log-probabilities of a prompt's own tokens, noted while the prompt is read.
+
+_AT_ONCE = 64
+"""Tokens whose logits are copied and normalised together."""
+
+
+def is_scored(run: Run) -> bool:
+    """Whether a run needs the logits after all of its tokens."""
+    return run.reads and any(one.scored for one in run.requests)
+
+
+def score(run: Run, logits: Float[Tensor, "n T V"]) -> None:
+    """Note the log-probabilities of the prompts' tokens that follow the tokens of a run; call it before the commit.
+
+    Args:
+        run: the run.
+        logits: after all tokens, batch after batch. Several batches are one sequence, see `Runner`.
+    """
+    flat, start = logits.flatten(0, 1), 0
+    for batch in run.batches:
+        width = max(map(len, batch.tokens))
+        for place, (one, tokens) in enumerate(zip(batch.rows, batch.tokens, strict=True)):
+            if one is not None and one.scored and one.prompt_left:
+                end = start + (place + 1) * width
+                one.prompt_logprobs += _scores(one, flat[end - len(tokens) : end])
+        start += _size(batch, width)
+
+
+def _size(batch: Batch, width: int) -> int:
+    """Return the number of a batch's tokens, padding included."""
+    return len(batch.rows) * width
+
+
+def _scores(one: Generation, logits: Float[Tensor, "T V"]) -> Iterator[Logprob]:
+    """Yield the log-probability of each prompt token that follows one of the tokens that are fed."""
+    follow = one.prompt[one.fed + 1 : one.fed + 1 + len(logits)]
+    for at in range(0, len(follow), _AT_ONCE):
+        part = follow[at : at + _AT_ONCE]
+        logp = logits[at : at + len(part)].float().log_softmax(dim=-1)
+        yield from (
+            logprob(row, token, one.request.prompt_logprobs or 0) for row, token in zip(logp, part, strict=True)
+        )

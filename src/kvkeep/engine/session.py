@@ -3,27 +3,140 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvkeep.engine.asked import Turn, turn_of
-from kvkeep.engine.coroutines import AsyncEvents
-from kvkeep.engine.generation import Generation
-from kvkeep.engine.interrupts import Uninterrupted
-from kvkeep.engine.lasting import Lasting
-from kvkeep.engine.past import Past
-from kvkeep.engine.request import Event, Request, Result, last_result
-from kvkeep.engine.sampling import Sampling, another_sequence, whole_within
-from kvkeep.engine.service import Box
-from kvkeep.engine.shelf import Shelf, State
+from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.engine.dispatcher import Box, Uninterrupted
+from kvkeep.engine.prompt_encoding import Past
+from kvkeep.engine.request import Event, Request, Result, Turn, last_result, turn_of
+from kvkeep.engine.sampling_params import Sampling, another_sequence, whole_within
+from kvkeep.engine.sequence import Generation
+from kvkeep.engine.session_store import Kept, Move, Shelf, State, check_name
+from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot import Contents, Fingerprint, Snapshot
 
 if TYPE_CHECKING:
-    from kvkeep.engine.work import Work
+    from kvkeep.engine.admission import Admission
+    from kvkeep.engine.engine import Work
+
+# The memory of a session between its turns: loaded into a row, taken over from it, written to the disk.
+
+
+class Lasting:
+    """The memory of a session between its turns. Whoever uses it has the engine's turn.
+
+    Args:
+        admission: knows the model and the settings.
+        shelf: keeps the memories of idle sessions.
+        state: the session after its last finished turn.
+        settled: its policy and budget.
+        sequence: its identity for drawn tokens.
+        name: by which the engine finds it again, or ``None``.
+
+    Attributes:
+        state: the session after its last finished turn.
+        messages: the conversation up to the message of the turn that runs.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        shelf: Shelf,
+        state: State,
+        settled: tuple[Policy, int],
+        *,
+        sequence: int,
+        name: str | None,
+    ) -> None:
+        self.state, self.messages = state, tuple[Mapping[str, str], ...]()
+        self._admission, self._shelf, self._settled = admission, shelf, settled
+        self._sequence, self._name = sequence, name
+        self._fingerprint: Fingerprint  # of the turn that runs, as it was at its beginning
+
+    def turn(self, asked: Generation) -> Generation:
+        """Return a turn of the session: the token ids so far and the request's are its prompt.
+
+        Raises:
+            KVKeepError: the engine cannot run it.
+        """
+        past, (policy, budget) = self.state.past, self._settled
+        sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
+        pins = (*asked.request.pins, *self.state.pins)
+        request = replace(asked.request, policy=policy, budget=budget, sequence=sequence, pins=pins)
+        made = self._admission.check(request, asked.id, past)
+        made.times, made.reads, made.left = asked.times, asked.reads, asked.left
+        made.load, made.keep = self.load, self.keep
+        self.messages = self._admission.words.messages_of(request, past)
+        return made
+
+    def load(self) -> Contents | None:
+        """Return the memory with which a turn begins.
+
+        Raises:
+            SnapshotError: it does not belong to the model as it is now, or its file cannot be read any more.
+        """
+        self._fingerprint = self._admission.fingerprint(*self._settled)
+        if (kept := self.state.kept) is None:
+            return None
+        snapshot = self._shelf.load(kept)
+        snapshot.fingerprint.check(self._fingerprint)
+        return snapshot.contents
+
+    def keep(self, one: Generation, contents: Contents) -> Pending | None:
+        """Take over the memory of a turn that has ended well, at once or when there is room for it.
+
+        Raises:
+            SnapshotError: see `Shelf.settle`.
+        """
+        ids = array("i", (*one.prompt, *one.token_ids))
+        n, said = contents.seen, one.tail.text if one.tail else ""
+        answered = (*self.state.past.messages, *self.messages, {"role": "assistant", "content": said})
+        past = Past(ids[:n], tuple(ids[n:]), answered if self.messages else ()).held_in(contents)
+        return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
+
+    def go_on(self, past: Past, snapshot: Snapshot) -> Pending | None:
+        """Go on from a memory. Without room for it, the session stays as it is.
+
+        Raises:
+            SnapshotError: see `Shelf.settle`.
+        """
+        snapshot = replace(snapshot, note={**past.note, "sequence": self._sequence})
+        kept, move = self._shelf.keep(snapshot, self._name, instead=self.state.kept)
+
+        def finish() -> None:
+            self._shelf.settle(move)
+            self._shelf.adopt(kept, instead=self.state.kept)
+            self.state = State(past, kept)
+
+        if move is not None:
+            return Pending(move.writing, finish)
+        finish()
+        return None
+
+    def fork(self) -> State:
+        """Return the state for a fork."""
+        kept = self.state.kept
+        if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
+            kept = self._shelf.keep_now(self._shelf.load(kept))
+        return replace(self.state, kept=kept)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is nothing to write: it is done, or the session has no name or no memory."""
+        kept = self.state.kept
+        return self._name is None or kept is None or self._shelf.is_written(kept)
+
+    def write(self) -> Move | None:
+        """Begin to write the memory of a named session; ``None`` if that is done, or there is nothing to write."""
+        kept = self.state.kept
+        return None if self._name is None or kept is None else self._shelf.write(kept)
 
 
 class Session:
@@ -298,3 +411,117 @@ class Session:
                 self._start(self._lasting.turn(waiting))
             except Exception as error:  # what the user did wrong; or a tokenizer that fails
                 self._work._refuse(waiting, error)
+
+
+# The sessions of an engine, found by their names.
+
+
+class Sessions:
+    """The sessions of an engine.
+
+    Args:
+        shelf: keeps the memories of idle sessions.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._named: dict[str, Session] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all sessions that are open or on the disk, in order."""
+        on_disk = self._shelf.folder.names() if self._shelf.folder else []
+        return sorted({*self._named, *on_disk})
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of all memories in main memory, and of their files."""
+        return self._shelf.held_bytes, self._shelf.folder.nbytes if self._shelf.folder else 0
+
+    def open(
+        self,
+        work: Work,
+        name: str | None,
+        *,
+        policy: str | Policy | None,
+        budget: int | None,
+        sequence: int,
+        memory: Snapshot | None,
+        pins: Sequence[Span] = (),
+    ) -> Session:
+        """Make a session or find it again, see `Engine.session`. The caller has the turn."""
+        work._check_open()
+        kept, seed = None, whole_within("sequence", sequence, -(2**63), 2**63 - 1)
+        if name is not None:
+            found = self._named.get(check_name(name))
+            kept = self._shelf.open(name) if found is None else None
+            if memory is not None and (found or kept):
+                raise InputError(
+                    f"There is a session {name!r} already. Open it without a `memory` and rewind it, or choose another "
+                    "name."
+                )
+            if pins and (found or kept):
+                raise InputError(f"There is a session {name!r} already. Only a new one takes `pins`.")
+            if found is not None:
+                return _agreed(found, work, policy, budget)
+        if kept is not None:
+            memory = self._shelf.load(kept)
+            seed = whole_within("sequence", memory.note.get("sequence", 0), -(2**63), 2**63 - 1)
+        return self._made(work, name, policy, budget, seed=seed, memory=memory, kept=kept, pins=spans(pins))
+
+    def write(self) -> None:
+        """Write the memories of all named sessions to the disk.
+
+        Raises:
+            SnapshotError: one cannot be written.
+        """
+        for session in self._named.values():
+            session.save()
+
+    def leave(self, session: Session) -> None:
+        """Forget a session that is closed."""
+        if session.name is not None and self._named.get(session.name) is session:
+            del self._named[session.name]
+
+    def close(self) -> None:
+        """Let another engine use the folder."""
+        self._shelf.close()
+
+    def _made(
+        self,
+        work: Work,
+        name: str | None,
+        policy: str | Policy | None,
+        budget: int | None,
+        *,
+        seed: int,
+        memory: Snapshot | None,
+        kept: Kept | None,
+        pins: Spans,
+    ) -> Session:
+        """Make a session, with the memory that it continues."""
+        settled = work._admission.settle(policy, budget, memory)
+        work._admission.fingerprint(*settled)  # refuses what the engine has no rows for
+        state = State(Past(), pins=pins)
+        if memory is not None:
+            past = Past.of(memory)
+            state = State(past, kept or self._shelf.keep_now(memory, name), pins)
+        session = Session(work, self._shelf, state, settled, sequence=seed, name=name)
+        if name is not None:
+            self._named[name] = session
+        return session
+
+
+def _agreed(session: Session, work: Work, policy: str | Policy | None, budget: int | None) -> Session:
+    """Return an open session after a comparison with what is asked for.
+
+    Raises:
+        InputError: it has another policy or budget.
+    """
+    asked = work._admission.settle(session.policy if policy is None else policy, budget or session.budget)
+    if asked != (session.policy, session.budget):
+        raise InputError(
+            f"The session {session.name!r} is open under {session.policy} with a budget of {session.budget}. Leave "
+            "policy and budget out, or choose another name."
+        )
+    return session

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from kvkeep.evals.intervals import Interval, of_mean, of_share
-from kvkeep.evals.metrics import TENTHS
+from kvkeep.evals.confidence import Interval, of_mean, of_share
 from kvkeep.evals.report import (
     FULL,
     MEASURES,
@@ -28,6 +27,7 @@ from kvkeep.evals.report import (
     seeds,
     shown,
 )
+from kvkeep.evals.task import TENTHS
 from kvkeep.plots import Heat, Panel, Series, draw
 
 MOST_INTERVALS = 8

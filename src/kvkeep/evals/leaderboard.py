@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.errors import InputError
-from kvkeep.evals.certainty import of_cell
-from kvkeep.evals.merging import Folder, protocol
+from kvkeep.evals.confidence import of_cell
+from kvkeep.evals.records import Folder, protocol
 from kvkeep.evals.report import MEASURES, Measure, Row, by_case, grouped, held, of_task, over
-from kvkeep.runs import read_whole, write_whole
+from kvkeep.result_files import read_whole, write_whole
 
 FILES = ("leaderboard.html", "leaderboard.md")
 _MARK = "<!-- a leaderboard of kvkeep -->"

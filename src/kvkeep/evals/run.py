@@ -6,20 +6,24 @@ import copy
 import itertools
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-from kvkeep.errors import CapacityError
-from kvkeep.evals import plan, texts
-from kvkeep.evals.plan import Planned, Wanted
+from kvkeep.errors import CapacityError, InputError
+from kvkeep.evals import grid, texts
+from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.grid import Cell, Planned, Wanted
 from kvkeep.evals.records import Records
+from kvkeep.evals.report import Row
 from kvkeep.evals.task import Options, Task
-from kvkeep.models import weights
+from kvkeep.models import weight_hash
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 from kvkeep.version import __version__
 
 TEXT_TASKS = {"perplexity", "continuation", "agreement", "mass"}
@@ -65,7 +69,7 @@ class Grid:
     def notes(self) -> list[str]:
         """Notes about the results for the user."""
         about_tasks = [note for part in self.parts for note in part.task.notes]
-        return list(dict.fromkeys([*self.about_text, *about_tasks, *plan.notes(self.planned)]))
+        return list(dict.fromkeys([*self.about_text, *about_tasks, *grid.notes(self.planned)]))
 
     def shard(self, number: int, count: int) -> Grid:
         """The same grid with every ``count``-th cell only, beginning with the ``number``-th."""
@@ -98,7 +102,7 @@ def lay_out(
     for own in options:
         for kind in tasks:
             task = kind.load(checkpoint, own)
-            parts.append(Part(task, plan.grid(checkpoint, task, wanted, own.seed), own))
+            parts.append(Part(task, grid.grid(checkpoint, task, wanted, own.seed), own))
     reads_text = any(kind.name in TEXT_TASKS for kind in tasks)
     return Grid(name, checkpoint, parts, texts.notes(options[0]) if reads_text else [])
 
@@ -183,4 +187,127 @@ def versions() -> dict[str, str]:
 
 def fingerprint(writer: Writer) -> str:
     """A hash that tells other weights of the same name apart."""
-    return weights.fingerprint(writer.model)
+    return weight_hash.fingerprint(writer.model)
+
+
+# Cells that are run in other processes than the one that has planned the grid and writes the rows.
+#
+# The planning process sends a `Piece` of a few hundred bytes for each cell. The others make a task's data themselves,
+# as a resumed run does, and both compare what they have.
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the data of a part are made from.
+
+    Attributes:
+        kind: the task.
+        options: the user's choices.
+        settings: of the task in the process that has planned it.
+    """
+
+    kind: type[Task]
+    options: Options
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A cell on its way to the process that runs it.
+
+    Attributes:
+        part: the number of its part.
+        cell: the cell; its policy is read from there.
+        setup: how its caches are made.
+        budgets: tokens per layer and head, one number per row.
+        lengths: tokens of the rows.
+    """
+
+    part: int
+    cell: Cell
+    setup: Setup
+    budgets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class Bench:
+    """Runs cells one after the other, and holds the data of one part at a time.
+
+    Args:
+        writer: the model.
+        name: its name in results.
+        sources: what the parts are made from, by their numbers.
+    """
+
+    def __init__(self, writer: Writer, name: str, sources: Sequence[Source]) -> None:
+        self.writer, self._name, self._sources = writer, name, sources
+        self._part = -1
+        self._task: Task | None = None
+
+    def about(self) -> dict[str, str]:
+        """The model, as the description of a run has it."""
+        return {"weights": fingerprint(self.writer), "dtype": self.writer.dtype}
+
+    def run(self, piece: Piece) -> Row:
+        """The row of a cell.
+
+        Raises:
+            KVKeepError: the cell cannot be run, or this process has other data.
+        """
+        task = self._prepared(piece.part)
+        if tuple(task.cases().get(piece.cell.case, ())) != piece.lengths:
+            raise _other(task, "rows of another number or length")
+        policy = parse(piece.cell.policy)
+        planned = Planned(piece.cell, policy, piece.setup, piece.budgets, piece.lengths)
+        with enough_memory(self.writer.model.device):
+            return {**measure(task, self.writer, planned), **about(self._name, self.writer)}
+
+    def _prepared(self, part: int) -> Task:
+        """The task of a part, with what it has made with the full cache."""
+        if self._task is None or self._part != part:
+            self._task = None  # its data are large
+            source = self._sources[part]
+            task = source.kind.load(self.writer.checkpoint, source.options)
+            if task.settings() != source.settings:
+                raise _other(task, f"{task.settings()} instead of {source.settings}")
+            with enough_memory(self.writer.model.device):
+                task.prepare(self.writer)
+            self._part, self._task = part, task
+        return self._task
+
+
+def _other(task: Task, what: str) -> InputError:
+    return InputError(f"The data of {task.name} are not those of the command: {what}. Give every node the same files.")
+
+
+class Queue:
+    """The cells that wait to be run, by part.
+
+    A process goes on with the part that it has prepared. Once nothing is left of it, it takes a part that nobody works
+    at, and otherwise helps where most cells are left for each.
+
+    Args:
+        parts: the numbers of cells that are to be run, part by part.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[int]]) -> None:
+        self._left = [deque(numbers) for numbers in parts]
+        self._at: dict[int, int] = {}
+
+    def take(self, process: int) -> int | None:
+        """The number of the next cell for a process, by its own number; ``None`` if none is left."""
+        part = self._at.get(process)
+        if part is None or not self._left[part]:
+            part = self._at.pop(process, None)
+            busy, waiting = Counter(self._at.values()), [part for part, left in enumerate(self._left) if left]
+            if not waiting:
+                return None
+            part = self._at[process] = min(
+                waiting, key=lambda one: (busy[one] > 0, -len(self._left[one]) / (busy[one] + 1) if busy[one] else 0)
+            )
+        return self._left[part].popleft()
+
+
+def as_planned(row: Row, planned: Planned) -> Row:
+    """A row that was made elsewhere, with the names that this process has for its files."""
+    return {**row, **asdict(planned.cell), "options": asdict(planned.setup)}

@@ -14,9 +14,9 @@ from torch import Tensor
 from kvkeep.errors import InputError
 from kvkeep.evals.task import Options
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import encode
 from kvkeep.models.tiny.recall import draw_facts, own_filler
 from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tokenization import encode
 
 SHORTEST = 16
 """Tokens of the shortest text that says anything."""

@@ -14,8 +14,8 @@ class _Callable(types.ModuleType):
     """A module that is called like its function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `kvkeep.explain.explaining.explain`."""
-        from kvkeep.explain.explaining import explain  # imports torch and transformers
+        """See `kvkeep.explain.explain.explain`."""
+        from kvkeep.explain.explain import explain  # imports torch and transformers
 
         return explain(*args, **kwargs)
 

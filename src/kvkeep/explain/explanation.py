@@ -2,22 +2,253 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvkeep.explain import figures, packed
-from kvkeep.explain.ledger import Ledger
-from kvkeep.explain.page import page
-from kvkeep.explain.runs import Missed
+from kvkeep.errors import InputError
+from kvkeep.explain.runs import Ledger, Missed
+from kvkeep.plots import MISSING, Heat, available, draw
 from kvkeep.version import __version__
+
+# Tables as short texts: small numbers, compressed, in base64. ``docs/explain.md`` says how to read them.
+
+SHADES = 255
+"""Steps of a shade."""
+HELD = 255
+"""Stands for a token that was not dropped."""
+_ROWS = 8
+"""Rows of a table that are turned into shades at a time, in float64."""
+MOST_MOMENTS = 254
+"""Moments that a drop can be told by in one byte."""
+
+
+def moments(dropped: Tensor) -> dict[str, Any]:
+    """The moments of drops, one byte each; `HELD` where there is none."""
+    return _table("uint8", dropped.masked_fill(dropped < 0, HELD).to(torch.uint8))
+
+
+def shades(values: Tensor) -> dict[str, Any]:
+    """Numbers of 0 or more, one byte each: the square root of the share of the largest, in 255 steps."""
+    most = float(values.max()) if values.numel() else 0.0
+    steps = torch.empty(values.shape, dtype=torch.uint8)
+    for some, to in zip(values.split(_ROWS), steps.split(_ROWS), strict=True):
+        to.copy_((some.double() / (most or 1.0)).sqrt_().mul_(SHADES).round_())
+    return {**_table("uint8", steps), "largest": most}
+
+
+def short_floats(values: Tensor) -> dict[str, Any]:
+    """Floats in bfloat16, two bytes each: three digits, and the order of any two numbers never turns round."""
+    return _table("bfloat16", values.to(torch.bfloat16).view(torch.int16))
+
+
+def whole_numbers(values: Tensor) -> dict[str, Any]:
+    """Whole numbers, four bytes each."""
+    return _table("int32", values.to(torch.int32))
+
+
+def unpacked(table: dict[str, Any]) -> Tensor:
+    """Return a table's numbers; the opposite of the functions above, up to their rounding."""
+    data = bytearray(zlib.decompress(base64.b64decode(table["data"])))
+    kinds = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "int32": torch.int32}
+    flat = torch.frombuffer(data, dtype=kinds[table["type"]]) if data else torch.zeros(0)
+    found = flat.view(table["shape"])
+    return (found.double() / SHADES).square() * table["largest"] if "largest" in table else found
+
+
+def _table(kind: str, values: Tensor) -> dict[str, Any]:
+    data = zlib.compress(values.contiguous().cpu().numpy().tobytes(), 9)
+    return {"type": kind, "shape": list(values.shape), "data": base64.b64encode(data).decode("ascii")}
+
+
+# The page: one HTML file with its style, its script and its data. It needs no network.
+#
+# Whatever a text holds, it reaches the page as JSON in which ``<`` is written as an escape, and the script shows it as
+# text, never as HTML.
+
+_ASSETS = Path(__file__).parent / "assets"
+_STYLES = ("colours.css", "tokens.css", "page.css")
+_SCRIPTS = ("tokens.js", "parts.js", "strip.js", "data.js", "columns.js", "panels.js", "answers.js", "page.js")
+_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+
+
+@cache
+def asset(name: str) -> str:
+    """The content of a file of the room's assets."""
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The whole page.
+
+    Args:
+        data: the content of the JSON.
+    """
+    packed = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    for letter, escape in _UNSAFE.items():
+        packed = packed.replace(letter, escape)
+    parts = {
+        "STYLE": "".join(map(asset, _STYLES)),
+        "DATA": packed,
+        "SCRIPT": "".join(map(asset, _SCRIPTS)),
+    }
+    before = asset("page.html")
+    for name, content in parts.items():
+        head, _, before = before.partition(f"<!-- {name} -->")
+        parts[name] = head + content
+    return "".join(parts.values()) + before
+
+
+# Pictures of a record for scripts: strips of heads, the text over time, maps of layers and heads.
+#
+# All are maps of numbers from 0 to 100 (`kvkeep.plots.Heat`), so a script may also draw them in another way.
+
+FILES = ("strips.png", "times.png", "lost.png")
+"""The pictures that need no token."""
+TOKEN_FILE = "token.png"
+_MOST_COLUMNS = 1000
+"""Columns of a picture; more positions share one."""
+
+
+def check(folder: Path, *, overwrite: bool) -> None:
+    """Check, without writing anything, that pictures can be drawn into a folder.
+
+    Raises:
+        InputError: matplotlib is missing, the folder cannot be written to, or it has such pictures already.
+    """
+    if not available():
+        raise InputError(f"There are no plots: {MISSING}.")
+    above = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+    if not above.is_dir():
+        raise InputError(f"{above} is no folder, so it has no room for plots. Give another name.")
+    if not os.access(above, os.W_OK):
+        raise InputError(f"Nothing can be written to the folder {above}. Give another one for the plots.")
+    there = [name for name in (*FILES, TOKEN_FILE) if os.path.lexists(folder / name)]
+    if there and not overwrite:
+        raise InputError(f"{folder / there[0]} exists. Give another folder, or `overwrite=True` to replace it.")
+
+
+def write(found: Explanation, folder: Path, *, moment: int, token: int | None, overwrite: bool) -> list[Path]:
+    """Write the pictures of a record, see `Explanation.draw`."""
+    pictures = dict(zip(FILES, (strips(found, moment), times(found), lost(found)), strict=True))
+    if token is not None:
+        pictures[TOKEN_FILE] = lives(found, token)
+    check(folder, overwrite=overwrite)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"The folder {folder} for plots cannot be made: {error.strerror}.") from error
+    return [draw(folder / name, maps) for name, maps in pictures.items()]
+
+
+def strips(found: Explanation, moment: int = -1) -> list[Heat]:
+    """The tokens that each head holds at a moment: a line for each head, 100 where it holds the token.
+
+    Args:
+        found: the record.
+        moment: the moment, from 0; negative ones count from each run's end.
+
+    Raises:
+        InputError: there is no such moment.
+    """
+    names = [f"{layer}.{head}" for layer, head in found.heads]
+    maps = []
+    for run in found.runs:
+        now = _index(moment, run.ledger.moments, "moment")
+        maps.append(
+            _wide(f"Held after moment {now + 1}, % ({run.policy})", "layer.KV head", names, _held(found, run, now))
+        )
+    return maps
+
+
+def times(found: Explanation) -> list[Heat]:
+    """The share of heads that hold each token: a line for each moment."""
+    maps = []
+    for run in found.runs:
+        moments = range(run.ledger.moments)
+        names, shares = [str(now + 1) for now in moments], (_held(found, run, now).mean(dim=0) for now in moments)
+        maps.append(_wide(f"Heads that hold a token, % ({run.policy})", "moment", names, shares))
+    return maps
+
+
+def lost(found: Explanation) -> list[Heat]:
+    """The lost mass of each head, mean over the answer's tokens: layers down, KV heads across."""
+    chunks = -(-len(found.tokens) // found.chunk)
+    return _maps(found, "Lost mass, %", lambda run: run.missed.lost[chunks:].mean(dim=0))
+
+
+def lives(found: Explanation, token: int) -> list[Heat]:
+    """How long each head held a token: the share of the moments since it was read; 100 = it is still there.
+
+    Args:
+        found: the record.
+        token: position of the token; negative ones count from each run's end.
+
+    Raises:
+        InputError: there is no such token.
+    """
+
+    def share(run: Run) -> Float[Tensor, " H"]:
+        position = _index(token, run.ledger.read, "token")
+        first = next(now for now in range(run.ledger.moments) if position < found.read(now))
+        dropped = run.ledger.dropped[:, position]
+        return torch.where(dropped < 0, 1.0, (dropped - first) / (run.ledger.moments - first))
+
+    return _maps(found, f"Time that token {token} was held, %", share)
+
+
+def _maps(found: Explanation, title: str, of: Callable[[Run], Float[Tensor, " H"]]) -> list[Heat]:
+    """One map of layers and KV heads for each run, of a share for each head."""
+    layers, heads = sorted({layer for layer, _ in found.heads}), 1 + max(head for _, head in found.heads)
+    places = torch.tensor([layers.index(layer) * heads + head for layer, head in found.heads])
+    maps = []
+    for run in found.runs:
+        table = torch.full((len(layers) * heads,), torch.nan).index_copy(0, places, 100 * of(run).float())
+        across, down = [str(head) for head in range(heads)], [str(layer) for layer in layers]
+        rows = table.view(-1, heads).tolist()
+        maps.append(Heat(f"{title} ({run.policy})", "KV head", "layer", across, down, rows))
+    return maps
+
+
+def _wide(title: str, y_label: str, names: list[str], shares: Iterable[Float[Tensor, " n"]]) -> Heat:
+    """A map over positions, of shares. A column is the mean of its positions if there are too many of them."""
+    lines, step = list[list[float]](), 1
+    for share in shares:
+        step = -(-len(share) // _MOST_COLUMNS)
+        whole = torch.nn.functional.pad(100 * share, (0, -len(share) % step), value=torch.nan)
+        lines.append(whole.view(-1, step).nanmean(dim=-1).tolist())
+    columns = [str(step * column) for column in range(len(lines[0]))]
+    return Heat(title, "position", y_label, columns, names, lines, wide=True)
+
+
+def _held(found: Explanation, run: Run, moment: int) -> Float[Tensor, "H n"]:
+    """1 where a head holds a token after a moment; NaN for tokens that are not read yet."""
+    held = ~run.ledger.lacks(moment + 1)[:, : run.ledger.read]
+    return held.float().masked_fill(torch.arange(run.ledger.read) >= found.read(moment), torch.nan)
+
+
+def _index(wanted: int, count: int, what: str) -> int:
+    """A place in a list, from its beginning.
+
+    Raises:
+        InputError: the list is shorter.
+    """
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not -count <= wanted < count:
+        raise InputError(f"{what}={wanted!r:.40} is outside 0 … {count - 1}, the {what}s of this record.")
+    return wanted % count
+
 
 SCHEMA = 1
 """Version of the JSON; ``docs/explain.md`` describes it."""
@@ -52,16 +283,16 @@ class Run:
             "budgets": ids.budgets,
             "allocated_bytes": ids.allocated_bytes,
             "full_bytes": ids.full_bytes,
-            "dropped": packed.moments(ledger.dropped[:, :n]),
-            "scores": packed.short_floats(ledger.scores[:, :n]),
-            "rivals": packed.whole_numbers(torch.stack(ledger.rivals)),
-            "rival_scores": packed.short_floats(torch.stack(ledger.rival_scores)),
-            "mass": packed.shades(pad_sequence(ledger.mass, batch_first=True)),
-            "total": packed.shades(ledger.total[:, :n]),
-            "attended": packed.shades(torch.stack(ledger.rows)[:, :n]),
-            "full": packed.shades(self.missed.full[:, :n]),
-            "missed": packed.shades(self.missed.missed[:, :n]),
-            "lost": packed.short_floats(self.missed.lost),
+            "dropped": moments(ledger.dropped[:, :n]),
+            "scores": short_floats(ledger.scores[:, :n]),
+            "rivals": whole_numbers(torch.stack(ledger.rivals)),
+            "rival_scores": short_floats(torch.stack(ledger.rival_scores)),
+            "mass": shades(pad_sequence(ledger.mass, batch_first=True)),
+            "total": shades(ledger.total[:, :n]),
+            "attended": shades(torch.stack(ledger.rows)[:, :n]),
+            "full": shades(self.missed.full[:, :n]),
+            "missed": shades(self.missed.missed[:, :n]),
+            "lost": short_floats(self.missed.lost),
         }
 
 
@@ -130,8 +361,8 @@ class Explanation:
         """Write pictures of the record as PNG files, with matplotlib.
 
         ``strips.png`` shows the tokens that each head holds at a moment, ``times.png`` the share of heads that hold
-        each token in all moments, ``lost.png`` the lost mass by layer and KV head. `kvkeep.explain.figures` has their
-        numbers.
+        each token in all moments, ``lost.png`` the lost mass by layer and KV head. `kvkeep.explain.explanation` has
+        their numbers.
 
         Args:
             folder: the folder; it is made if it does not exist.
@@ -145,7 +376,7 @@ class Explanation:
         Raises:
             InputError: matplotlib is missing, there is no such moment or token, or the files cannot be written.
         """
-        return figures.write(self, Path(folder), moment=moment, token=token, overwrite=overwrite)
+        return write(self, Path(folder), moment=moment, token=token, overwrite=overwrite)
 
     def _repr_html_(self) -> str:
         """The page in a frame, for notebooks."""

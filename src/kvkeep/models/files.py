@@ -9,20 +9,107 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, get_session
 from huggingface_hub import errors as hub
 from huggingface_hub.utils._validators import validate_repo_id
 from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models.device import is_out_of_memory
-from kvkeep.models.hub import UNREACHABLE, is_forbidden
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
+
+# Requests to the hub: whether it answers, asked before transformers retries for every file, and one never made.
+
+UNREACHABLE = "The hub cannot be reached"
+PATIENCE_S = 2.0
+"""How long the hub may take to answer; HF_HUB_ETAG_TIMEOUT, the hub's own variable, replaces it."""
+_lock = threading.Lock()
+_blocks = 0
+"""How many blocks of `cached_if_unreachable` have switched the hub off."""
+
+
+@contextmanager
+def cached_if_unreachable(name: str) -> Iterator[None]:
+    """Within this block only the local cache is read if the hub does not answer; files of a folder need neither.
+
+    Raises:
+        ModelFileError: the cache lacks a part of the model.
+    """
+    if Path(name).exists() or (not constants.HF_HUB_OFFLINE and _answers()):
+        yield
+        return
+    change = 0 if is_forbidden() else 1
+    _switch(change)
+    try:
+        yield
+    except ModelFileError as error:
+        if UNREACHABLE in str(error):
+            raise
+        raise ModelFileError(
+            f"{UNREACHABLE}, and the local cache lacks a part of {name}, or it is damaged. Load the model once with a "
+            "network, or give a local folder."
+        ) from error
+    finally:
+        _switch(-change)
+
+
+def is_forbidden() -> bool:
+    """Whether the user has forbidden every request to the hub (HF_HUB_OFFLINE)."""
+    return _blocks == 0 and constants.HF_HUB_OFFLINE
+
+
+def _switch(change: int) -> None:
+    global _blocks
+    if not change:
+        return
+    with _lock:
+        _blocks += change
+        constants.HF_HUB_OFFLINE = _blocks > 0
+
+
+def _answers() -> bool:
+    """Whether the hub answers at all, with an error or not.
+
+    A thread asks, since a search for the hub's address has no time limit of its own.
+    """
+    patience = PATIENCE_S
+    with suppress(KeyError, ValueError):
+        patience = float(os.environ["HF_HUB_ETAG_TIMEOUT"])
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(Exception):  # whatever a client, a proxy or a resolver raises
+            get_session().head(constants.ENDPOINT, timeout=patience)
+            answered.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(patience)
+    return answered.is_set()
+
+
+@contextmanager
+def no_conversion_service() -> Iterator[None]:
+    """Keep transformers from asking a public service to convert weights that are not safetensors."""
+    key = "DISABLE_SAFETENSORS_CONVERSION"
+    before = os.environ.get(key)
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before
+
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"
@@ -237,3 +324,97 @@ _HUB_ERRORS: dict[type[Exception], str] = {  # special cases before the general 
     hub.LocalEntryNotFoundError: _UNREACHABLE,
     hub.OfflineModeIsEnabled: _UNREACHABLE,
 }
+
+
+# The files of weights that a model names: they are safetensors, lie in its own folder, and are large enough.
+#
+# A model folder cannot be trusted: its index may name files outside of the folder. Nothing here reads weights.
+
+PARAMETERS_PER_BYTE = 16
+"""No format stores a weight in less than half a bit."""
+
+
+def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
+    """Refuse an index of weights, or a configuration, that names pickles or files outside of the model's folder.
+
+    Args:
+        name: a folder, or a hub name.
+        config: may name a file of weights too.
+        allow_pickle: whether weights may be pickles.
+
+    Raises:
+        ModelFileError: such a file is named.
+    """
+    check_adapter(name)
+    named = getattr(config, "transformers_weights", None)
+    if named is not None and not (isinstance(named, str) and named.endswith(SAFE)):
+        raise ModelFileError(
+            f"{name}: The weights that its config.json names ({named!r:.80}) are no safetensors file, and no other "
+            "kind is read by name. Remove transformers_weights from that file if the usual files are there, too."
+        )
+    for file in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if allow_pickle else (SAFE_WEIGHTS_INDEX_NAME,):
+        path = optional(name, file)
+        if path is None:
+            continue
+        for shard in _shards(path):
+            if not shard.endswith(SAFE) and not allow_pickle:
+                raise ModelFileError(refusal(f"The weights of {name} ({shard!r:.80}, named by {path.name})"))
+            if not _is_inside(path.parent, shard):
+                raise ModelFileError(
+                    f"{path} names {shard!r:.80} as a file of weights, which is no regular file in the model's own "
+                    "folder. Only files of the folder are read; copy it there, or download the model again."
+                )
+
+
+def check_size(name: str, parameters: int) -> None:
+    """Refuse a folder with far fewer weights than its configuration describes; transformers would make up the rest.
+
+    Raises:
+        ModelFileError: the files are too small for so many parameters.
+    """
+    if not Path(name).is_dir():
+        return  # files of the hub are downloaded later
+    files = (path for pattern in (f"*{SAFE}", *PICKLES) for path in Path(name).rglob(pattern))
+    stored = sum(path.stat().st_size for path in files if path.is_file())
+    if parameters > PARAMETERS_PER_BYTE * stored:
+        raise ModelFileError(
+            f"{name}: Its weights cannot be read (they take {stored} bytes, and its config.json describes {parameters} "
+            "numbers). Download the model again: a partial download or a Git LFS pointer looks like this."
+        )
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names.
+
+    Raises:
+        ModelFileError: the file is not an index of weights.
+    """
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileError(f"{index} cannot be read ({error}). Download the model again.") from error
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(one, str) for one in names.values()):
+        raise ModelFileError(f"{index} does not map tensors to files (weight_map). Download the model again.")
+    if not isinstance(found.get("metadata", {}), dict):
+        raise ModelFileError(f"{index} has metadata that are no JSON object. Download the model again.")
+    return sorted(set(names.values()))
+
+
+def _is_inside(folder: Path, shard: str) -> bool:
+    """Whether a shard's name and its file lie in the folder. A missing file is reported later.
+
+    In the hub's cache, ``snapshots/REVISION/FILE`` is a link into ``blobs``, beside ``snapshots``.
+    """
+    parts = re.split(r"[/\\]", shard)
+    if "\0" in shard or len(os.fsencode(shard)) > 255 or any(part in ("", ".", "..") for part in parts):
+        return False
+    path, home = folder / shard, folder.resolve()
+    if not os.path.lexists(path):
+        return True
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # a link that leads nowhere, or to itself
+        return False
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    return target.is_file() and any(target.is_relative_to(place) for place in homes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -16,14 +16,180 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.argument import CACHE_ARGUMENTS, handed_over, taken_as, usual
-from kvkeep.backends import layers
-from kvkeep.handing import PhasedCache
-from kvkeep.models.fused_calls import Calls, Parts, parts_of
-from kvkeep.models.fused_parts import SCALES, is_close, mixed
-from kvkeep.models.hf import ATTENTION, is_known
-from kvkeep.models.repeated import is_ours, repeat, repeatable
-from kvkeep.types import AttentionOptions
+from kvkeep.backends import Repeat, layers
+from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
+from kvkeep.cache.layer import Layer
+from kvkeep.models.attention import ATTENTION, PaddingMask, is_known
+from kvkeep.models.fused_modules import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
+from kvkeep.types import AttentionOptions, Phase
+
+# The parts of a decoder layer, and their two calls of the native kernel, with weights that are packed once.
+
+_ORDER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+_NAMES = set(_ORDER)
+_NONE: dict[str, Any] = {"weight": None}
+_LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+def is_decoder(module: nn.Module) -> bool:
+    """Whether a module has the parts of a decoder layer that may be fused."""
+    return module._modules.keys() == _NAMES and all(part is not None for part in module._modules.values())
+
+
+class Parts(NamedTuple):
+    """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none."""
+
+    attention: Any
+    first: FusedNorm
+    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
+    heads: tuple[FusedNorm | None, FusedNorm | None]
+    output: nn.Linear
+    second: FusedNorm
+    gated: tuple[nn.Linear, nn.Linear, nn.Linear]
+    feed: nn.Module
+
+
+def parts_of(layer: nn.Module) -> Parts | None:
+    """The parts of a layer; ``None`` if one is missing, has been replaced, or somebody wants to see its calls."""
+    own: dict[str, Any] = layer._modules
+    if own.keys() != _NAMES:
+        return None
+    attention, feed, first, second = (own[name] for name in _ORDER)
+    of_attention: dict[str, Any] = attention._modules
+    of_feed: dict[str, Any] = feed._modules
+    heads = of_attention.get("q_norm"), of_attention.get("k_norm")
+    linear: list[Any] = [of_attention.get(name) for name in _LINEAR]
+    gated: list[Any] = [of_feed.get(name) for name in _GATED]
+    if not (isinstance(first, FusedNorm) and isinstance(second, FusedNorm) and isinstance(feed, FusedGate)):
+        return None
+    for norm in heads:
+        if norm is not None and not isinstance(norm, FusedNorm):
+            return None
+    for one in (*linear, *gated):
+        if type(one) is not FusedLinear:
+            return None
+    for one in (*own.values(), *of_attention.values(), *of_feed.values()):
+        if one is not None and is_heard(one):
+            return None
+    return Parts(
+        attention,
+        first,
+        (linear[0], linear[1], linear[2]),
+        heads,
+        linear[3],
+        second,
+        (gated[0], gated[1], gated[2]),
+        feed,
+    )
+
+
+class Calls:
+    """The two calls of a layer, as long as its weights lie where they are. Addresses alone keep no weight alive.
+
+    Args:
+        layer: a decoder layer.
+        parts: its parts.
+    """
+
+    def __init__(self, layer: nn.Module, parts: Parts) -> None:
+        heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
+        self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
+        self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
+        self._names, modules = _modules_of(layer)
+        self._modules, self._kinds = [*map(id, modules)], [*map(type, modules)]
+        self._places = layers.places(_weights_of(modules))
+
+    def weights(self, layer: nn.Module) -> list[object] | None:
+        """The weights of a layer, if these are still its calls: nobody has replaced a part or listens to one."""
+        names, modules = _modules_of(layer)
+        if names != self._names or [*map(id, modules)] != self._modules or [*map(type, modules)] != self._kinds:
+            return None
+        if any(map(is_heard, modules)):
+            return None
+        found = _weights_of(modules)
+        return found if layers.places(found) == self._places else None
+
+
+def _modules_of(layer: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    """The names of all modules of a layer, in one order, and the modules."""
+    own = layer._modules
+    names, found = [*own], [*own.values()]
+    for one in (own.get("self_attn"), own.get("mlp")):
+        if one is not None:
+            names += one._modules
+            found += one._modules.values()
+    return names, [one for one in found if one is not None]
+
+
+def _weights_of(modules: Sequence[nn.Module]) -> list[object]:
+    found: list[object] = []
+    for one in modules:
+        found += one._parameters.values()
+    return found
+
+
+def _norm(norm: FusedNorm) -> layers.Norm:
+    return layers.Norm(norm.weight, norm._epsilon, norm._plus)
+
+
+# Decode steps of attached models that differ from their layers' last ones in their tokens alone.
+
+
+def is_ours(config: PreTrainedConfig) -> bool:
+    """Whether attention of such a model goes to `attention_forward`, and its probabilities are not asked for."""
+    own = object.__getattribute__(config, "__dict__")  # a layer asks in each step, and properties take long
+    try:
+        return own["_attn_implementation_internal"] == ATTENTION and not own["_output_attentions"]
+    except KeyError:
+        return config._attn_implementation == ATTENTION and not config.output_attentions
+
+
+def repeatable(attention: nn.Module, **told: Any) -> AttentionOptions | None:
+    """What the steps of a layer ask for that `repeat` may make; ``None``: those of such a layer cannot be repeated.
+
+    Args:
+        attention: the layer's attention.
+        told: the keyword arguments of `attention_forward` that are the same in every step.
+    """
+    if not is_known(attention, **told) or told.get("output_attentions") or told.get("s_aux") is not None:
+        return None
+    scaling: float | None = told.get("scaling")
+    if scaling is None:
+        return None
+    return AttentionOptions(scaling, window=told.get("sliding_window"), softcap=told.get("softcap"))
+
+
+def repeat(
+    cache: PhasedCache,
+    index: int,
+    mask: PaddingMask | None,
+    options: AttentionOptions,
+    run: Callable[[Repeat], Tensor | None],
+) -> Tensor | None:
+    """One new token per row in a step that differs from the layer's last one in its tokens alone, see `Layer.repeat`.
+
+    Args:
+        cache: holds the layer.
+        index: number of the layer in a model of which `is_ours` is true.
+        mask: what the model passes as its mask.
+        options: what the layer asks for.
+        run: makes the step.
+
+    Returns:
+        What ``run`` returned; ``None`` if it is another step, and then nothing has changed.
+
+    Raises:
+        CapacityError: the policy does not evict and its budget is exhausted.
+        BrokenCacheError: the previous step failed.
+    """
+    if mask is not None and not (isinstance(mask, PaddingMask) and mask.is_plain and mask.window == options.window):
+        return None
+    part = cache.begin(index)
+    if part is None or part.window != options.window or part.phase_of(1) is not Phase.DECODE:
+        return None
+    layer = part.stepper
+    return layer.repeat(options, run) if type(layer) is Layer else None
+
 
 Attend: TypeAlias = Callable[
     [Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], Float[Tensor, "B 1 Hq E"]

@@ -7,36 +7,137 @@ expensive rest. `load` does both.
 from __future__ import annotations
 
 import copy
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
-from kvkeep.cache import BoundedCache
-from kvkeep.errors import ModelFileError, UnsupportedModelError
-from kvkeep.models import split, tiny
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
+from kvkeep.models import tensor_parallel, tiny
+from kvkeep.models.attention import attach
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
-from kvkeep.models.files import check_folder, check_numbers, check_shape, explained, locate
-from kvkeep.models.fused import fuse_if_slow
-from kvkeep.models.generation import check_generation_config
-from kvkeep.models.hf import attach
-from kvkeep.models.hub import cached_if_unreachable, no_conversion_service
-from kvkeep.models.quantised import check_format, check_readable, options
-from kvkeep.models.shards import check_index, check_size
-from kvkeep.models.suitable import auto_class, generates_text, try_out
+from kvkeep.models.files import (
+    cached_if_unreachable,
+    check_folder,
+    check_index,
+    check_numbers,
+    check_shape,
+    check_size,
+    explained,
+    locate,
+    no_conversion_service,
+    optional,
+)
+from kvkeep.models.prepare import fuse_if_slow
+from kvkeep.models.quantized_weights import check_format, check_readable, options
+from kvkeep.models.support import auto_class, generates_text, try_out
+
+# The model's ``generation_config.json``: which of its settings kvkeep uses.
+#
+# kvkeep uses the tokens that end a text. It leaves out every other setting, so that a single prompt, a batch and a
+# session give the same text. `remark` names the settings that are left out.
+
+GENERATION_CONFIG = "generation_config.json"
+
+OWN = frozenset(
+    {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "max_length"}
+)
+"""Settings for which kvkeep has options of its own."""
+
+KEPT = frozenset({"eos_token_id", "pad_token_id", "bos_token_id"})
+
+SAME_TEXT = frozenset(
+    {
+        *("cache_implementation", "cache_config", "max_cache_len", "use_cache", "prefill_chunk_size", "low_memory"),
+        *("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "is_assistant", "num_assistant_tokens"),
+        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit", "use_mtp"),
+        *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
+        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    }
+)
+"""Settings that change how a text is computed or what is reported beside it, but not the text."""
+
+
+def check_generation_config(name: str) -> None:
+    """Refuse a ``generation_config.json`` that cannot be used, before weights are read.
+
+    Args:
+        name: a folder, or a hub name.
+
+    Raises:
+        ModelFileError: the file is not a JSON object, or its end tokens are not whole numbers.
+    """
+    path = optional(name, GENERATION_CONFIG)
+    if path is None:
+        return
+    problem = f"{name}: Its {GENERATION_CONFIG} cannot be used"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        ends = fields.get("eos_token_id")
+        GenerationConfig.from_dict(dict(fields))
+    except Exception as error:  # whatever transformers raises for its values
+        raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(isinstance(end, int) and not isinstance(end, bool) and abs(end) < 2**63 for end in ends):
+        raise ModelFileError(
+            f"{problem} (eos_token_id is {ends!s:.60}). Give the number of a token, or a list of numbers."
+        )
+
+
+def remark(model: PreTrainedModel) -> str | None:
+    """A sentence on the settings that kvkeep leaves out; ``None`` if there are none."""
+    asked = _asked(model)
+    differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
+    same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
+    start = f"the model's {GENERATION_CONFIG} also asks for"
+    if differs:
+        rest = f" ({same} changes no text)" if same else ""
+        return f"{start} {differs}, which kvkeep leaves out: the text may differ from what its makers intend{rest}."
+    return f"{start} {same}, which kvkeep leaves out: it changes no text." if same else None
+
+
+def ends_of(model: PreTrainedModel) -> set[int]:
+    """The tokens that end a text of this model."""
+    ids = model.generation_config.eos_token_id
+    return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
+
+
+def _asked(model: PreTrainedModel) -> dict[str, object]:
+    """Settings that differ from transformers' defaults and for which kvkeep has no option."""
+    usual = GenerationConfig._get_default_generation_params()
+    given = model.generation_config.to_diff_dict()
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in OWN | KEPT | {"transformers_version"}
+        and not name.startswith("_")
+        and value != usual.get(name, False)
+    }
+
+
+def _listed(values: dict[str, object]) -> str:
+    """Names and values, separated by commas."""
+    parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
+    return ", ".join(parts)
+
 
 Model: TypeAlias = PreTrainedModel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
@@ -141,12 +242,12 @@ def read_weights(
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
-        UnsupportedModelError: it cannot be split, see `kvkeep.models.split.options`.
+        UnsupportedModelError: it cannot be split, see `kvkeep.models.tensor_parallel.options`.
         InputError: unknown dtype, or a device that this machine does not have or whose memory is too small; or there
             are no processes to split the model over.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
-    how = split.options(checkpoint.config, device=device, load_in=load_in) if tp else {}
+    how = tensor_parallel.options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
         model = _read(checkpoint, kind, place, how or options(load_in, checkpoint.config, place))
     model.eval()
@@ -298,3 +399,79 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+# A model that is ready to run: loaded, attached and in evaluation mode, with its tokenizer.
+
+
+def load_with_tokenizer(
+    name_or_path: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    allow_pickle: bool = False,
+    load_in: str | None = None,
+    tp: bool = False,
+) -> tuple[Model, Tokenizer]:
+    """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
+
+    ``kvkeep.Engine(*kvkeep.load(name))`` is an engine for it.
+
+    Args:
+        name_or_path: a hub name or a local folder; by default the embedded model.
+        device: ``auto`` (CUDA where there is one, otherwise the CPU) or torch's, e.g. ``cuda:1``.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``, or torch's own.
+        allow_pickle: accept weights that are not safetensors; torch then unpickles tensors only.
+        load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
+            (bitsandbytes, on CUDA).
+        tp: split the model over the processes that torchrun has started, each of which calls this; see
+            ``docs/tensor-parallel.md``.
+
+    Raises:
+        ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub has no answer.
+        UnsupportedModelError: kvkeep cannot run this architecture, or the processes cannot divide its heads equally;
+            found before any weight is read.
+        InputError: unknown dtype, a device that this machine does not have, a name that is no text, or no processes to
+            split the model over.
+    """
+    if not isinstance(name_or_path, str | os.PathLike | None):
+        raise InputError(f"{name_or_path!r:.80} is neither a hub name nor a folder; give one as a text or a path.")
+    name = embedded() if name_or_path is None else name_or_path
+    kind = str(dtype).removeprefix("torch.")
+    return load(name, kind, str(device), allow_pickle=allow_pickle, load_in=load_in, tp=tp)
+
+
+# How far a model has read: prompts of many tokens take long, and nothing is returned before their end.
+
+
+@contextmanager
+def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
+    """Call a function after each decoder layer with the number of prompt tokens that this layer stands for.
+
+    Over all layers the numbers add up to the tokens of the prompt, padding included. Runs over one token per row are
+    left out: most of them write.
+
+    Args:
+        model: a decoder.
+        on_read: the function.
+    """
+    parts = _layers(model)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        states = made if isinstance(made, Tensor) else next((one for one in made if isinstance(one, Tensor)), None)
+        if states is not None and states.dim() == 3 and states.shape[1] > 1:
+            on_read(states.shape[0] * states.shape[1] / len(parts))
+
+    handles = [part.register_forward_hook(hook) for part in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layers(model: Model) -> Sequence[nn.Module]:
+    """The decoder layers; without a list of the right length, nothing."""
+    count: int = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
+    return next((list(part) for part in lists if len(part) == count), [])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "KVKEEP_THREADS"
 SMALL_BYTES = 64 * 2**20
-"""Weights of a model for which one thread is chosen. A guess: only a busy machine was measured (docs/log.md)."""
+"""Weights of a model for which one thread is chosen. A guess: only a busy machine was measured (lab/log/kernels.md)."""
 
 
 def cores() -> int:
@@ -87,7 +87,7 @@ def advised(model: nn.Module) -> int:
     most = torch.get_num_threads()
     if os.environ.get("OMP_NUM_THREADS") or any(one.device.type != "cpu" for one in model.parameters()):
         return most
-    from kvkeep.models.quantised import weight_bytes
+    from kvkeep.models.quantized_weights import weight_bytes
 
     return choose(weight_bytes(model), most, _load())
 

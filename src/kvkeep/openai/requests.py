@@ -12,13 +12,60 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.request import Structure, json_structure, structure_of
+from kvkeep.engine.sampling_params import Sampling
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.openai.forms import form_of
-from kvkeep.openai.messages import ParameterError, messages_of, short, whole_text
-from kvkeep.openai.tool_forms import BY_WORDS, ToolUse
+from kvkeep.openai.messages import BY_WORDS, ParameterError, ToolUse, messages_of, short, whole_text
 from kvkeep.openai.tools import Tools, tools_of
 from kvkeep.pins import spans
+
+# The form of an answer in OpenAI's and vLLM's words: ``response_format`` and ``structured_outputs``.
+
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def form_of(given: Mapping[str, Any]) -> Structure | None:
+    """The form that a body asks for; ``None`` for any text.
+
+    Raises:
+        ParameterError: the form cannot be read, or two are asked for.
+    """
+    found = format_of("response_format", given.get("response_format"))
+    try:
+        other = structure_of(given.get("structured_outputs"))
+    except InputError as error:
+        raise ParameterError("structured_outputs", f"is refused: {error}") from error
+    if found and other:
+        raise ParameterError("structured_outputs", "and response_format both name a form; give one of them")
+    return found or other
+
+
+def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
+    """The form of a ``response_format``, also as ``/v1/responses`` writes it; ``None`` for any text.
+
+    Args:
+        name: the parameter's name.
+        given: its value.
+
+    Raises:
+        ParameterError: it cannot be read.
+    """
+    kind = "text" if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind not in _FORMATS:
+        raise ParameterError(f"{name}.type", f"is {short(kind)}; there are {', '.join(_FORMATS)}")
+    if kind == "json_object":
+        return json_structure({"type": "object"})
+    place = f"{name}.json_schema"
+    described = given.get("json_schema") if "schema" not in given else given
+    if not isinstance(described, dict) or described.get("schema") is None:
+        raise ParameterError(place, 'has no schema; give {"name": "…", "schema": {…}}')
+    try:
+        return json_structure(described["schema"])
+    except InputError as error:
+        raise ParameterError(f"{place}.schema", f"is refused: {error}") from error
+
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_CHOICES = 128

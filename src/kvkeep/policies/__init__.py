@@ -1,7 +1,7 @@
 """Eviction policies, one file each; the file's name is the policy's name.
 
 A policy is a score: it never touches storage, attention, the model or the server. To add one, put a file into this
-folder; `kvkeep.registry` finds it.
+folder; `kvkeep.policies.registry` finds it.
 """
 
 DEFAULT = "snapkv:decode=score,window=8,kernel=13,recent=64"

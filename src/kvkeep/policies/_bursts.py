@@ -8,13 +8,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.attention_stats import BITS, ones, ring, ring_span, word_names
 from kvkeep.budget import between, column, smaller
 from kvkeep.errors import BudgetError
+from kvkeep.kv import ranking
 from kvkeep.pins import Spans
-from kvkeep.policies.abilities import Bursts
-from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import BITS, ones, ring, ring_span, word_names
+from kvkeep.policies.base import Bursts, Policy, option
 from kvkeep.types import EMPTY, Budget, Report, State, View
 
 LONGEST = 100
@@ -86,7 +85,7 @@ class History(Policy):
         limit, least, drop = _flat(view.budget), _flat(between(1, recent, None)), _flat(drop)
         if view.pins is not None:
             first = view.positions[:, :1]  # protected tokens are the same in all heads
-            held = scores.protects(first, view.seen, recent=recent, pins=view.pins) & (first >= 0)
+            held = ranking.protects(first, view.seen, recent=recent, pins=view.pins) & (first >= 0)
             least = held.sum(dim=(1, 2)).clamp(min=1)
         over = n - limit
         goes = torch.minimum(drop * -(-over // drop), n - least)

@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.attention_stats import Mass, Nothing, Statistic
 from kvkeep.budget import column
+from kvkeep.kv import ranking
 from kvkeep.policies._bursts import when_outgrown
-from kvkeep.policies.abilities import Bursts
-from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Mass, Nothing, Statistic
+from kvkeep.policies.base import Bursts, Policy, option
 from kvkeep.types import EMPTY, Budget, Report, State, View
 
 
@@ -73,7 +72,7 @@ class Pattern(Policy):
     def _stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
         members = self._members(view, state)
         if view.pins is not None:
-            members = members | scores.pinned(view.positions, view.pins)
+            members = members | ranking.pinned(view.positions, view.pins)
         return when_outgrown(view, members.sum(dim=-1))
 
     bursts: ClassVar[Bursts | None] = Bursts(_stays)
@@ -86,7 +85,7 @@ class Pattern(Policy):
         local = self.local(view, share) & (view.positions >= 0)
         marks = view.positions.masked_fill(local | ~self.marks(view, share), EMPTY)
         room = (share - local.sum(dim=-1, keepdim=True)).squeeze(-1)
-        members = local | scores.keep(view.positions.float(), marks, room)
+        members = local | ranking.keep(view.positions.float(), marks, room)
         if self.h2:
-            members |= scores.keep(state["mass"], view.positions.masked_fill(members, EMPTY), heavy.squeeze(-1))
+            members |= ranking.keep(state["mass"], view.positions.masked_fill(members, EMPTY), heavy.squeeze(-1))
         return members

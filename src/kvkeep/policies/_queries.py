@@ -1,16 +1,96 @@
 """Base of policies that go by the mean query of a head, from the prompts so far or from a file."""
 
+from __future__ import annotations
+
+import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import PolicyError
 from kvkeep.policies._rounds import Rounds
-from kvkeep.policies._trigonometry import Means, heads_of, pairs, read
 from kvkeep.policies.base import option
-from kvkeep.types import Report, State, View
+from kvkeep.types import Queries, Report, State, Turning, View
+
+# The mean query of a head in pairs of dims that are rotated together, from a prompt or from a file.
+
+_REMEDY = "Pass a calibration that the official code of TriAttention has written."
+
+
+@dataclass(frozen=True, eq=False)
+class Means:
+    """What is known of the queries before their rotation.
+
+    Attributes:
+        query: the mean query.
+        excess: the mean length of each rotated pair, less the length of the mean; zeros in the second half.
+    """
+
+    query: Float[Tensor, "*H D"]
+    excess: Float[Tensor, "*H D"]
+
+
+def pairs(x: Float[Tensor, "*H D"], half: int) -> Float[Tensor, "*H D"]:
+    """The length of each rotated pair in the first ``half`` dims, and zeros behind them."""
+    found = torch.zeros_like(x)
+    found[..., :half] = torch.hypot(x[..., :half], x[..., half : 2 * half])
+    return found
+
+
+def read(path: str, layer: int) -> Means:
+    """The calibration of a layer, one line for each query head.
+
+    Raises:
+        PolicyError: the file cannot be read, or lacks heads of the layer.
+    """
+    heads = heads_of(path)
+    mine = {head: means for (number, head), means in heads.items() if number == layer}
+    if not mine or sorted(mine) != list(range(len(mine))):
+        lacks = f"some heads of layer {layer}" if mine else f"layer {layer}"
+        raise PolicyError(
+            f"calibration={path}: the file has no figures for {lacks}. "
+            "It must cover every query head of every layer of this model."
+        )
+    ordered = [mine[head] for head in range(len(mine))]
+    return Means(torch.stack([m.query for m in ordered]), torch.stack([m.excess for m in ordered]))
+
+
+@functools.lru_cache(maxsize=4)
+def heads_of(path: str) -> dict[tuple[int, int], Means]:
+    """All heads of a file, by layer and query head.
+
+    Raises:
+        PolicyError: the file cannot be read, or is none of TriAttention's.
+    """
+    if not Path(path).expanduser().is_file():
+        raise PolicyError(f"calibration={path}: there is no such file. Leave it out for the prompt's own queries.")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            content = torch.load(Path(path).expanduser(), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch raises for a file that it did not write
+        raise PolicyError(f"calibration={path}: torch cannot read this file. {_REMEDY}") from error
+    found = {}
+    try:
+        for name, entry in content["stats"].items():
+            layer, head = (int(part) for part in name.removeprefix("layer").split("_head"))
+            real, imaginary, length = (entry[key].float() for key in ("q_mean_real", "q_mean_imag", "q_abs_mean"))
+            query = torch.cat([real, imaginary])
+            excess = torch.cat([length - torch.hypot(real, imaginary), torch.zeros_like(length)])
+            if not (query.isfinite().all() and excess.isfinite().all()):
+                raise ValueError
+            found[layer, head] = Means(query, excess)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise PolicyError(
+            f"calibration={path}: the file lacks q_mean_real, q_mean_imag or q_abs_mean of a head, or they are no "
+            f"finite numbers. {_REMEDY}"
+        ) from error
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +167,39 @@ class MeanQueries(Rounds):
 def half_of(view: View) -> int:
     """The number of pairs that are rotated."""
     return 0 if view.rotation is None else len(view.rotation.frequencies)
+
+
+# What queries that are still to come would attend to, if they were spread like those of the prompt.
+
+
+def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B Hk G D"], Float[Tensor, "B Hk G D D"]]:
+    """The mean of each head's queries and their covariance; padding and the first ``sinks`` tokens do not count."""
+    vectors = queries.vectors.float().unflatten(1, (heads, -1))
+    counts = (queries.positions >= sinks)[:, None, None, :, None]
+    number = counts.sum(dim=3).clamp(min=1)
+    mean = vectors.masked_fill(~counts, 0.0).sum(dim=3) / number
+    apart = (vectors - mean[:, :, :, None]).masked_fill(~counts, 0.0)
+    return mean, apart.mT @ apart / number[..., None]
+
+
+def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
+    """The keys as unrotated queries meet them, on average over positions so far ahead of the next one."""
+    if view.rotation is None:
+        return view.keys.float()
+    far = view.seen[:, None, None] - (0 if view.turned else view.positions)
+    cos, sin = _average(view.rotation, far, ahead)
+    half = cos.shape[-1]
+    keys = view.keys.float() * view.rotation.scaling ** (1 if view.turned else 2)
+    one, two, rest = keys[..., :half], keys[..., half : 2 * half], view.keys.float()[..., 2 * half :]
+    return torch.cat([one * cos + two * sin, two * cos - one * sin, rest], dim=-1)
+
+
+def _average(
+    rotation: Turning, far: Int[Tensor, "B #Hk #S"], ahead: Int[Tensor, " n"]
+) -> tuple[Float[Tensor, "B #Hk #S F"], Float[Tensor, "B #Hk #S F"]]:
+    """Cosines and sines of the angles at these distances, averaged over those that are so much larger."""
+    frequencies = rotation.on(far.device)
+    start = torch.polar(torch.ones_like(frequencies), far[..., None].float() * frequencies)
+    steps = ahead[:, None] * frequencies
+    turn = start * torch.polar(torch.ones_like(steps), steps).mean(dim=0)
+    return turn.real, turn.imag

@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Mass, RowMasses, Statistic
 from kvkeep.budget import between
 from kvkeep.policies import _bursts
-from kvkeep.policies.abilities import Bursts
-from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Mass, RowMasses, Statistic
+from kvkeep.policies.base import Bursts, Policy, option
 from kvkeep.types import Budget, Phase, Report, State, View
 
 
@@ -72,3 +71,35 @@ class NewestRows(Rounds):
     def mass(self, state: State) -> Float[Tensor, "B Hk S"]:
         """The mass of the newest rows together."""
         return torch.stack([state[name] for name in self.slots]).sum(dim=0)
+
+
+# How much the keys of a head resemble each other.
+
+BLOCK_BYTES = 2**23
+"""Size of one block of cosines."""
+
+
+def redundancy(
+    keys: Float[Tensor, "B Hk S D"], positions: Int[Tensor, "B Hk S"], threshold: float
+) -> Float[Tensor, "B Hk S"]:
+    """A softmax over each head's tokens: of the mean cosine of a token's key with those of all tokens.
+
+    Of all keys whose cosine with a key is above the threshold, the newest gets nothing from it, nor does the key
+    itself. So of many keys that are alike, the newest one counts as the least redundant. A key that is no number gets
+    NaN.
+    """
+    there = positions >= 0
+    unit = torch.nn.functional.normalize(keys.float(), dim=-1)
+    broken = ~unit.isfinite().all(dim=-1)
+    unit = unit.masked_fill((broken | ~there)[..., None], 0.0)
+    total = torch.zeros(positions.shape, dtype=unit.dtype, device=unit.device)
+    S, places = positions.shape[-1], torch.arange(positions.shape[-1], device=positions.device)
+    rows = max(1, BLOCK_BYTES // (unit.element_size() * positions.numel()))
+    for start in range(0, S, rows):
+        cosines = unit[:, :, start : start + rows] @ unit.mT
+        cosines.masked_fill_(places[start : start + rows, None] == places, 0.0)
+        alike = torch.where(cosines > threshold, positions[:, :, None], -1)
+        newest = alike.amax(dim=-1, keepdim=True)
+        total += cosines.masked_fill_((alike == newest) & (newest >= 0), 0.0).sum(dim=2)
+    mean = total / there.sum(dim=-1, keepdim=True).clamp(min=1)
+    return mean.masked_fill(~there, torch.finfo(mean.dtype).min).softmax(dim=-1).masked_fill(broken & there, torch.nan)

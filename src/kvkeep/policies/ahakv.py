@@ -11,11 +11,10 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor, where
 
-from kvkeep.policies._heads import average
-from kvkeep.policies.abilities import Sums
-from kvkeep.policies.base import Policy, option
-from kvkeep.scores import value_prior
-from kvkeep.statistic import Mass, Statistic
+from kvkeep.attention_stats import Mass, Statistic
+from kvkeep.kv.ranking import value_prior
+from kvkeep.policies._head_budgets import average
+from kvkeep.policies.base import Policy, Sums, option
 from kvkeep.types import Budget, Report, State, View
 
 

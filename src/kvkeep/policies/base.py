@@ -4,20 +4,228 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Nothing, Statistic
+from kvkeep.budget import table
 from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.kv.cascade import Cascade
 from kvkeep.pins import Spans, count
-from kvkeep.policies.abilities import Abilities
-from kvkeep.statistic import Nothing, Statistic
-from kvkeep.types import Budget, Report, State, View
+from kvkeep.types import Budget, Phase, Report, State, Top, View
+
+# Optional abilities of a policy, each a small object that the policy names. Most policies name none.
+#
+# Some objects hold a function. It is a method of the policy, and is called with the policy as its first argument.
+
+
+@dataclass(frozen=True)
+class Bursts:
+    """Drops several tokens in one step, so that fewer slots than the budget stay occupied.
+
+    Attributes:
+        stays: method that returns how many slots stay occupied after a step, at most the budget. Pinned tokens
+            (`View.pins`) are among them: whoever counts the tokens to keep counts these as well.
+        waits: whether a head that is within its budget keeps all its tokens.
+    """
+
+    stays: Callable[[Any, View, State], Budget]
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Evicts at the end of a prompt only. Generated tokens fill the budget, and further ones are refused.
+
+    Attributes:
+        room: slots that a prompt leaves free for generated tokens.
+    """
+
+    room: int = 0
+
+    def stays(self, view: View) -> Budget:
+        """The number of slots that stay occupied after a step: the budget, less the room in rows that read a prompt."""
+        if not self.room or view.phase is not Phase.PREFILL:
+            return view.budget
+        return torch.as_tensor(view.budget, device=view.new.device) - self.room * view.reads[:, None]
+
+
+@dataclass(frozen=True)
+class HeadBudgets:
+    """Gives each KV head a budget of its own at the end of a prompt.
+
+    Attributes:
+        heads: method that returns these budgets from the scores of the heads' tokens. The sum over a row's heads must
+            stay the same.
+        most: method that returns the largest budget of a head, from the budget of a layer and its number of heads.
+        ceilings: set if the heads of all layers share their budgets; otherwise those of one layer do. A method that
+            returns upper limits of the budgets of some heads, from their scores and the number of all heads.
+    """
+
+    heads: Callable[[Any, View, Float[Tensor, "B Hk S"]], Int[Tensor, "B Hk"]]
+    most: Callable[[Any, int, int], int]
+    ceilings: Callable[[Any, View, Float[Tensor, "B Hk S"], int], Int[Tensor, "B Hk"]] | None = None
+
+
+@dataclass(frozen=True)
+class Near:
+    """KV heads that keep their first and their newest tokens, whatever the policy. A profile of heads names them.
+
+    Attributes:
+        heads: number of a layer in the model → whether each of its KV heads is such a head.
+        sinks: first tokens that such a head keeps.
+        slots: the budget of such a head. Under another budget it follows the policy.
+    """
+
+    heads: Mapping[int, tuple[bool, ...]]
+    sinks: int
+    slots: int
+
+    def score(self, view: View, own: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+        """The policy's score, and in these heads the order of positions after the first ones."""
+        if not any(self.heads[view.layer]):
+            return own
+        near = view.heads.mine(marks(self.heads[view.layer], own.device)[None]) & (
+            table(view.budget, view.seen) == self.slots
+        )
+        exact = torch.promote_types(own.dtype, torch.float32)  # half precision cannot tell positions apart
+        order = view.positions.to(exact).masked_fill(view.positions < self.sinks, torch.finfo(exact).max)
+        return torch.where(near[:, :, None], order, own)
+
+
+@functools.cache
+def marks(heads: tuple[bool, ...], device: torch.device) -> Bool[Tensor, " Hk"]:
+    """The same marks on a device, made once."""
+    with torch.inference_mode(False):
+        return torch.tensor(heads, device=device)
+
+
+@dataclass(frozen=True)
+class Focus:
+    """Lets a generated token attend to the largest probabilities only.
+
+    Attributes:
+        top: method that returns how many probabilities are used.
+    """
+
+    top: Callable[[Any, View], Top]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The rule of a policy that adds up attention mass, simple enough for the kernel that attends to apply it.
+
+    For a generated token, `observe` must return ``decay * state + mass`` for each state, where the decay is that of the
+    statistic, and `score` one of these sums or the position. Every state must start at 0, and `wants` must not depend
+    on the view's slots. A kernel then does the work of `observe` and `score`, and neither is called.
+
+    Attributes:
+        score: name of the state that is the score; ``None`` if the position is.
+        only: values of options under which this holds.
+        steady: values of options under which `wants` looks at the view's prompt, budget and number of rows alone, so
+            that all tokens that are generated after a prompt ask for the same; ``None``: it may look at more.
+    """
+
+    score: str | None = None
+    only: Mapping[str, object] = field(default_factory=dict)
+    steady: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The rule of a policy that marks low rows in a ring of bits, simple enough for a kernel that attends to apply it.
+
+    For a generated token, `wants` must return `kvkeep.attention_stats.Low`, whatever the view, and `observe` must do
+    what `kvkeep.backends.Ring` says. The states must be the words of the ring, then the two sums, and must start at 0.
+    The policy must have `Bursts` that wait. A kernel then does the work of `observe`, which is not called.
+
+    Attributes:
+        sizes: method that returns the window, the least number of tokens and the burst under a budget.
+    """
+
+    sizes: Callable[[Any, Budget], tuple[Budget, Budget, Budget]]
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Arguments of a cache that the policy chooses where the user does not.
+
+    Attributes:
+        positions: positions that attention sees, ``true`` or ``slot``.
+        layer_budget: how a budget is spread over the layers, see `kvkeep.budget.per_layer`.
+    """
+
+    positions: str = "true"
+    layer_budget: str = "uniform"
+
+
+class Abilities:
+    """The optional abilities of a policy, all of them absent.
+
+    Attributes:
+        evicts: whether it ever evicts. If not, tokens over budget are refused.
+        bursts: set if it may drop several tokens in one decode step. Other policies drop at most one.
+        grows: set if it evicts in prefill only.
+        spreads: set if KV heads get budgets of their own.
+        near: set if some KV heads keep their first and newest tokens only, under a profile of heads.
+        focuses: set if generated tokens attend to a part of the slots.
+        cascades: set if it prunes through the layers: the class of the table that the layers share.
+        sums: set if the rule for generated tokens can run within an attention kernel.
+        tally: set if the part of the rule that does not drop tokens can run within an attention kernel.
+        unrotates: whether it looks at keys before their rotation, `View.unrotated`.
+        asks: whether it looks at a prompt's queries, `View.queries`.
+        projects: whether it looks at the projection of the heads' outputs while a prompt is read, `View.output`.
+        rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
+        rates_by_budget: whether the state depends on the budget, so that it cannot be compared under several.
+        stochastic: whether scores depend on random numbers that are keyed by the head.
+        defaults: arguments of a cache that depend on the policy.
+    """
+
+    evicts: ClassVar[bool] = True
+    bursts: ClassVar[Bursts | None] = None
+    grows: ClassVar[Growth | None] = None
+    spreads: ClassVar[HeadBudgets | None] = None
+    near: ClassVar[Near | None] = None
+    focuses: ClassVar[Focus | None] = None
+    cascades: ClassVar[type[Cascade] | None] = None
+    sums: ClassVar[Sums | None] = None
+    tally: ClassVar[Tally | None] = None
+    asks: ClassVar[bool] = False
+    projects: ClassVar[bool] = False
+    rereads: ClassVar[bool] = False
+    rates_by_budget: ClassVar[bool] = False
+    stochastic: ClassVar[bool] = False
+    defaults: ClassVar[Defaults] = Defaults()
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether the policy looks at keys before their rotation. Not every model's rotation can be undone."""
+        return False
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether the policy is of no use to a model whose keys are not rotated to their positions."""
+        return self.rereads
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether the KV heads of all layers share one budget."""
+        return self.spreads is not None and self.spreads.ceilings is not None
+
+    @property
+    def shares_heads(self) -> bool:
+        """Whether the KV heads of a layer decide together and keep the same tokens."""
+        return self.cascades is not None
+
 
 _T = TypeVar("_T")
 

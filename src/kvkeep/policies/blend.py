@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.budget import table
+from kvkeep.kv import ranking
 from kvkeep.policies._leverage import Leverages
 from kvkeep.policies.base import option
-from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import EMPTY, Report, State, View
 
 
@@ -49,7 +49,7 @@ class Blend(Leverages):
         free = (view.positions >= self.sinks) & (view.positions < last[:, :, None])
         protected = ((view.positions >= 0) & ~free).sum(dim=-1)
         room = (table(view.budget, view.seen) - protected).clamp(min=0)
-        pooled = scores.pooled(state["mass"], view.positions, free, kernel=self.kernel, kind="max").nan_to_num()
+        pooled = ranking.pooled(state["mass"], view.positions, free, kernel=self.kernel, kind="max").nan_to_num()
         number = (self.share * room.double() + 1e-9).long()
-        attended = scores.keep(pooled, view.positions.masked_fill(~free, EMPTY), number)
+        attended = ranking.keep(pooled, view.positions.masked_fill(~free, EMPTY), number)
         return self.leverage(view, state).masked_fill(attended, torch.inf)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, final
 
-from kvkeep.policies._heads import ada
-from kvkeep.policies._worst import WorstCase
-from kvkeep.policies.abilities import HeadBudgets
-from kvkeep.policies.base import option
+from kvkeep.policies._head_budgets import ada
+from kvkeep.policies._prefill import WorstCase
+from kvkeep.policies.base import HeadBudgets, option
 
 
 @final

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.budget import between
-from kvkeep.policies._expected import met, moments
 from kvkeep.policies._prefill import slide
+from kvkeep.policies._queries import met, moments
 from kvkeep.policies.base import Policy, option
 from kvkeep.types import Budget, State, View
 

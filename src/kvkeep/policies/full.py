@@ -11,8 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.abilities import Sums
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, Sums
 from kvkeep.types import State, View
 
 

@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.policies._mass import HeavyHitters
-from kvkeep.policies.abilities import Sums
-from kvkeep.policies.base import option
-from kvkeep.statistic import Mass, Statistic
+from kvkeep.policies.base import Sums, option
 from kvkeep.types import Report, State, View
 
 

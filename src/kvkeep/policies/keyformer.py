@@ -11,10 +11,10 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.noise import Gumbel
 from kvkeep.policies._mass import HeavyHitters
 from kvkeep.policies.base import option
-from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, State, View
 
 

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.kv import ranking
 from kvkeep.noise import gumbel
-from kvkeep.policies._heads import average
+from kvkeep.policies._head_budgets import average
 from kvkeep.policies._prefill import PrefillOnly
 from kvkeep.policies.base import option
 from kvkeep.types import EMPTY, Budget, State, View
@@ -53,7 +53,7 @@ class NACL(PrefillOnly):
         free = average(view, (self.grows.stays(view) if self.grows else view.budget) - sinks - recent)
         best = free - (self.random * free.double() + 1e-9).long()
         fixed = (view.positions < sinks) | (view.positions >= (view.seen[:, None] - recent)[:, :, None])
-        top = scores.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best)
+        top = ranking.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best)
         heads = view.heads.numbers(view.positions.shape[1], view.positions.device)[:, None]
         keys = (view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions)
         drawn = state["score"] / self.temperature + gumbel(self.seed, *keys).float()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from kvkeep.policies._prefill import ObservationWindow
-from kvkeep.policies.abilities import Defaults
+from kvkeep.policies.base import Defaults
 
 
 @final

@@ -14,8 +14,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies._output import lengths
-from kvkeep.policies._prefill import ObservationWindow
+from kvkeep.policies._prefill import ObservationWindow, lengths
 from kvkeep.policies.base import option
 from kvkeep.types import View
 

@@ -14,9 +14,8 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep import scores
-from kvkeep.policies._rounds import NewestRows
-from kvkeep.policies._similar import redundancy
+from kvkeep.kv import ranking
+from kvkeep.policies._rounds import NewestRows, redundancy
 from kvkeep.policies.base import option
 from kvkeep.types import State, View
 
@@ -42,9 +41,9 @@ class RKV(NewestRows):
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The attention of the newest rows, pooled over the older tokens, against the likeness of the keys."""
         rows = view.seen.clamp(min=1, max=self.window)[:, None, None]
-        older = (view.positions >= 0) & ~scores.protects(
+        older = (view.positions >= 0) & ~ranking.protects(
             view.positions, view.seen, recent=self.protected(view.budget)[1]
         )
-        attention = scores.pooled(self.mass(state), view.positions, older, kernel=self.kernel, kind="max") / rows
+        attention = ranking.pooled(self.mass(state), view.positions, older, kernel=self.kernel, kind="max") / rows
         alike = redundancy(view.keys, view.positions, self.threshold)
         return self.balance * attention - (1.0 - self.balance) * alike

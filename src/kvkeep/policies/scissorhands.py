@@ -13,12 +13,11 @@ from typing import ClassVar, Literal, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.attention_stats import Low, LowRows, Statistic
 from kvkeep.budget import column
+from kvkeep.kv import ranking
 from kvkeep.policies._bursts import History
-from kvkeep.policies.abilities import Tally
-from kvkeep.policies.base import option
-from kvkeep.statistic import Low, LowRows, Statistic
+from kvkeep.policies.base import Tally, option
 from kvkeep.types import State, View
 
 
@@ -52,4 +51,4 @@ class Scissorhands(History):
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Tokens that few rows found insignificant score highest. Ties go to the larger mass, or to the older token."""
         second = -view.positions.float() if self.literal_ties else state["mass"]
-        return scores.ranks(second, view.positions).float() - self.low(view, state) * view.positions.shape[-1]
+        return ranking.ranks(second, view.positions).float() - self.low(view, state) * view.positions.shape[-1]

@@ -14,13 +14,12 @@ from typing import ClassVar, final
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.attention_stats import LastHit, Statistic
 from kvkeep.budget import between
+from kvkeep.kv import ranking
 from kvkeep.policies._bursts import when_outgrown
-from kvkeep.policies.abilities import Bursts
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Bursts, Policy, option
 from kvkeep.policies.scissorhands import Scissorhands
-from kvkeep.statistic import LastHit, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 
@@ -50,7 +49,7 @@ class ScissorhandsRelease(Policy):
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
         """The number of tokens hit within the window or protected, once the text has outgrown the budget."""
         recent, floor = self.protected(view.budget)[1], (view.seen - self.window)[:, None, None]
-        kept = (state["hit"] > floor) | scores.protects(view.positions, view.seen, recent=recent, pins=view.pins)
+        kept = (state["hit"] > floor) | ranking.protects(view.positions, view.seen, recent=recent, pins=view.pins)
         return when_outgrown(view, (kept & (view.positions >= 0)).sum(dim=-1))
 
     bursts: ClassVar[Bursts | None] = Bursts(stays)

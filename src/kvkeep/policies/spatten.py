@@ -13,11 +13,10 @@ from typing import ClassVar, final
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.budget import column
-from kvkeep.policies.abilities import Bursts, Defaults
-from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Mass, Statistic
-from kvkeep.store import Cascade
+from kvkeep.kv.cascade import Cascade
+from kvkeep.policies.base import Bursts, Defaults, Policy, option
 from kvkeep.types import Budget, Report, State, View
 
 

@@ -11,8 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.abilities import Defaults, Sums
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Defaults, Policy, Sums, option
 from kvkeep.types import Budget, State, View
 
 

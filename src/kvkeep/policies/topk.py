@@ -12,11 +12,11 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep import scores
-from kvkeep.policies._heads import average
+from kvkeep.attention_stats import MassAndLast, Statistic
+from kvkeep.kv import ranking
+from kvkeep.policies._head_budgets import average
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
-from kvkeep.statistic import MassAndLast, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 
@@ -46,7 +46,7 @@ class TopK(Policy):
         """The rank in the newest row; the best tokens of both shares rank before all others."""
         budget = average(view)
         heavy = (self.h2 * budget.double() + 1e-9).long()
-        best = scores.keep(state["last"], view.positions, budget - heavy)
-        best |= scores.keep(state["mass"], view.positions, heavy)
+        best = ranking.keep(state["last"], view.positions, budget - heavy)
+        best |= ranking.keep(state["mass"], view.positions, heavy)
         lift = best * view.positions.shape[-1]
-        return (scores.ranks(state["last"], view.positions) + lift).float() if self.h2 else state["last"]
+        return (ranking.ranks(state["last"], view.positions) + lift).float() if self.h2 else state["last"]

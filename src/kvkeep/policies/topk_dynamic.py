@@ -12,8 +12,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.abilities import Focus
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Focus, Policy, option
 from kvkeep.types import State, Top, View
 
 

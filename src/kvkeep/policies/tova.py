@@ -12,8 +12,8 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 

@@ -15,9 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.budget import between
-from kvkeep.policies._expected import met
-from kvkeep.policies._queries import MeanQueries, half_of
-from kvkeep.policies._trigonometry import pairs
+from kvkeep.policies._queries import MeanQueries, half_of, met, pairs
 from kvkeep.policies.base import option
 from kvkeep.types import Budget, State, View
 

@@ -1,4 +1,4 @@
 """Past one process, on Ray: a job's lines (`crew`, `worker`), datasets (`ray`), replicas of a server (`serving`)."""
 
-EXTRA = "kvkeep[ray]"
-"""What has to be installed for it."""
+EXTRA = "ray"
+"""The extra that has what is needed for it."""

@@ -15,7 +15,7 @@ def by_free_rows(context: Any) -> tuple[int | float, dict[str, Any]]:
 
     Args:
         context: a ``ray.serve.config.AutoscalingContext`` with the numbers of
-            `kvkeep.scale.replica.Replica.record_autoscaling_stats`.
+            `kvkeep.scale.ray_serve_replica.Replica.record_autoscaling_stats`.
     """
     found = context.aggregated_metrics or {}
     rows, busy = (list(found.get(name, {}).values()) for name in ("rows", "busy"))

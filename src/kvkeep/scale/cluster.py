@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import re
@@ -14,12 +15,50 @@ from typing import Any
 
 import torch
 
-from kvkeep.engine.room import free_bytes
-from kvkeep.errors import InputError, show_bytes
+from kvkeep.engine.admission import free_bytes
+from kvkeep.errors import InputError, pip_install, show_bytes
 from kvkeep.models.threads import cores
 from kvkeep.scale import EXTRA
-from kvkeep.scale.lost import left
 from kvkeep.version import __version__
+
+# A cluster of Ray that goes away: found out before Ray, which ends this process after a minute, without an error.
+
+
+class LostClusterError(InputError):
+    """The cluster has gone away, and whoever asks it for anything waits in vain."""
+
+
+def check_alive(ray: Any) -> None:
+    """Refuse to wait for a cluster that has gone away.
+
+    Raises:
+        LostClusterError: nothing answers at its address.
+    """
+    address = str(ray.get_runtime_context().gcs_address)
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise LostClusterError(
+            f"The cluster of Ray at {address} has gone away. What is written stays: start a cluster, or leave "
+            "`ray_address` out, and the same command goes on from there."
+        ) from error
+
+
+@contextmanager
+def left(ray: Any) -> Iterator[None]:
+    """A context after which this process has left its cluster, unless that has gone away."""
+    try:
+        yield
+    except LostClusterError:
+        atexit.unregister(ray.shutdown)  # it would wait for an answer
+        raise
+    except BaseException:
+        ray.shutdown()
+        raise
+    else:
+        ray.shutdown()
+
 
 OBJECT_STORE = 128 * 2**20
 """Bytes of the object store of a cluster on this machine alone. Lines and answers are small, so little lies there."""
@@ -40,7 +79,7 @@ def need_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise InputError(f"Ray is not installed: pip install '{EXTRA}'.") from error
+        raise InputError(f"Ray is not installed: {pip_install(EXTRA)}.") from error
     return ray
 
 
@@ -223,7 +262,7 @@ def nodes() -> list[Node]:
         except Exception as error:  # no kvkeep there, a node that goes away, a process that cannot be started
             raise InputError(
                 f"The node {name} cannot run kvkeep: {last_words(error)}. Install kvkeep {__version__} with "
-                f"'{EXTRA}' on every node."
+                f"the extra '{EXTRA}' on every node: {pip_install(EXTRA)}."
             ) from error
         memory = min(int(resources.get("memory", 0)), said["free"] if said["free"] is not None else 2**62)
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))

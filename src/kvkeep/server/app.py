@@ -15,20 +15,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from kvkeep.errors import KVKeepError
-from kvkeep.server.book import Book
-from kvkeep.server.conversing import Conversations
-from kvkeep.server.desk import Desk
 from kvkeep.server.errors import GoneError, RefusalError, refusal_of
-from kvkeep.server.gate import Gate
-from kvkeep.server.generating import Generator
-from kvkeep.server.leases import Leases
-from kvkeep.server.limits import Limits
-from kvkeep.server.looking import Looker
+from kvkeep.server.generate_routes import Generator
+from kvkeep.server.info_routes import Looker
 from kvkeep.server.metrics import Metrics
+from kvkeep.server.middleware import Gate
+from kvkeep.server.model import Served
 from kvkeep.server.page import add_page
-from kvkeep.server.replies import refused
-from kvkeep.server.responding import Responder
-from kvkeep.server.schema import (
+from kvkeep.server.rate_limits import Limits
+from kvkeep.server.request_queue import Desk
+from kvkeep.server.responses_routes import Responder
+from kvkeep.server.schemas import (
     Body,
     ChatBody,
     CompletionBody,
@@ -40,8 +37,11 @@ from kvkeep.server.schema import (
     SessionBody,
     TokenizeBody,
 )
-from kvkeep.server.served import Served
+from kvkeep.server.session_leases import Leases
+from kvkeep.server.session_registry import Book
+from kvkeep.server.session_routes import Conversations
 from kvkeep.server.settings import Settings
+from kvkeep.server.sse import refused
 from kvkeep.version import __version__
 
 _THREADS = 64

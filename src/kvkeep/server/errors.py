@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from kvkeep.engine.grammars import FormError
+from kvkeep.engine.grammar import FormError
 from kvkeep.errors import KVKeepError, PolicyError
 from kvkeep.openai.messages import ParameterError
 

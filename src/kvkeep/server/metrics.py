@@ -17,9 +17,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvkeep.engine import Engine, Result
-from kvkeep.server.book import Book
-from kvkeep.server.desk import Desk
 from kvkeep.server.errors import RefusalError
+from kvkeep.server.request_queue import Desk
+from kvkeep.server.session_registry import Book
 
 _LABEL = "model_name"
 _TIMES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

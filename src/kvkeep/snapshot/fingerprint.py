@@ -10,7 +10,7 @@ from typing import Any
 
 from kvkeep.errors import PolicyError, SnapshotError
 from kvkeep.policies.base import Policy
-from kvkeep.registry import available, parse, spec, split
+from kvkeep.policies.registry import available, parse, spec, split
 
 FORMAT = 1
 """Version of the contents and of the file. Higher ones are refused."""

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import tempfile
+import threading
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep import scores
 from kvkeep.backends import reference
-from kvkeep.codes import KV_BITS, decode, encode, encode_keys, hadamard
-from kvkeep.eviction import head_budgets, limit
-from kvkeep.layer import Layer
-from kvkeep.parallel import ALONE, Heads
+from kvkeep.cache.eviction import head_budgets, limit
+from kvkeep.cache.layer import Layer
+from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.kv import ranking
+from kvkeep.kv.block import empty
+from kvkeep.kv.cascade import Cascade
+from kvkeep.kv.slot_codec import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
-from kvkeep.store import Cascade
-from kvkeep.store.heads import empty
+from kvkeep.snapshot import Contents, Fingerprint, Snapshot, new_block, put, take
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Queries, Report, Slots, View
 
 
@@ -185,7 +192,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         view = replace(view, budget=budget)
         sinks, recent = policy.protected(budget)
         score = policy.score(view, state).double()
-        score = scores.protect(score, positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+        score = ranking.protect(score, positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
         kept, step_margin = _best(score, positions, limit(policy, view, state))
         margin = min(margin, step_margin)
         outputs.append(out)
@@ -228,3 +235,153 @@ def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, floa
         kept.append(sorted(position for _, position in ranked[excess:]))
     width = max(map(len, kept))
     return torch.tensor([[head + [EMPTY] * (width - len(head)) for head in kept]], dtype=torch.int32), margin
+
+
+# A layer whose rows can be moved to another one by way of files, for the law about saved memory.
+
+
+class Fed:
+    """A layer and the columns that it has been fed.
+
+    Args:
+        policy: the layer's policy.
+        case: the shape of the experiment.
+    """
+
+    def __init__(self, policy: Policy, case: Case) -> None:
+        self.case = case
+        self.cascade = policy.cascades(1) if policy.cascades else None
+        options: dict[str, Any] = {"prefill_chunk": case.chunk, "kv_bits": case.kv_bits}
+        self.layer = Layer(policy, case.budget, index=1, cascade=self.cascade, **options)
+
+    def feed(self, tape: Tape, stop: int) -> Tensor:
+        """Feed the columns up to ``stop``: the prompt, or a generated token. Return the output, 0 for padding."""
+        start = self.layer.columns
+        real = tape.real[:, start:stop]
+        phase = Phase.PREFILL if start < self.case.prompt else Phase.DECODE
+        out = self.layer.step(*tape.at(slice(start, stop)), options=self.case.options, phase=phase, real=real)
+        return out.masked_fill(~real[:, None, :, None], 0)
+
+    def move_to(self, other: Fed) -> None:
+        """Save every row to a file, and put what the files hold into a layer that was never fed."""
+        rows = [take([self.layer.block], row, cascade=self.cascade) for row in range(self.case.rows)]
+        read = [self._through_a_file(row) for row in rows]
+        dtype = self.layer.store.dtype
+        block = new_block(other.layer, [row.layers[0] for row in read], self.case.rows, dtype=dtype)
+        for number, row in enumerate(read):
+            put(row, [block], number, cascade=other.cascade)
+        other.layer.hold(block, columns=self.layer.columns)
+
+    def _through_a_file(self, contents: Contents) -> Contents:
+        """A row as a file holds it."""
+        settings: dict[str, Any] = {"budget": self.case.budget, "kv_bits": self.case.kv_bits}
+        dtype = str(self.layer.store.dtype).removeprefix("torch.")
+        made = Fingerprint(model="a law", config="", policy="", dtype=dtype, **settings)
+        with tempfile.TemporaryDirectory() as folder:
+            Snapshot(contents, made).save(Path(folder, "row"))
+            return Snapshot.load(Path(folder, "row")).contents
+
+
+# A layer whose KV heads are divided among processes, for the law about them. Threads stand for the processes.
+
+PATIENCE_S = 20.0
+"""Seconds for which a thread waits for another one, which hangs."""
+
+
+@dataclass
+class _Meeting:
+    """Where threads lay down their tensors for each other, and ``None`` at the end of a step."""
+
+    ranks: int
+    laid: dict[int, Tensor | None] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.ranks, timeout=PATIENCE_S)
+
+    def exchange(self, rank: int, mine: Tensor | None) -> list[Tensor | None]:
+        self.laid[rank] = mine
+        self.barrier.wait()
+        found = [self.laid[one] for one in range(self.ranks)]
+        self.barrier.wait()
+        kinds = {None if one is None else (one.shape, one.dtype) for one in found}
+        assert len(kinds) == 1, f"processes have not asked each other for the same: {kinds}"
+        return found
+
+
+@dataclass(frozen=True)
+class _Between(Heads):
+    """The heads of a thread.
+
+    Attributes:
+        meeting: where it meets the others.
+    """
+
+    meeting: _Meeting = field(default_factory=lambda: _Meeting(1))
+
+    def first(self, numbers: Tensor) -> Tensor:
+        return self._gathered(numbers)[0]
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        return [one for one in self.meeting.exchange(self.rank, mine.clone()) if one is not None]
+
+
+def run_shared(policy: Policy, case: Case, tape: Tape, ranks: int) -> Generator[list[Moment], None, None]:
+    """Feed a case to layers that hold a part of the heads each, and yield their moments after each step.
+
+    Its threads live until it ends or is closed.
+
+    Args:
+        policy: the policy.
+        case: the experiment; its heads are a multiple of the ranks.
+        tape: its inputs.
+        ranks: number of parts.
+    """
+    meeting = _Meeting(ranks)
+    part = replace(case, heads=case.heads // ranks)
+    runs = [
+        run(policy, part, _cut(tape, rank, ranks), heads=_Between(rank, ranks, case.heads, meeting))
+        for rank in range(ranks)
+    ]
+    with ThreadPoolExecutor(ranks) as threads:
+        while True:
+            moments = [moment for moment in threads.map(partial(_next, meeting), range(ranks), runs) if moment]
+            if not moments:
+                return
+            yield moments
+
+
+def _cut(tape: Tape, rank: int, ranks: int) -> Tape:
+    """The inputs of the heads of a rank."""
+    query, keys, values = (x.chunk(ranks, dim=1)[rank] for x in (tape.query, tape.keys, tape.values))
+    return Tape(query, keys, values, tape.real)
+
+
+def _next(meeting: _Meeting, rank: int, moments: Iterator[Moment]) -> Moment | None:
+    """The next moment of a thread. If it fails, nobody waits for it."""
+    try:
+        found = next(moments, None)
+        meeting.exchange(rank, None)
+        return found
+    except threading.BrokenBarrierError:
+        raise meeting.error or AssertionError("a process waits for another one, which hangs") from None
+    except BaseException as error:
+        meeting.error = meeting.error or error
+        meeting.barrier.abort()
+        raise
+
+
+def held(moments: list[Moment]) -> list[list[list[int]]]:
+    """The positions that each head of all parts holds, by row."""
+    rows = len(moments[0].positions)
+    return [[_occupied(head) for one in moments for head in one.positions[row]] for row in range(rows)]
+
+
+def _occupied(head: Tensor) -> list[int]:
+    found: list[int] = head[head >= 0].tolist()
+    return found
+
+
+def outputs(moments: list[Moment]) -> Tensor:
+    """The outputs of all heads."""
+    return torch.cat([one.out for one in moments], dim=1)

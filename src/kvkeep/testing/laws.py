@@ -11,17 +11,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from kvkeep.attention_stats import Nothing
 from kvkeep.backends import reference
 from kvkeep.budget import per_head
+from kvkeep.cache.layer import Layer
 from kvkeep.errors import BudgetError
-from kvkeep.layer import Layer
 from kvkeep.pins import spans
 from kvkeep.policies.base import Policy
-from kvkeep.registry import available, parse, spec
-from kvkeep.statistic import Nothing
-from kvkeep.testing.case import Case, Tape, replay, run
-from kvkeep.testing.moving import Fed
-from kvkeep.testing.shared import held, outputs, run_shared
+from kvkeep.policies.registry import available, parse, spec
+from kvkeep.testing.case import Case, Fed, Tape, held, outputs, replay, run, run_shared
 from kvkeep.types import EMPTY, Phase, Slots, State, View
 
 MARGIN = 1e-5

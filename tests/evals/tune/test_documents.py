@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from kvkeep.errors import InputError
-from kvkeep.evals.tune.candidates import FULL, Arm
-from kvkeep.evals.tune.documents import LONGEST_SENTENCE, own, planted, sentences
-from kvkeep.evals.tune.measure import PIECE, Answers, Losses
-from kvkeep.evals.tune.questions import UserQuestion
+from kvkeep.evals.tune.documents import LONGEST_SENTENCE, UserQuestion, own, planted, sentences
+from kvkeep.evals.tune.measure import FULL, PIECE, Answers, Arm, Losses
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 TEXT = "The quick brown fox jumps over the lazy dog. A cat sleeps.\nNobody sees it! " * 40
 

@@ -5,16 +5,16 @@ import random
 
 import pytest
 
-from kvkeep.evals.tune import quality
-from kvkeep.evals.tune.quality import most, needed
+from kvkeep.evals.tune import measure
+from kvkeep.evals.tune.measure import most, needed
 
 
 def kept(tallies, kind):
-    return quality.kept([(float(x), float(n)) for x, n in tallies], kind)
+    return measure.kept([(float(x), float(n)) for x, n in tallies], kind)
 
 
 def best_case(tallies, rest, documents):
-    return quality.best_case([(float(x), float(n)) for x, n in tallies], float(rest), documents)
+    return measure.best_case([(float(x), float(n)) for x, n in tallies], float(rest), documents)
 
 
 def test_the_share_is_of_the_questions_that_the_full_cache_answers():

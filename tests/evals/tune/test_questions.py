@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep.evals.tune.questions import UserQuestion, read_questions
+from kvkeep.evals.tune.documents import UserQuestion, read_questions
 
 GOOD = '{"question": "Who?", "answer": "Ada"}'
 

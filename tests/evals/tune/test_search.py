@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.evals.tune.candidates import Arm, budgets_of, ladder
-from kvkeep.evals.tune.quality import kept
+from kvkeep.evals.tune.measure import Arm, budgets_of, kept, ladder
 from kvkeep.evals.tune.search import Sizes, search
 
 SIZES = Sizes((3, 6, 12), (12, 40))

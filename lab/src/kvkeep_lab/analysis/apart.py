@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.errors import InputError
 from kvkeep.models.device import enough_memory
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep_lab.analysis.job import find
 from kvkeep_lab.analysis.measure import Measurement
 from kvkeep_lab.analysis.run import Pass, Record

@@ -14,7 +14,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals import texts
 from kvkeep.evals.task import Options
 from kvkeep.models.load import Checkpoint
-from kvkeep.runs import as_text
+from kvkeep.result_files import as_text
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.measure import Measurement
 from kvkeep_lab.analysis.report import Folder

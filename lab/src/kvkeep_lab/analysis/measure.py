@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 
 Result: TypeAlias = dict[str, Any]
 """The result of a measurement: numbers, strings, lists and dictionaries that JSON can hold."""

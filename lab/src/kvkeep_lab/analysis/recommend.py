@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvkeep.results import command
+from kvkeep.result_files import command
 from kvkeep_lab.analysis.groups.budget_claims import GAIN, TOLERANCE
 from kvkeep_lab.analysis.measure import Result
 

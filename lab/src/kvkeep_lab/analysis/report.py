@@ -15,8 +15,7 @@ from typing import Any
 
 from kvkeep import plots
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.results import MANIFEST, Results, check_same, command
-from kvkeep.runs import finite, read_object
+from kvkeep.result_files import MANIFEST, Results, check_same, command, finite, read_object
 from kvkeep_lab.analysis import page
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.measure import Claim, Measurement, Reading

@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.argument import handed
 from kvkeep.backends import reference
-from kvkeep.cache import handing_cache
+from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import ShapeError, UnsupportedModelError
-from kvkeep.layout import windows_of
 from kvkeep.models.device import enough_memory
 from kvkeep.types import AttentionOptions, Phase
 from kvkeep_lab.analysis.measure import Mlp, Rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.planning.plan import Plan
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 from kvkeep_lab.fleet.load import FleetLoad
 from kvkeep_lab.fleet.paged import STEP_TOKENS
 from kvkeep_lab.fleet.steps import Fitted

@@ -16,7 +16,7 @@ import torch
 from kvkeep.engine.scheduler import OTHER_STEP_TOKENS, STEP_TOKENS
 from kvkeep.errors import InputError
 from kvkeep.planning.cost import Cost, ModelShape
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 _MOST_POINTS = 10_000
 _SMALLEST, _LARGEST = 1e-9, 10**12

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 _LONGEST = 10**7
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from kvkeep.planning.slots import LayerShape, full_bytes
+from kvkeep.planning.cost import LayerShape, full_bytes
 from kvkeep_lab.theory import ahakv
 from kvkeep_lab.theory.ahakv import gain, prefill_scores, sg_softmax, top_k
 from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge

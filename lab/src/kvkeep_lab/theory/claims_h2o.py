@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from kvkeep.planning import slots
+from kvkeep.planning import cost
 from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
 from kvkeep_lab.theory.h2o import (
     CONCAVE,
@@ -149,7 +149,7 @@ def _sparsity() -> Outcome:
 @claim("h2o-cache-size", "H2O, Section 1", "tests/planning/test_cost.py::test_h2o_180_gb")
 def _opt_30b() -> Outcome:
     """OPT-30B at batch 128 and 1024 tokens has a cache of 180 GB."""
-    size = 128 * slots.full_bytes((slots.LayerShape(56, 128, 128),) * 48, 1024, 2)
+    size = 128 * cost.full_bytes((cost.LayerShape(56, 128, 128),) * 48, 1024, 2)
     return judge(f"{size / 1e9:.1f} GB", printed=round(size / 1e10) == 18)
 
 

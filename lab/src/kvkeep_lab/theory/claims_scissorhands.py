@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kvkeep.planning.slots import LayerShape, full_bytes
+from kvkeep.planning.cost import LayerShape, full_bytes
 from kvkeep_lab.theory import claims_drift, drift, transformer
 from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
 from kvkeep_lab.theory.scissorhands import Reading, algorithm_1

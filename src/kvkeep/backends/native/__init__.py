@@ -13,20 +13,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.added import Added, Limits
-from kvkeep.backends.again import turned
-from kvkeep.backends.native import ops, prefill_ops, slot_ops
+from kvkeep.attention_stats import Statistic
+from kvkeep.backends.base import Added, AtRanks, Backend, Limits, Repeat, is_known, turned, wanted
+from kvkeep.backends.copying import Copying
+from kvkeep.backends.native import ops
+from kvkeep.backends.native.bindings import Turn, coding_of, turn_of
 from kvkeep.backends.native.build import Native, native
-from kvkeep.backends.native.coding import coding_of
-from kvkeep.backends.native.turn import Turn, turn_of
-from kvkeep.backends.pool import Copying
-from kvkeep.backends.protocol import AtRanks, Backend, Repeat
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.wanted import is_known, wanted
-from kvkeep.lazy import LazySlots
-from kvkeep.ranges import lying
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Statistic
+from kvkeep.kv.pooled_store import lying
+from kvkeep.kv.slot_codec import LazySlots
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 __all__ = ["Native", "NativeBackend", "native"]
@@ -70,7 +66,7 @@ class NativeBackend(Backend):
         if query.shape[2] > 1:
             read = None
             if self._rotation is None:
-                read = prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+                read = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
             return read or self._others.attend(query, slots, now, statistic=statistic, options=options)
         found = None
         if options.top is None and is_known(statistic):
@@ -112,7 +108,7 @@ class NativeBackend(Backend):
         asked: dict[str, Any] = {"statistic": statistic, "options": options}
         found = None
         if self._rotation is None:
-            found = prefill_ops.attend_twice(query, slots, now, **asked, again=turned(query, length, rotation))
+            found = ops.attend_twice(query, slots, now, **asked, again=turned(query, length, rotation))
         return found or self._others.attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
 
     def append(
@@ -121,7 +117,7 @@ class NativeBackend(Backend):
         """See `Backend.append`."""
         there, ranges = lying(slots)
         there, codes = coding_of(there)
-        slot = slot_ops.write(*there, new=(keys, values), now=now, starts=ranges and ranges[0], codes=codes)
+        slot = ops.write(*there, new=(keys, values), now=now, starts=ranges and ranges[0], codes=codes)
         if slot is None:
             return Copying(self._others).append(slots, keys, values, now)
         if isinstance(slots, LazySlots):
@@ -130,18 +126,18 @@ class NativeBackend(Backend):
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
-        if not slot_ops.expire(positions, seen, window):
+        if not ops.expire(positions, seen, window):
             self._others.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
         """See `Backend.is_over`."""
-        count = slot_ops.count_over(positions, limit)
+        count = ops.count_over(positions, limit)
         return self._others.is_over(positions, limit) if count is None else count > 0
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
         """See `Backend.evict`."""
         sinks, recent, limit = limits.sinks, limits.recent, limits.stay
-        if not slot_ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
+        if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
             self._others.evict(positions, score, limits)
 
     def step(

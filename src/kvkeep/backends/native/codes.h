@@ -1,4 +1,4 @@
-// Keys and values in 8 or 4 bits per number: see kvkeep/codes.py, whose `encode` and `hadamard` these equal bit for bit.
+// Keys and values in 8 or 4 bits per number: see kvkeep/kv/slot_codec.py, whose `encode` and `hadamard` these equal bit for bit.
 
 #pragma once
 

@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from kvkeep.backends.added import Added, Limits, Ring
-from kvkeep.backends.native import checks, coding
-from kvkeep.backends.native.packing import LAST, bounded, cast_to, either, library_for, pointer, strides
-from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.wanted import Wanted
-from kvkeep.ranges import Ranges
-from kvkeep.statistic import BITS
-from kvkeep.types import AttentionOptions, Slots
+from kvkeep.attention_stats import BITS, Statistic
+from kvkeep.backends.base import Added, Limits, Ring, Wanted, sums_wanted
+from kvkeep.backends.native import bindings
+from kvkeep.backends.native.bindings import LAST, Turn, bounded, cast_to, either, library_for, pointer, strides
+from kvkeep.kv.pooled_store import Ranges
+from kvkeep.kv.slot_codec import pieces
+from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
 _NOTHING = Wanted()
@@ -43,11 +42,12 @@ def attend(  # noqa: PLR0913  all that the kernel is told
     wanted: Wanted | None,
     turn: Turn | None = None,
     ranges: Ranges | None = None,
-    codes: coding.Coding | None = None,
+    codes: bindings.Coding | None = None,
 ) -> list[Tensor] | None:
     """Attention of one token per row, in one pass over keys and values; with a ``turn`` keys are unrotated.
 
-    With ``ranges``, keys and values are pools as `kvkeep.ranges.lying` shows them; with ``codes``, the codes' numbers.
+    With ``ranges``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
+    numbers.
 
     A padded query (position -1), and a query that sees nothing, give zeros. `AttentionOptions.top` is ignored.
 
@@ -55,10 +55,10 @@ def attend(  # noqa: PLR0913  all that the kernel is told
         The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, then the mass and the second field of the report,
         ``(B, Hk, S)`` float32.
     """
-    library, pooled = library_for(query, keys, values, now, positions, *coding.scales_of(codes)), ranges is not None
+    library, pooled = library_for(query, keys, values, now, positions, *bindings.scales_of(codes)), ranges is not None
     asked: dict[str, Any] = {"options": options, "wanted": wanted, "turn": turn}
     given = query, keys, values, now, positions
-    if library is None or not checks.attendable(*given, **asked, pooled=pooled, coding=codes):
+    if library is None or not bindings.attendable(*given, **asked, pooled=pooled, coding=codes):
         return None
     positions, now = cast_to(positions, torch.int32), cast_to(now, torch.int64)
     slots = keys, values, positions
@@ -77,7 +77,7 @@ def step(  # noqa: PLR0913  all that the kernel is told
     limits: Limits,
     turn: Turn | None = None,
     ranges: Ranges | None = None,
-    codes: coding.Coding | None = None,
+    codes: bindings.Coding | None = None,
 ) -> Step | None:
     """`Backend.step` in one pass, where both windows are the same; ``ranges`` and ``codes`` as in `attend`.
 
@@ -85,14 +85,14 @@ def step(  # noqa: PLR0913  all that the kernel is told
     ``turn`` the slots' keys are unrotated, and the token is rotated to its position.
     """
     (query, *new), (keys, values, positions) = token, slots
-    library = library_for(query, *slots, *new, now, limits.seen, *added.tensors, *coding.scales_of(codes))
+    library = library_for(query, *slots, *new, now, limits.seen, *added.tensors, *bindings.scales_of(codes))
     asked: dict[str, Any] = {"options": options, "wanted": wanted, "turn": turn}
     lying: dict[str, Any] = {"pooled": ranges is not None, "coding": codes}
-    if library is None or not checks.attendable(query, keys, values, now, positions, **asked, **lying):
+    if library is None or not bindings.attendable(query, keys, values, now, positions, **asked, **lying):
         return None
-    if not checks.writable(*slots, token[1:], now, **lying) or not checks.addable(added, positions, wanted):
+    if not bindings.writable(*slots, token[1:], now, **lying) or not bindings.addable(added, positions, wanted):
         return None
-    if not checks.countable(positions, limits.seen, limits.recent, limits.stay):
+    if not bindings.countable(positions, limits.seen, limits.recent, limits.stay):
         return None
     now, seen = cast_to(now, torch.int64), cast_to(limits.seen, torch.int64)
     recents, recent = either(bounded(limits.recent), torch.int64)
@@ -169,7 +169,7 @@ class Repeat:
     def takes(
         self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> bool:
-        """See `kvkeep.backends.protocol.Repeat`."""
+        """See `kvkeep.backends.base.Repeat`."""
         return _kind(query) == self._query and _kind(keys) == self._keys and _kind(values) == self._values
 
     def __call__(
@@ -182,7 +182,7 @@ class Repeat:
         """See `Backend.step`."""
         out = query.new_empty(self._out)
         head = _TOKEN_HEAD.pack(
-            *(*self._numbers, torch.get_num_threads(), checks.TYPES[query.dtype]),
+            *(*self._numbers, torch.get_num_threads(), bindings.TYPES[query.dtype]),
             *(query.data_ptr(), *query.stride()[:2]),
         )
         packed = head + self._slots + _OUT.pack(now.data_ptr(), now.stride(0), out.data_ptr()) + self._asked
@@ -232,7 +232,7 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
     turn: Turn | None,
     reports: bool = True,
     ranges: Ranges | None = None,
-    codes: coding.Coding | None = None,
+    codes: bindings.Coding | None = None,
 ) -> _Attention:
     """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
     (keys, values, positions), (B, Hq, _, D) = slots, query.shape
@@ -248,7 +248,7 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
     gains, gain = either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
     newest, last = either(wanted.last, torch.int64)
     packed = _ATTEND.pack(
-        *(B, Hk, Hq // Hk, S, D, E, torch.get_num_threads(), checks.TYPES[query.dtype]),
+        *(B, Hk, Hq // Hk, S, D, E, torch.get_num_threads(), bindings.TYPES[query.dtype]),
         *(query.data_ptr(), *query.stride()[:2]),
         *(keys.data_ptr(), *keys.stride()[:3]),
         *(values.data_ptr(), *values.stride()[:3]),
@@ -262,5 +262,218 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
         *((0, 0, 0) if turn is None else turn.packed()),
         *((0, 0) if ranges is None else (ranges[0].data_ptr(), ranges[1].data_ptr())),
     )
-    packed += coding.packed(codes)
+    packed += bindings.packed(codes)
     return _Attention(packed, results, (sinks, counted, gains, newest, *(turn or ()), *(ranges or ())))
+
+
+# Attention of many tokens per row in the kernel.
+#
+# The kernel takes bare addresses. `checks.readable` makes sure that everything it relies on holds.
+
+_SHAPE = struct.Struct("8q 4q")
+_PIECE = struct.Struct("q 4q 4q 3q")
+_REST = struct.Struct("4q 4q 2q 2q 3d")
+_NO_PIECE = bytes(_PIECE.size)
+
+
+def attend_prefill(
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+    """`Backend.attend` of several tokens; ``None`` if the kernel cannot do it. `AttentionOptions.top` is ignored.
+
+    A padded query (position -1), and a query that sees nothing, give zeros.
+    """
+    found = attend_twice(query, slots, now, statistic=statistic, options=options, again=None)
+    return None if found is None else found[:2]
+
+
+def attend_twice(
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+    again: Float[Tensor, "B Hq T D"] | None,
+) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]] | None:
+    """`Backend.attend_twice` of several tokens; ``None`` if the kernel cannot do it. See `attend`.
+
+    Args:
+        query: queries of the first reading.
+        slots: keys, values and positions.
+        now: positions of the queries.
+        statistic: what to report about the first reading.
+        options: arguments of the model's attention.
+        again: queries of the second reading; ``None``: there is none, and the last tensor is empty.
+    """
+    parts = pieces(slots)
+    library = library_for(query, *(tensor for part in parts for tensor in part))
+    if library is None:
+        return None
+    if not all(bindings.readable(query, *part[:2], now, part.positions, options=options) for part in parts):
+        return None
+    if (wanted := sums_wanted(statistic, now)) is None:
+        return None
+    (B, Hq, T, D), (Hk, E), S = query.shape, parts[0].values.shape[1::2], slots.positions.shape[2]
+    now, parts = (
+        now.to(torch.int64).contiguous(),
+        tuple(part._replace(positions=part.positions.int()) for part in parts),
+    )
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    every = [*wanted.masses, *wanted.lows]
+    weights = torch.stack(every).float().contiguous() if every else None
+    gain = None if wanted.gain is None else wanted.gain.float().contiguous()
+    out, sums = query.new_empty((B, Hq, T, E)), torch.empty((len(every), B, Hk, S), dtype=torch.float32)
+    second = None if again is None else again.to(query.dtype).contiguous()
+    shares = torch.empty((B, Hk, 0 if second is None else S), dtype=torch.float32)
+    packed = _SHAPE.pack(
+        *(B, Hk, Hq // Hk, T, D, E, torch.get_num_threads(), bindings.TYPES[query.dtype]),
+        *(query.data_ptr(), *query.stride()[:3]),
+    )
+    packed += _NO_PIECE * (2 - len(parts)) + b"".join(map(_piece, parts))
+    packed += _REST.pack(
+        *(now.data_ptr(), out.data_ptr(), pointer(sinks), min(options.window or 0, LAST)),
+        *(len(wanted.masses), len(wanted.lows), pointer(weights), sums.data_ptr()),
+        *(pointer(gain), wanted.live, pointer(second), shares.data_ptr()),
+        *(options.scaling, options.softcap or 0.0, wanted.theta),
+    )
+    if library.kvkeep_prefill(packed):
+        return None
+    return out, Report(dict(zip(statistic.fields, sums, strict=True))), shares
+
+
+def _piece(slots: Slots) -> bytes:
+    """Keys and values that lie together, with their positions: per head, or one row of them for all heads."""
+    keys, values, positions = slots
+    step = positions.stride(1) if positions.shape[1] > 1 else 0
+    return _PIECE.pack(
+        keys.shape[2],
+        *(keys.data_ptr(), *keys.stride()[:3]),
+        *(values.data_ptr(), *values.stride()[:3]),
+        *(positions.data_ptr(), positions.stride(0), step),
+    )
+
+
+# The kernel's functions on slots: write a token, expire, count, evict.
+#
+# Each returns ``None`` and does nothing if the kernel cannot do it. The kernel takes bare addresses. `checks` makes
+# sure that everything it relies on holds.
+
+_WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q q q")
+_SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q")
+
+
+def write(
+    keys: Shaped[Tensor, "B Hk capacity _D"],
+    values: Shaped[Tensor, "B Hk capacity _E"],
+    positions: Int[Tensor, "B Hk S"],
+    *,
+    new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+    now: Int[Tensor, "B 1"],
+    starts: Int[Tensor, "B Hk"] | None = None,
+    codes: bindings.Coding | None = None,
+) -> Int[Tensor, "B Hk 1"] | None:
+    """`Backend.append`, where the new token has the dtype of the slots.
+
+    With ``starts``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
+    numbers.
+    """
+    library, pooled = library_for(keys, values, positions, *new, now, *bindings.scales_of(codes)), starts is not None
+    new_keys, new_values = new
+    if library is None or not bindings.writable(keys, values, positions, new, now, pooled=pooled, coding=codes):
+        return None
+    B, Hk, S = positions.shape
+    now = cast_to(now, torch.int64)
+    slot = torch.empty((B, Hk, 1), dtype=torch.int64)
+    call = _WRITE.pack(
+        *(B, Hk, S, new_keys.shape[-1], new_values.shape[-1], keys.element_size(), values.element_size()),
+        torch.get_num_threads(),
+        *(keys.data_ptr(), *keys.stride()[:3]),
+        *(values.data_ptr(), *values.stride()[:3]),
+        *(positions.data_ptr(), *positions.stride()[:2]),
+        *(new_keys.data_ptr(), *new_keys.stride()[:2]),
+        *(new_values.data_ptr(), *new_values.stride()[:2]),
+        *(now.data_ptr(), now.stride(0), slot.data_ptr(), pointer(starts)),
+        bindings.TYPES.get(new_keys.dtype, 0),
+    )
+    return None if library.kvkeep_write(call + bindings.packed(codes) + bytes(16)) else slot
+
+
+def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
+    """`Backend.expire`."""
+    library = library_for(positions, seen)
+    if library is None or not bindings.countable(positions, seen):
+        return None
+    call = _slots(positions, seen, window=window)
+    return None if library.kvkeep_expire(call.packed) else True
+
+
+def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
+    """The number of heads that hold more tokens than their limit."""
+    library = library_for(positions)
+    if library is None or not bindings.countable(positions, limit=limit):
+        return None
+    call = _slots(positions, limit=limit)
+    found = library.kvkeep_count_over(call.packed)
+    return None if found < 0 else int(found)
+
+
+def evict(
+    positions: Int[Tensor, "B Hk S"],
+    scores: Float[Tensor, "B Hk S"],
+    seen: Int[Tensor, " B"],
+    *,
+    sinks: int,
+    recent: Budget,
+    limit: Budget,
+) -> bool | None:
+    """`Backend.evict`."""
+    library = library_for(positions, scores, seen)
+    if library is None or not bindings.countable(positions, seen, recent, limit):
+        return None
+    if scores.dtype != torch.float32 or scores.shape != positions.shape:
+        return None
+    call = _slots(positions, seen, scores=scores, sinks=sinks, recent=recent, limit=limit)
+    return None if library.kvkeep_evict(call.packed) else True
+
+
+class _Call(NamedTuple):
+    """Arguments of the functions on slots.
+
+    Attributes:
+        packed: numbers and addresses.
+        tensors: what lies at the addresses, converted where needed; it must live as long as the call.
+    """
+
+    packed: bytes
+    tensors: tuple[Tensor | None, ...]
+
+
+def _slots(
+    positions: Int[Tensor, "B Hk S"],
+    seen: Int[Tensor, " B"] | None = None,
+    *,
+    window: int = 0,
+    scores: Float[Tensor, "B Hk S"] | None = None,
+    sinks: int = 0,
+    recent: Budget = 0,
+    limit: Budget = 0,
+) -> _Call:
+    """Pack the arguments of the functions on slots."""
+    seen = None if seen is None else cast_to(seen, torch.int64)
+    recents, newest = either(bounded(recent), torch.int64)
+    limits, most = either(bounded(limit), torch.int64)
+    packed = _SLOTS.pack(
+        *(*positions.shape, torch.get_num_threads()),
+        *(positions.data_ptr(), *positions.stride()[:2]),
+        *(pointer(seen), 0 if seen is None else seen.stride(0), bounded(window)),
+        *(pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), bounded(sinks)),
+        *(pointer(recents), *((0, 0) if recents is None else strides(recents)), newest),
+        *(pointer(limits), *((0, 0) if limits is None else strides(limits)), most),
+    )
+    return _Call(packed, (seen, recents, limits))

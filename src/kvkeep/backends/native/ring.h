@@ -1,4 +1,4 @@
-// The state of a policy that marks rows in a ring of bits: see `Ring` in added.py and `ring` in statistic/bits.py.
+// The state of a policy that marks rows in a ring of bits: see `Ring` in added.py and `ring` in attention_stats.py.
 
 #pragma once
 

@@ -16,14 +16,12 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.added import Added, Limits
-from kvkeep.backends.pool import Copying
-from kvkeep.backends.protocol import Backend
+from kvkeep.attention_stats import Statistic
+from kvkeep.backends.base import Added, Backend, Limits, is_known, wanted
+from kvkeep.backends.copying import Copying
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import gpu, ops, prefill_ops
-from kvkeep.backends.wanted import is_known, wanted
-from kvkeep.lazy import LazySlots
-from kvkeep.statistic import Statistic
+from kvkeep.backends.triton import launch, ops, prefill_ops
+from kvkeep.kv.slot_codec import LazySlots
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 __all__ = ["TritonBackend"]
@@ -101,13 +99,15 @@ def _by_kernels(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
     """`Backend.attend` in kernels; ``None``, with a notice in the log, if no kernel can do it."""
-    if not gpu.runs(query):
+    if not launch.runs(query):
         return None
     if query.shape[2] > 1:
         slots = slots.copied() if isinstance(slots, LazySlots) else slots
         return prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
     if options.top is not None or not is_known(statistic):
-        gpu.notice(f"it uses only its largest probabilities, or reports {type(statistic).__name__} with what it needs")
+        launch.notice(
+            f"it uses only its largest probabilities, or reports {type(statistic).__name__} with what it needs"
+        )
         return None
     found = ops.attend(query, slots, now, options=options, wanted=wanted(statistic))
     if found is None:

@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.added import Added, Limits
-from kvkeep.backends.triton import arguments, gpu
-from kvkeep.backends.wanted import Wanted
-from kvkeep.codes import CodedSlots, hadamard
+from kvkeep.backends.base import Added, Limits, Wanted
+from kvkeep.backends.triton import launch
+from kvkeep.kv.slot_codec import CodedSlots, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 _ENDLESS = 2**31 - 1
@@ -34,28 +33,28 @@ def attend(
     """Attention of one token per row; the results are those of `kvkeep.backends.native.ops.attend`.
 
     Cost:
-        two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with `kvkeep.codes`'
-        matrix before.
+        two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with
+        `kvkeep.kv.slot_codec`' matrix before.
     """
     if isinstance(slots, CodedSlots):
-        like = query.new_empty((0, slots.positions.shape[1], *arguments.dims(slots)))
+        like = query.new_empty((0, slots.positions.shape[1], *launch.dims(slots)))
         if not _runs_over(slots, query, now) or not _takes(query, like):
             return None
         query = turned(query)
-    elif not gpu.runs(query, *slots, now) or not _takes(query, slots.keys, slots.values):
+    elif not launch.runs(query, *slots, now) or not _takes(query, slots.keys, slots.values):
         return None
-    from kvkeep.backends.triton import merge
+    from kvkeep.backends.triton import decode
 
     scratch = Scratch(query, slots, now, options, keeps=wanted is not None)
     scratch.fill()
     kind = _KINDS[wanted.second] if wanted else 0
-    results = [_output(query, arguments.dims(slots)[1])]
+    results = [_output(query, launch.dims(slots)[1])]
     results += [query.new_empty(scratch.shape, dtype=torch.float32) for _ in range(min(kind, 2))]
     _launch(
-        merge.merge,
+        decode.merge,
         (scratch.heads,),
         **scratch.tensors(results[0]),
-        **arguments.row(wanted or _NOTHING, now),
+        **launch.row(wanted or _NOTHING, now),
         mass=results[min(kind, 1)],
         extra=results[-1],
         theta=1.0 if wanted is None else wanted.theta,
@@ -84,9 +83,9 @@ def step(
     if isinstance(slots, CodedSlots):
         return None
     keys, values, positions = slots
-    if not gpu.runs(query, *slots, *new, now, *added.states) or not _takes(query, *new, keys, values):
+    if not launch.runs(query, *slots, *new, now, *added.states) or not _takes(query, *new, keys, values):
         return None
-    from kvkeep.backends.triton import merge
+    from kvkeep.backends.triton import decode
 
     scratch = Scratch(query, slots, now, options, keeps=wanted is not None)
     scratch.fill(new)
@@ -94,17 +93,17 @@ def step(
     total, other = (*added.states, positions, positions)[:2]
     lost = total if wanted is None or added.lost is None else added.lost
     _launch(
-        merge.merge_evict,
+        decode.merge_evict,
         (scratch.heads,),
         **scratch.tensors(out),
-        **arguments.row(wanted or _NOTHING, now),
-        **arguments.limits(limits),
+        **launch.row(wanted or _NOTHING, now),
+        **launch.limits(limits),
         slots=scratch.slots,
         total=total,
         other=other,
-        **arguments.heads("state", total),
+        **launch.heads("state", total),
         lost=lost,
-        **arguments.heads("lost", lost),
+        **launch.heads("lost", lost),
         LOSES=lost is not total,
         keep=float((wanted or _NOTHING).decay),
         STATES=len(added.states),
@@ -121,7 +120,7 @@ def write(
     if isinstance(store, CodedSlots):
         return _write_codes(store, new, now)
     keys, values, positions = store
-    if not gpu.runs(*store, *new, now) or not _takes(keys, values, *new):
+    if not launch.runs(*store, *new, now) or not _takes(keys, values, *new):
         return None
     from kvkeep.backends.triton import slots
 
@@ -130,12 +129,12 @@ def write(
     _launch(
         slots.append,
         (B * Hk,),
-        **arguments.store(store),
-        **arguments.new(*new),
+        **launch.store(store),
+        **launch.new(*new),
         now=now,
         now_row=now.stride(0),
         slots=found,
-        SCAN=gpu.scan_tile(S),
+        SCAN=launch.scan_tile(S),
     )
     return found
 
@@ -145,23 +144,23 @@ def _write_codes(
 ) -> Int[Tensor, "B Hk 1"] | None:
     if not _runs_over(slots, *new, now) or not _takes(*new):
         return None
-    from kvkeep.backends.triton import codes
+    from kvkeep.backends.triton import slot_codec
 
-    (B, Hk, S), arranged = slots.positions.shape, arguments.codes(slots)
+    (B, Hk, S), arranged = slots.positions.shape, launch.codes(slots)
     found = torch.empty((B, Hk, 1), dtype=torch.int64, device=now.device)
-    lying = {name: value for name, value in arguments.store(slots).items() if not name.startswith("BLOCK")}
+    lying = {name: value for name, value in launch.store(slots).items() if not name.startswith("BLOCK")}
     _launch(
-        codes.append_codes,
+        slot_codec.append_codes,
         (B * Hk,),
         **lying,
         **arranged,
-        **arguments.new(turned(new[0].float()), new[1]),
+        **launch.new(turned(new[0].float()), new[1]),
         now=now,
         now_row=now.stride(0),
         slots=found,
-        SCAN=gpu.scan_tile(S),
-        KEY_BLOCK=gpu.power(arranged["KEY_GROUP"] * slots.coded_keys.bits // 8),
-        VALUE_BLOCK=gpu.power(arranged["VALUE_GROUP"] * slots.coded_values.bits // 8),
+        SCAN=launch.scan_tile(S),
+        KEY_BLOCK=launch.power(arranged["KEY_GROUP"] * slots.coded_keys.bits // 8),
+        VALUE_BLOCK=launch.power(arranged["VALUE_GROUP"] * slots.coded_values.bits // 8),
     )
     return found
 
@@ -169,7 +168,7 @@ def _write_codes(
 def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | None, limits: Limits) -> bool | None:
     """`Backend.expire` if the limits have a window, then `Backend.evict` if there are scores."""
     scored = positions if scores is None else scores
-    if not gpu.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):
+    if not launch.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):
         return None
     from kvkeep.backends.triton import slots
 
@@ -177,15 +176,15 @@ def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | No
     _launch(
         slots.evict,
         (B * Hk,),
-        **arguments.limits(limits),
+        **launch.limits(limits),
         positions=positions,
-        **arguments.heads("position", positions),
+        **launch.heads("position", positions),
         scores=scored,
-        **arguments.heads("score", scored),
+        **launch.heads("score", scored),
         Hk=Hk,
         S=S,
         window=limits.window or _ENDLESS,
-        SCAN=gpu.scan_tile(S),
+        SCAN=launch.scan_tile(S),
         SCORED=scores is not None,
     )
     return True
@@ -196,11 +195,11 @@ class Scratch:
 
     def __init__(self, query: Tensor, slots: Slots, now: Tensor, options: AttentionOptions, *, keeps: bool) -> None:
         self.query, self.store, self.options, self.keeps = query, slots, options, keeps
-        (B, Hk, S), (D, E) = arguments.lying(slots)[0].numbers.shape[:3], arguments.dims(slots)
+        (B, Hk, S), (D, E) = launch.lying(slots)[0].numbers.shape[:3], launch.dims(slots)
         self.shape = B, Hk, S
         self.G, self.S = query.shape[1] // Hk, S
-        bits = arguments.lying(slots)[0].bits
-        self.sizes = gpu.decode_sizes(query.device, D * query.element_size(), S, bits)
+        bits = launch.lying(slots)[0].bits
+        self.sizes = launch.decode_sizes(query.device, D * query.element_size(), S, bits)
         self.splits = max(1, -(-(S - self.sizes.slots) // self.sizes.split))  # a rest of a tile is no split
         self.heads, parts = B * Hk, B * Hk * self.splits * self.G
         self.slots = query.new_empty(self.heads, dtype=torch.int32)
@@ -209,11 +208,11 @@ class Scratch:
             "bounds": query.new_empty(parts * 2, dtype=torch.float32),
             "logits": query.new_empty(self.heads * self.G * S if keeps else 1, dtype=torch.float32),
             "positions": slots.positions,
-            **arguments.heads("position", slots.positions),
+            **launch.heads("position", slots.positions),
             "now": now,
             "now_row": now.stride(0),
             "window": options.window or _ENDLESS,
-        } | {"Hk": Hk, "S": S, "G": self.G, "E": E, "BLOCK_E": gpu.power(E)}
+        } | {"Hk": Hk, "S": S, "G": self.G, "E": E, "BLOCK_E": launch.power(E)}
 
     def fill(self, new: tuple[Tensor, Tensor] | None = None) -> None:
         """Run the first kernel, which writes a new token into its slot before it attends."""
@@ -222,28 +221,28 @@ class Scratch:
         _launch(
             decode.attend_split,
             (self.heads, self.splits),
-            **{**self.both, **arguments.store(self.store), **arguments.codes(self.store)},
-            **arguments.new(*(new or (self.query, self.query))),
+            **{**self.both, **launch.store(self.store), **launch.codes(self.store)},
+            **launch.new(*(new or (self.query, self.query))),
             query=self.query,
-            **arguments.heads("query", self.query),
+            **launch.heads("query", self.query),
             slots=self.slots,
             scaling=float(self.options.scaling),
             softcap=float(self.options.softcap or 0.0),
-            BLOCK_G=gpu.power(self.G),
+            BLOCK_G=launch.power(self.G),
             TILE=self.sizes.slots,
             SPLIT=self.sizes.split,
-            SCAN=gpu.scan_tile(self.S),
+            SCAN=launch.scan_tile(self.S),
             CAPPED=self.options.softcap is not None,
             KEEPS=self.keeps,
             APPENDS=new is not None,
-            WIDE=gpu.interprets(),
+            WIDE=launch.interprets(),
             num_warps=self.sizes.warps,
             num_stages=self.sizes.stages,
         )
 
     def tensors(self, out: Tensor) -> dict[str, Any]:
         """Arguments of the second kernel."""
-        sinks, group = self.options.sinks, gpu.power(self.G, 1)
+        sinks, group = self.options.sinks, launch.power(self.G, 1)
         return {
             **self.both,
             "out": out,
@@ -251,17 +250,17 @@ class Scratch:
             "sinks": self.both["bounds"] if sinks is None else sinks.detach().float().contiguous(),
             "SINKS": sinks is not None,
             "BLOCK_G": group,
-            "TILE": gpu.scan_tile(self.S, group),
+            "TILE": launch.scan_tile(self.S, group),
         }
 
 
 def _takes(query: Tensor, *others: Tensor) -> bool:
     """Whether there are kernels for these dtypes and head dims and this group; if not, log why."""
-    reason, group = gpu.misfit(query, *others), query.shape[1] // others[0].shape[1]
-    if reason is None and group > gpu.MAX_GROUP:
-        reason = f"{group} query heads for each KV head, more than {gpu.MAX_GROUP}"
+    reason, group = launch.misfit(query, *others), query.shape[1] // others[0].shape[1]
+    if reason is None and group > launch.MAX_GROUP:
+        reason = f"{group} query heads for each KV head, more than {launch.MAX_GROUP}"
     if reason is not None:
-        gpu.notice(reason)
+        launch.notice(reason)
     return reason is None
 
 
@@ -272,19 +271,19 @@ def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
 
 
 def turned(query: Float[Tensor, "B Hq 1 D"]) -> Float[Tensor, "B Hq 1 D"]:
-    """`kvkeep.codes.hadamard` as one product of matrices, which has fewer kernels."""
+    """`kvkeep.kv.slot_codec.hadamard` as one product of matrices, which has fewer kernels."""
     found: Tensor = query.float() @ _matrix(query.shape[-1], query.device)
     return found.to(query.dtype)
 
 
 def _runs_over(slots: CodedSlots, *others: Tensor) -> bool:
     """`gpu.runs` for slots that hold codes."""
-    return gpu.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
+    return launch.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
 
 
 def _output(query: Tensor, width: int) -> Tensor:
     """Memory for the output; float32 for the interpreter, which truncates where bfloat16 should round."""
-    dtype = torch.float32 if gpu.interprets() else query.dtype
+    dtype = torch.float32 if launch.interprets() else query.dtype
     return query.new_empty((*query.shape[:3], width), dtype=dtype)
 
 
@@ -292,4 +291,4 @@ def _launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     """Run a kernel on the device of its first tensor."""
     device = next(value for value in arguments.values() if isinstance(value, Tensor))
     with torch.cuda.device_of(device):
-        kernel[grid](**{"num_warps": gpu.SCAN_WARPS, **arguments})
+        kernel[grid](**{"num_warps": launch.SCAN_WARPS, **arguments})

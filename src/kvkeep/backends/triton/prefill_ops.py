@@ -7,17 +7,108 @@ before torch's attention is used, where the caller has not said that there is no
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvkeep.backends.triton import flash, gpu
-from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
+from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
+from kvkeep.backends.triton import launch
 from kvkeep.types import AttentionOptions, Fresh, Report, Slots
+
+# Torch's own causal attention, and the log-sum-exp of its rows where torch has it.
+#
+# Torch has the numbers from its fused kernels, under operators that are not part of its public interface. So they are
+# tried once for each device and kind of kernel, against the definition; where they do not give what they should, or do
+# not exist, there is no log-sum-exp, and our kernel works it out.
+
+LOG2E = math.log2(math.e)
+MOST_WRONG = 1e-3
+"""Largest error of a log-sum-exp of the trial, in half precision: a wrong base or layout errs by far more."""
+
+
+def causal(
+    query: Float[Tensor, "B Hq T D"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T D"], scaling: float
+) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"] | None]:
+    """Attention of a whole prompt by torch, which chooses among its kernels; and the log-sum-exp in base 2, if known.
+
+    Returns:
+        the output, and for each row the logarithm in base 2 of its sum of exponentials.
+    """
+    kind = _kind(query, keys, values, scaling)
+    if kind is not None and _is_right(kind, query.device, query.dtype):
+        out, lse = _CALLS[kind](query, keys, values, scaling)
+        return out, lse.reshape(query.shape[:3]) * LOG2E
+    return _plain(query, keys, values, scaling), None
+
+
+def gives_sums(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> bool:
+    """Whether `causal` gives the log-sum-exp, too, from a kernel that is faster than ours."""
+    kind = _kind(query, keys, values, scaling)
+    return kind == SDPBackend.CUDNN_ATTENTION.value and _is_right(kind, query.device, query.dtype)
+
+
+def _plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    out: Tensor = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+    return out
+
+
+def _kind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> int | None:
+    """The kernel that torch would take, if it is one of those that know the log-sum-exp."""
+    choice = getattr(torch, "_fused_sdp_choice", None)
+    if choice is None or not query.is_cuda:
+        return None
+    try:
+        found = int(choice(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True))
+    except (RuntimeError, TypeError):
+        return None
+    return found if found in _CALLS else None
+
+
+def _by_cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    call = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = call(query, keys, values, None, True, 0.0, True, False, scale=scaling)
+    return out, lse
+
+
+def _by_flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    call = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = call(query, keys, values, 0.0, True, False, scale=scaling)
+    return out, lse
+
+
+_CALLS: dict[int, Callable[[Tensor, Tensor, Tensor, float], tuple[Any, Any]]] = {
+    SDPBackend.CUDNN_ATTENTION.value: _by_cudnn,
+    SDPBackend.FLASH_ATTENTION.value: _by_flash,
+}
+
+
+@functools.cache
+def _is_right(kind: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel's log-sum-exp is that of the definition, in natural logarithms; the host waits, once."""
+    with torch.inference_mode(), torch.random.fork_rng([]):
+        generator = torch.Generator().manual_seed(0)
+        query, keys, values = (
+            torch.randn((1, heads, 128, 64), generator=generator).to(device, dtype) for heads in (4, 2, 2)
+        )
+        try:
+            out, lse = _CALLS[kind](query, keys, values, 0.1)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return False
+        if lse.numel() != 4 * 128 or out.shape != query.shape:
+            return False
+        logits = query.float() @ keys.float().repeat_interleave(2, dim=1).mT * 0.1
+        hidden = torch.ones(128, 128, dtype=torch.bool, device=device).triu(1)
+        want = logits.masked_fill(hidden, -math.inf).logsumexp(dim=-1)
+        return bool(((lse.reshape(want.shape) - want).abs() <= MOST_WRONG).all())
+
 
 Output = Literal["auto", "torch", "triton"]
 TORCH_ROWS = 1024
@@ -46,13 +137,13 @@ def attend(
         more. Extra memory: the sums, and a number per query head and row.
     """
     if (reason := unknown(query, slots, statistic, options)) is not None:
-        gpu.notice(reason)
+        launch.notice(reason)
         return None
     query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, slots.keys, slots.values))
     found = (query, keys, values, now.contiguous(), slots.positions.contiguous())
     work = Prefill(*found, options, fresh=isinstance(slots, Fresh))
     if work.fits_torch() if output == "torch" else output == "auto" and work.prefers_torch(statistic):
-        out, lse = flash.causal(query, keys, values, options.scaling)
+        out, lse = causal(query, keys, values, options.scaling)
     else:
         out, lse = work.forward()
     return out, Report(_sums(work, statistic, lse))
@@ -66,9 +157,9 @@ def unknown(query: Tensor, slots: Slots, statistic: Statistic, options: Attentio
         return f"the statistic {type(statistic).__name__}"
     if isinstance(statistic, Mass) and statistic.noise is not None:
         return "noise on the logits"
-    if slots.values.shape[-1] < gpu.MIN_DIM:
-        return f"values of fewer than {gpu.MIN_DIM} channels"
-    return gpu.misfit(query, slots.keys, slots.values)
+    if slots.values.shape[-1] < launch.MIN_DIM:
+        return f"values of fewer than {launch.MIN_DIM} channels"
+    return launch.misfit(query, slots.keys, slots.values)
 
 
 def _sums(work: Prefill, statistic: Statistic, lse: Tensor | None) -> dict[str, Float[Tensor, "B Hk S"]]:
@@ -149,7 +240,7 @@ class Prefill:
         few = isinstance(rows, int) and 0 <= rows * TORCH_SHARE <= T
         if T < TORCH_ROWS or not self.query.is_cuda or not self._flashes():
             return False
-        sums = flash.gives_sums(self.query, self.keys, self.values, self.options.scaling)
+        sums = gives_sums(self.query, self.keys, self.values, self.options.scaling)
         return (few or sums) and self.fits_torch()
 
     def _flashes(self) -> bool:
@@ -193,9 +284,9 @@ class Prefill:
 
         B, Hk, S, D = self.keys.shape
         Hq, T = self.query.shape[1:3]
-        tile, window = gpu.columns_tile(D, self.query), self.options.window
+        tile, window = launch.columns_tile(D, self.query), self.options.window
         count, pieces = -(-S // tile.slots), -(-T // tile.rows) * (Hq // Hk if shares is None else 1)
-        splits = min(pieces, gpu.splits(count * Hk, self.query))
+        splits = min(pieces, launch.splits(count * Hk, self.query))
         sums = torch.empty((splits, 1 if shares is None else 2, B, Hk, S), dtype=torch.float32, device=lse.device)
         oldest = self._oldest(tile.rows)
         share = weights if shares is None else shares.float().contiguous()
@@ -229,7 +320,7 @@ class Prefill:
         from kvkeep.backends.triton import prefill  # imports Triton
 
         (B, Hq, T, D), S, E, window = self.query.shape, *self.values.shape[2:], self.options.window
-        tile = gpu.forward_tile(max(D, E), self.query)
+        tile = launch.forward_tile(max(D, E), self.query)
         count = -(-T // tile.rows)
         strides = (one.stride()[:3] for one in (self.query, self.keys, self.values, _or(out, lse)))
         with torch.cuda.device_of(self.query):
@@ -239,23 +330,23 @@ class Prefill:
                 *(self.query_positions, self.key_positions),
                 *(stride for three in strides for stride in three),
                 *(*self._position_strides(), count, Hq, T, S, window or 0, *self._factors()),
-                **self._shapes(tile, GAINED=gain is not None, E=E, BLOCK_E=gpu.power(E)),
+                **self._shapes(tile, GAINED=gain is not None, E=E, BLOCK_E=launch.power(E)),
                 SUNK=sinks is not None,
                 MIXED=out is not None,
                 BOUNDED=bounds is not None,
             )
 
-    def _shapes(self, tile: gpu.Tile, **more: int) -> dict[str, Any]:
+    def _shapes(self, tile: launch.Tile, **more: int) -> dict[str, Any]:
         """Arguments that the kernels are compiled for."""
         return {
             "G": self.query.shape[1] // self.keys.shape[1],
             "D": self.query.shape[-1],
-            "BLOCK_D": gpu.power(self.query.shape[-1]),
+            "BLOCK_D": launch.power(self.query.shape[-1]),
             "BLOCK_T": tile.rows,
             "BLOCK_S": tile.slots,
             "CAPPED": self.options.softcap is not None,
             "WINDOWED": self.options.window is not None,
-            "WIDE": gpu.interprets(),
+            "WIDE": launch.interprets(),
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             **more,
@@ -264,7 +355,7 @@ class Prefill:
     def _factors(self) -> tuple[float, float]:
         """``inner`` and ``outer`` of `prefill.logits`."""
         scaling, cap = self.options.scaling, self.options.softcap
-        return (scaling * flash.LOG2E, 1.0) if cap is None else (scaling / cap, cap * flash.LOG2E)
+        return (scaling * LOG2E, 1.0) if cap is None else (scaling / cap, cap * LOG2E)
 
     def _position_strides(self) -> tuple[int, int, int]:
         k = self.key_positions

@@ -1,6 +1,6 @@
 """Kernels that fill and empty slots, one program for each head, and how all kernels compare slots.
 
-Which slot is free: see `kvkeep.types.EMPTY`. What is protected and what goes first: see `kvkeep.scores`. Nothing is
+Which slot is free: see `kvkeep.types.EMPTY`. What is protected and what goes first: see `kvkeep.kv.ranking`. Nothing is
 added up here, so there is no error: victims are exact, to the last tie.
 
 Kernels, here and in the other files, carry no annotations but those that Triton reads, and are hidden from the tests'
@@ -35,7 +35,7 @@ def free_slot(positions, S, SCAN: tl.constexpr):
 @triton.jit
 @no_type_check
 def shielded(score, position, recent_from, sinks):
-    """`kvkeep.scores.protect`."""
+    """`kvkeep.kv.ranking.protect`."""
     score = tl.where(score != score, float("-inf"), tl.where(score == float("inf"), 3.4028234663852886e38, score))
     return tl.where((position >= recent_from) | (position < sinks), float("inf"), score)
 
@@ -43,14 +43,14 @@ def shielded(score, position, recent_from, sinks):
 @triton.jit
 @no_type_check
 def unexpired(position, age, window, SLIDES: tl.constexpr):
-    """`kvkeep.scores.expire`, if the layer has a window."""
+    """`kvkeep.kv.ranking.expire`, if the layer has a window."""
     return tl.where(position <= age - window, -1, position) if SLIDES else position
 
 
 @triton.jit
 @no_type_check
 def earlier(score, position, slot, best, oldest, where):
-    """Lane by lane, whichever goes first: an occupied slot, or the best one so far (`kvkeep.scores.weakest`)."""
+    """Lane by lane, whichever goes first: an occupied slot, or the best one so far (`kvkeep.kv.ranking.weakest`)."""
     sooner = (position >= 0) & ((score < best) | ((score == best) & (position < oldest)))
     return tl.where(sooner, score, best), tl.where(sooner, position, oldest), tl.where(sooner, slot, where)
 

@@ -6,14 +6,11 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import complete
-from kvkeep.cli.bits import KvBits, parse_kv_bits
-from kvkeep.cli.chat.sessions import Folder, complete_names
+from kvkeep.cli import shell_completion
+from kvkeep.cli.chat_sessions import Folder, complete_names
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
-from kvkeep.cli.generate.parse import parse_budget, parse_memory
-from kvkeep.cli.generate.request import Request
-from kvkeep.cli.heads import HeadBudget, parse_head_budget
+from kvkeep.cli.generate import Request, parse_budget, parse_memory
 from kvkeep.cli.options import (
     MEMORY,
     OUTPUT,
@@ -21,19 +18,29 @@ from kvkeep.cli.options import (
     Debug,
     Device,
     Dtype,
+    HeadBudget,
+    KvBits,
     LayerBudget,
     LoadIn,
+    MaxNewTokens,
+    MinP,
     Model,
     Positions,
     PrefillChunk,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
     Threads,
+    TopK,
+    TopP,
+    parse_head_budget,
+    parse_kv_bits,
     parse_layer_budget,
     parse_positions,
     parse_prefill_chunk,
     parse_threads,
     parse_tokens,
 )
-from kvkeep.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from kvkeep.errors import InputError
 from kvkeep.policies import LATER
 
@@ -59,7 +66,7 @@ def chat(
         typer.Option(
             metavar="FILE",
             help="Begin with a text that kvkeep remember has read.",
-            autocompletion=complete.snapshots,
+            autocompletion=shell_completion.snapshots,
             rich_help_panel=_CHAT,
         ),
     ] = None,
@@ -83,7 +90,7 @@ def chat(
         typer.Option(
             metavar="POLICY",
             help=f"Eviction policy, with its options if need be. See [b]kvkeep policies[/b]. Default: {LATER}.",
-            autocompletion=complete.policies,
+            autocompletion=shell_completion.policies,
             rich_help_panel=MEMORY,
         ),
     ] = None,
@@ -126,15 +133,15 @@ def chat(
     """
     folder = Folder.of(sessions)
     if list_:
-        from kvkeep.cli.chat import listing
+        from kvkeep.cli import chat_sessions
 
-        listing.show(folder, as_json=json)
+        chat_sessions.show(folder, as_json=json)
         return
     if json:
         raise InputError("--json prints the list of conversations: give --list, too.")
     if memory is not None and system is not None:
         raise InputError("--memory brings its own beginning; give --system to kvkeep remember.")
-    from kvkeep.cli.chat import conversation  # imports torch and transformers
+    from kvkeep.cli import chat_run  # imports torch and transformers
 
     request = Request(
         model=model,
@@ -166,4 +173,4 @@ def chat(
         allow_pickle=allow_pickle,
         json=False,
     )
-    conversation.serve(request, folder, session)
+    chat_run.serve(request, folder, session)

@@ -1,4 +1,4 @@
-"""``kvkeep tune``: its options. The work is in `kvkeep.cli.tune.tuning`."""
+"""``kvkeep tune``: its options. The work is in `kvkeep.cli.tune_run`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import complete
+from kvkeep.cli import shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
-from kvkeep.cli.heads import parse_head_budget
 from kvkeep.cli.options import (
     OUTPUT,
     AllowPickle,
@@ -24,6 +23,7 @@ from kvkeep.cli.options import (
     PrefillChunk,
     Threads,
     parse_budget,
+    parse_head_budget,
     parse_layer_budget,
     parse_number,
     parse_positions,
@@ -45,7 +45,7 @@ def tune(
             metavar="CASE",
             help="later: questions come after the text was cut. inside: the question ends the text. "
             "stream: the text goes on.",
-            autocompletion=complete.words("later", "inside", "stream"),
+            autocompletion=shell_completion.words("later", "inside", "stream"),
             rich_help_panel=_QUALITY,
         ),
     ] = "later",
@@ -102,7 +102,7 @@ def tune(
         typer.Option(
             metavar="LIST",
             help="Policies to search, e.g. leverage,h2o:recent=8,sinks=4. Default: those made for the case.",
-            autocompletion=complete.policy_list,
+            autocompletion=shell_completion.policy_list,
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -122,7 +122,7 @@ def tune(
             metavar="LIST",
             help="Rules to search that divide the budget among KV heads, e.g. uniform,ada:0.2,global:0.2,profile:FILE "
             "with the file of [b]kvkeep calibrate[/b]. Default: each policy's own rule.",
-            autocompletion=complete.words("uniform", "ada:0.2", "global:0.2", "profile:"),
+            autocompletion=shell_completion.words("uniform", "ada:0.2", "global:0.2", "profile:"),
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -156,10 +156,10 @@ def tune(
     folder = place(output, "--output")
     spread = parse_layer_budget(layer_budget)
     number = _share(target)
-    from kvkeep.cli.tune import tuning  # imports torch and transformers
+    from kvkeep.cli import tune_run  # imports torch and transformers
 
-    tuning.serve(
-        tuning.Request(
+    tune_run.serve(
+        tune_run.Request(
             model=model,
             case=case,
             target=number,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from kvkeep.codes import check_bits
 from kvkeep.errors import InputError
-from kvkeep.evals.plan import split_arms
+from kvkeep.evals.grid import split_arms
 from kvkeep.evals.report import Row, Table, of_task
-from kvkeep.registry import spec
+from kvkeep.kv.slot_codec import check_bits
+from kvkeep.policies.registry import spec
 
 _FOLDER = "kvkeep.evals.recipes"
 _LARGE = 3.0

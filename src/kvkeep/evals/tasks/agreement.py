@@ -14,15 +14,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
+from kvkeep.evals import task, texts
+from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Outcome, Task
-from kvkeep.memory import Memory
-from kvkeep.models.generation import ends_of
-from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.models.load import Checkpoint, ends_of
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 
 PROMPT = 512
 """Tokens of a prompt; prompt and new tokens together are at most the trained length."""
@@ -101,7 +100,7 @@ class Agreement(Task):
                 bounded = drive.feed(reference.tokens[:, step : step + 1])[:, -1]
                 full = full.to(bounded.device)
                 equal.append((full.argmax(dim=-1) == bounded.argmax(dim=-1)).float().cpu())
-                kl.append(metrics.kl(full, bounded).cpu())
+                kl.append(task.kl(full, bounded).cpu())
             memory += drive.cache.memory()
         return Outcome(_score(torch.cat(equal), torch.cat(kl), self._steps()), memory)
 

@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
+from kvkeep.evals import task, texts
+from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Outcome, Task
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
 TEXT = 1024
@@ -92,7 +92,7 @@ class Continuation(Task):
         found = []
         for column in range(self._before, ids.shape[1] - 1):
             logits = drive.feed(ids[:, column : column + 1])
-            found.append(metrics.nll(logits, ids[:, column + 1 : column + 2].to(logits.device)).cpu())
+            found.append(task.nll(logits, ids[:, column + 1 : column + 2].to(logits.device)).cpu())
         return torch.cat(found, dim=1)
 
 

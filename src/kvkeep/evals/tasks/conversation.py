@@ -12,16 +12,15 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from kvkeep.evals import grading, metrics
-from kvkeep.evals import replies as replying
-from kvkeep.evals.answered import Answered, Case, Item, Prompt, fitting, prompt_of
-from kvkeep.evals.drive import Drive, Setup, left_padded
-from kvkeep.evals.replies import Replies
-from kvkeep.evals.synthetic.words import Haystack, values, words
+from kvkeep.evals import grading, task
+from kvkeep.evals import qa_task as replying
+from kvkeep.evals.attention_probe import Drive, Setup, left_padded
+from kvkeep.evals.qa_task import Answered, Case, Item, ItemPrompt, Replies, fitting, prompt_of
+from kvkeep.evals.synthetic import Haystack, values, words
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer, encode
+from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 
 _NEW = 16
@@ -65,7 +64,7 @@ class Conversation(Answered):
                 if stop > start:
                     drive.feed(*left_padded([prompt.ids[start:stop]]), last_only=True)
             lengths, cache = [prompt.first], drive.cache
-            tenths = [metrics.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]
+            tenths = [task.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]
             texts = replying.texts(writer, drive, [prompt], self.made[case].new)
             yield Replies(texts, torch.stack(tenths).mean(0).cpu(), drive.cache.memory())
 
@@ -89,7 +88,7 @@ def _maker(options: Options, number: int, depth: float) -> Any:
     return item
 
 
-def _edges(checkpoint: Checkpoint, prompt: Prompt) -> list[int]:
+def _edges(checkpoint: Checkpoint, prompt: ItemPrompt) -> list[int]:
     """The number of tokens before each turn but the first, as far as they lie in the first part of a prompt."""
     found, text = [], ""
     for turn in prompt.item.text.split(_TURN)[1:]:

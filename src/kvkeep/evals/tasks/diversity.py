@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from kvkeep.evals import grading
-from kvkeep.evals.answered import Answered, Case, Item, fitting, prompt_of
-from kvkeep.evals.synthetic.words import Haystack
+from kvkeep.evals.qa_task import Answered, Case, Item, fitting, prompt_of
+from kvkeep.evals.synthetic import Haystack
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
 from kvkeep.models.load import Checkpoint

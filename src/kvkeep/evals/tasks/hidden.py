@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from kvkeep.evals import grading
-from kvkeep.evals.answered import Answered, Case, Item, fitting, prompt_of
-from kvkeep.evals.synthetic.words import NOISE, Haystack, planted, values
+from kvkeep.evals.qa_task import Answered, Case, Item, fitting, prompt_of
+from kvkeep.evals.synthetic import NOISE, Haystack, planted, values
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
 from kvkeep.models.load import Checkpoint

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 from kvkeep.evals import grading
-from kvkeep.evals.answered import Answered, Case, prompt_of
-from kvkeep.evals.drive import PLAIN
+from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.qa_task import Answered, Case, prompt_of
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.diversity import continued
 from kvkeep.evals.texts import describe
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 
 _MOST = 512
 _PER_CONTEXT = 2

@@ -15,9 +15,9 @@ from importlib import resources
 from typing import Any, ClassVar, final
 
 from kvkeep.errors import InputError
-from kvkeep.evals import grading, parts, sources
-from kvkeep.evals.answered import Answered, Case, Item, prompt_of, tokens_of
-from kvkeep.evals.sources import Source
+from kvkeep.evals import datasets, grading, task
+from kvkeep.evals.datasets import Source
+from kvkeep.evals.qa_task import Answered, Case, Item, prompt_of, tokens_of
 from kvkeep.evals.task import Options
 from kvkeep.models.load import Checkpoint
 
@@ -58,9 +58,9 @@ class LongBench(Answered):
             InputError: a file is missing, or a line has another format or no answer.
         """
         known = tuple(described())
-        there = [name for name in known if sources.has(options.data, source(name))]
-        chosen = parts.chosen(cls.name, options.parts, known, there or known)
-        data = sources.fingerprint(options.data, [source(name) for name in known])
+        there = [name for name in known if datasets.has(options.data, source(name))]
+        chosen = task.chosen(cls.name, options.parts, known, there or known)
+        data = datasets.fingerprint(options.data, [source(name) for name in known])
         about |= {"items": options.limit or "all", "data": data}
         return {name: _case(checkpoint, options, name, notes) for name in chosen}
 
@@ -86,7 +86,7 @@ def read(name: str, data: str | None) -> list[Item]:
     task, fields = described()[name], {"context": str, "input": str, "answers": list}
     if task["metric"] == "classification":
         fields["all_classes"] = list
-    found = sources.rows(data, source(name), f"longbench's {name}", fields)
+    found = datasets.rows(data, source(name), f"longbench's {name}", fields)
     return found.read(lambda row: _item(task, row), f"item of longbench's {name}")
 
 
@@ -94,10 +94,10 @@ def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
     before, after = str(task["prompt"]).split("{context}")
     classes = row["all_classes"] if task["metric"] == "classification" else []
     return Item(
-        text=before + sources.text(row, "context"),
+        text=before + datasets.text(row, "context"),
         question=after.replace("{input}", row["input"]),
         answers=tuple(_answer(task["metric"], answer, classes) for answer in _some(row["answers"])),
-        classes=tuple(sources.text({"all_classes": one}, "all_classes") for one in classes),
+        classes=tuple(datasets.text({"all_classes": one}, "all_classes") for one in classes),
         chat=not task.get("few_shot", False),
     )
 
@@ -110,7 +110,7 @@ def _some(answers: list[Any]) -> list[Any]:
 
 def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
     """An answer that a reply can be graded by."""
-    said = sources.text({"answers": answer}, "answers")
+    said = datasets.text({"answers": answer}, "answers")
     if metric == "retrieval" and not re.search(r"Paragraph \d", said):
         raise ValueError(f"its answer {said!r:.30} names no paragraph, as in 'Paragraph 7'")
     if metric == "count" and not re.fullmatch(r"\s*\d+\s*", said):

@@ -16,12 +16,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.budget import by_head
-from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import PLAIN, Drive, Setup
-from kvkeep.evals.recording import Tape, tapes
+from kvkeep.evals import task, texts
+from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, Tape, tapes
 from kvkeep.evals.task import Options, Outcome, Task
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
 PROMPT = 384
@@ -101,7 +100,7 @@ class Mass(Task):
         held: dict[int, list[Tensor]] = {index: [] for index in self.tapes}
         for row in range(self.rows):
             for index, tape in self.tapes.items():
-                held[index].append(metrics.held(self.full[index][:, :, row], layers[index].store.positions))
+                held[index].append(task.held(self.full[index][:, :, row], layers[index].store.positions))
                 tape.feed(layers[index], self._prompt + row, self._prompt + row + 1)
         each = {i: by_head(layers[i].budgets, full.shape[1]) for i, full in self.full.items()}
         room = [max(sum(row) // len(row) for row in each[i]) for i in held]  # layers and heads may differ
@@ -110,9 +109,9 @@ class Mass(Task):
     def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:
         """Means over texts and rows: per layer and head, and over all."""
         full = [self.full[index] for index in held]
-        mass = _per_head([h + metrics.own(p) for h, p in zip(held.values(), full, strict=True)])
-        dynamic = _per_head([metrics.best_dynamic(p, n) for p, n in zip(full, room, strict=True)])
-        static = _per_head([metrics.best_static(p, n) for p, n in zip(full, room, strict=True)])
+        mass = _per_head([h + task.own(p) for h, p in zip(held.values(), full, strict=True)])
+        dynamic = _per_head([task.best_dynamic(p, n) for p, n in zip(full, room, strict=True)])
+        static = _per_head([task.best_static(p, n) for p, n in zip(full, room, strict=True)])
         return {
             "mass": _mean(mass),
             "best_dynamic": _mean(dynamic),

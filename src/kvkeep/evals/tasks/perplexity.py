@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
+from kvkeep.evals import task, texts
+from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.memory import Memory
+from kvkeep.kv.memory_usage import Memory
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
 WINDOW = 1024
@@ -94,7 +94,7 @@ def feed_in_pieces(drive: Drive, ids: Int[Tensor, "B T"], stride: int) -> Float[
     for start in range(0, ids.shape[1] - 1, stride):
         stop = min(start + stride, ids.shape[1] - 1)  # nothing follows the last token
         logits = drive.feed(ids[:, start:stop])
-        pieces.append(metrics.nll(logits, ids[:, start + 1 : stop + 1].to(logits.device)).cpu())
+        pieces.append(task.nll(logits, ids[:, start + 1 : stop + 1].to(logits.device)).cpu())
     return torch.cat(pieces, dim=1)
 
 
@@ -103,7 +103,7 @@ def _score(losses: Float[Tensor, "B n"]) -> dict[str, Any]:
     mean = losses.double().mean().item()
     buckets = [
         {"from": start, "to": stop, "n": part.numel(), "nll": part.double().mean().item()}
-        for start, stop in metrics.position_buckets(losses.shape[1] + 1)
+        for start, stop in task.position_buckets(losses.shape[1] + 1)
         for part in [losses[:, start - 1 : stop - 1]]
     ]
     return {"perplexity": math.exp(min(mean, 700.0)), "nll": mean, "n": losses.numel(), "buckets": buckets}

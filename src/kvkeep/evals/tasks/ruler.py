@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from kvkeep.errors import InputError
-from kvkeep.evals import grading, parts, sources
-from kvkeep.evals.answered import Answered, Case, Item, TooShortError, fitting, prompt_of
-from kvkeep.evals.synthetic import counting, documents, needles
-from kvkeep.evals.synthetic.words import Haystack
+from kvkeep.evals import datasets, grading, synthetic, task
+from kvkeep.evals.qa_task import Answered, Case, Item, TooShortError, fitting, prompt_of
+from kvkeep.evals.synthetic import Haystack
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
 from kvkeep.models.load import Checkpoint
@@ -23,7 +22,7 @@ _NEW = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 _NEW_OF_NEEDLES = 128
 _LEAST = {"cwe": 1, "fwe": 30, "qa_1": 0, "qa_2": 0}
 
-PARTS = (*needles.TASKS, "vt", "cwe", "fwe", "qa_1", "qa_2")
+PARTS = (*synthetic.TASKS, "vt", "cwe", "fwe", "qa_1", "qa_2")
 
 
 @final
@@ -41,10 +40,10 @@ class Ruler(Answered):
         Raises:
             InputError: an unknown task, a missing file, or a context that is too short.
         """
-        lacking = [name for name, source in documents.SOURCES.items() if not sources.has(options.data, source)]
+        lacking = [name for name, source in synthetic.SOURCES.items() if not datasets.has(options.data, source)]
         there = [name for name in PARTS if name not in lacking]
-        chosen = parts.chosen(cls.name, options.parts, PARTS, there)
-        data = sources.fingerprint(options.data, list(documents.SOURCES.values()))
+        chosen = task.chosen(cls.name, options.parts, PARTS, there)
+        data = datasets.fingerprint(options.data, list(synthetic.SOURCES.values()))
         about |= {"text": describe(options), "data": data}
         made: dict[str, Case] = {}
         for length in dict.fromkeys(options.contexts):
@@ -58,7 +57,7 @@ class Ruler(Answered):
         if not made:
             raise InputError(f"No task of ruler fits into {max(options.contexts)} tokens. Give longer `contexts`.")
         if not options.parts and lacking:
-            names = " and ".join(documents.SOURCES[part].names[0] for part in lacking)
+            names = " and ".join(synthetic.SOURCES[part].names[0] for part in lacking)
             notes.append(f"ruler: without {' and '.join(lacking)}, which need {names} in the folder `data`.")
         return made
 
@@ -71,20 +70,20 @@ def _makers(name: str, options: Options) -> _Maker:
     def seed(number: int) -> str:
         return f"{name} {options.seed} {number}"
 
-    if name in needles.TASKS:
+    if name in synthetic.TASKS:
         haystack = Haystack(options.text, options.seed)
-        return lambda number, context, room: needles.items(needles.TASKS[name], haystack, seed(number))
-    if name in documents.SOURCES:
-        found = documents.library(name, options.data)
+        return lambda number, context, room: synthetic.needle_items(synthetic.TASKS[name], haystack, seed(number))
+    if name in synthetic.SOURCES:
+        found = synthetic.library(name, options.data)
         asked = found.questions
-        return lambda number, context, room: documents.items(
+        return lambda number, context, room: synthetic.document_items(
             found, asked[(number + options.seed * 1009) % len(asked)], seed(number)
         )
     if name == "vt":
-        return lambda number, context, room: counting.chain(seed(number))
+        return lambda number, context, room: synthetic.chain(seed(number))
     if name == "cwe":
-        return lambda number, context, room: counting.common(seed(number), context)
-    return lambda number, context, room: counting.coded(seed(number), room)
+        return lambda number, context, room: synthetic.common(seed(number), context)
+    return lambda number, context, room: synthetic.coded(seed(number), room)
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> Case:

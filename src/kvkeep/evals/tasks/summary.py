@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 from kvkeep.errors import InputError
-from kvkeep.evals import parts, rouge, sources
-from kvkeep.evals.answered import Answered, Case, Item, prompt_of, tokens_of
-from kvkeep.evals.hub import Place
-from kvkeep.evals.sources import Source
+from kvkeep.evals import datasets, grading, task
+from kvkeep.evals.datasets import Place, Source
+from kvkeep.evals.qa_task import Answered, Case, Item, prompt_of, tokens_of
 from kvkeep.evals.task import Options
 from kvkeep.models.load import Checkpoint
 
@@ -52,10 +51,10 @@ class Summary(Answered):
         Raises:
             InputError: rouge-score or a file is missing, or a line has another format.
         """
-        rouge.check()
-        there = [name for name, source in SOURCES.items() if sources.has(options.data, source)]
-        chosen = parts.chosen(cls.name, options.parts, tuple(_NEW), there or tuple(_NEW))
-        about["data"] = sources.fingerprint(options.data, list(SOURCES.values()))
+        grading.check()
+        there = [name for name, source in SOURCES.items() if datasets.has(options.data, source)]
+        chosen = task.chosen(cls.name, options.parts, tuple(_NEW), there or tuple(_NEW))
+        about["data"] = datasets.fingerprint(options.data, list(SOURCES.values()))
         return {name: _case(checkpoint, options, name, notes) for name in chosen}
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
@@ -69,11 +68,11 @@ class Summary(Answered):
 
     def _rouge(self, case: str, texts: Sequence[str]) -> dict[str, list[float]]:
         answers = [prompt.item.answers[0] for prompt in self.made[case].prompts]
-        return rouge.scores([text.split("###")[0] for text in texts], answers)
+        return grading.scores([text.split("###")[0] for text in texts], answers)
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> Case:
-    found = sources.rows(options.data, SOURCES[name], f"summary's {name}")
+    found = datasets.rows(options.data, SOURCES[name], f"summary's {name}")
     n = min(options.limit or Summary.items, len(found.rows))
     chosen = [(options.seed * n + i) % len(found.rows) for i in range(n)]
     items = [_item(name, found.rows[i], found.place(i)) for i in chosen]

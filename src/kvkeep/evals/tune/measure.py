@@ -4,22 +4,187 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias, final
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.errors import InputError
-from kvkeep.evals.drive import Drive, batches, left_padded
-from kvkeep.evals.replies import decode_greedily
+from kvkeep.errors import BudgetError, InputError, UnsupportedModelError, UnsupportedOperationError
+from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches, left_padded
+from kvkeep.evals.confidence import of_clustered_share, of_clusters, of_mean
+from kvkeep.evals.qa_task import decode_greedily
+from kvkeep.evals.report import over
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.evals.tune.candidates import Arm
 from kvkeep.evals.tune.documents import Asked, Documents
-from kvkeep.evals.tune.quality import Kind, Tally
-from kvkeep.models.generation import ends_of
-from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.models.load import ends_of
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies import DEFAULT
+from kvkeep.policies.registry import parse
+
+# What is searched: policies with the options of their caches, each at a ladder of budgets.
+
+Case: TypeAlias = Literal["later", "inside", "stream"]
+"""When memory is asked: after the text was cut, at the end of the text, or not at all: the text goes on."""
+
+CASES: tuple[Case, ...] = ("later", "inside", "stream")
+
+POLICIES: dict[Case, tuple[str, ...]] = {
+    "later": ("keydiff:document", "keydiff:recent=8,sinks=4", "leverage", "reread", "blend", "expected_attention"),
+    "inside": (DEFAULT, "snapkv:late", "blend", "reread", "leverage", "tova", "keydiff:recent=8,sinks=4"),
+    "stream": ("local", "streaming_llm", "h2o", DEFAULT, "tova", "leverage", "blend", "ahakv"),
+}
+"""The policies that are searched for each case, unless the user names others."""
+
+SHARES = (0.03, 0.04, 0.06, 0.08, 0.11, 0.16, 0.23, 0.32, 0.45, 0.64, 0.9)
+"""Budgets as shares of the text; each is about 1.4 times the one before."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Everything about a cache but its budget.
+
+    Attributes:
+        policy: the policy's string.
+        setup: the other options of the cache.
+        differences: options that differ from the policy's own, as text.
+    """
+
+    policy: str
+    setup: Setup = PLAIN
+    differences: str = ""
+
+    @property
+    def name(self) -> str:
+        """The policy, and the options that differ from its own."""
+        return f"{self.policy} ({self.differences})" if self.differences else self.policy
+
+
+FULL = Arm("full")
+"""The full cache."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An arm at a budget.
+
+    Attributes:
+        arm: the policy and the options of its cache.
+        budget: tokens kept per layer and head.
+        row_bytes: memory of a row.
+    """
+
+    arm: Arm
+    budget: int
+    row_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.arm.name} at {self.budget}"
+
+
+Ladder: TypeAlias = tuple[Candidate, ...]
+"""The candidates of one arm, the smallest memory first."""
+
+
+def budgets_of(length: int, shares: Sequence[float] = SHARES) -> list[int]:
+    """Shares of a text as numbers of tokens, each once, the smallest first."""
+    return sorted({max(1, round(share * length)) for share in shares})
+
+
+def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int]) -> Ladder:
+    """The candidates of an arm; budgets that its policy or the model refuses are left out.
+
+    Args:
+        arm: the arm.
+        budgets: tokens per layer and head.
+        row_bytes: returns the bytes of a row, or raises a `BudgetError` for a budget that is too small.
+    """
+    steps = []
+    for budget in budgets:
+        try:
+            steps.append(Candidate(arm, budget, row_bytes(arm, budget)))
+        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):
+            continue
+    return tuple(sorted(steps, key=lambda step: step.row_bytes))
+
+
+# The quality that a candidate keeps of the full cache's, with its 95 % interval.
+#
+# Both measures are ratios of sums over documents, the units that are drawn: questions about one document have much in
+# common, and so do tokens of one text.
+
+Tally: TypeAlias = tuple[float, float]
+"""One document. Answers: of the questions that the full cache answers, those that stay right; and their number.
+Losses: nats beyond the full cache's, summed over tokens; and the number of tokens, the same for all documents."""
+
+Kind: TypeAlias = Literal["answers", "loss"]
+
+_MOST = 2**53
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The share of the full cache's quality that a candidate keeps.
+
+    Attributes:
+        share: the measured share; may exceed 1 for losses. NaN if there is nothing to compare.
+        low: lower end of the 95 % interval; NaN if a single document was measured.
+        high: upper end.
+        weight: number of questions or tokens.
+    """
+
+    share: float
+    low: float
+    high: float
+    weight: float
+
+    def passes(self, target: float) -> bool:
+        """Whether the share is at least the target, with confidence."""
+        return self.low >= target
+
+
+def kept(tallies: Sequence[Tally], kind: Kind) -> Kept:
+    """The quality that tallies show."""
+    weight = float(sum(n for _, n in tallies))
+    if not weight:
+        return Kept(math.nan, math.nan, math.nan, 0.0)
+    if kind == "answers":
+        low, high = of_clustered_share([(round(x), round(n)) for x, n in tallies if n])
+        return Kept(sum(x for x, _ in tallies) / weight, low / 100, high / 100, weight)
+    spread = over([x / n for x, n in tallies if n])
+    low, high = of_mean(spread)
+    return Kept(_ratio(spread.mean), _ratio(high), _ratio(low), weight)
+
+
+def most(questions: int, documents: int) -> float:
+    """The largest share that so many questions about so many documents can show with confidence: all answers stay."""
+    return of_clusters(questions, questions, documents)[0] / 100 if questions and documents > 1 else 0.0
+
+
+def needed(target: float, each: float) -> tuple[int, int]:
+    """The number of questions that can show a target if all answers stay, and of documents with ``each`` of them."""
+    documents = bisect_left(range(_MOST), target, key=lambda n: most(round(n * each), n))
+    return round(documents * each), documents
+
+
+def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> float:
+    """The lower end of the interval if all answers to the questions that are still to be asked stay.
+
+    Args:
+        tallies: of the documents so far.
+        expected: questions that are still to be asked.
+        documents: number of documents in the end.
+    """
+    right, asked = (round(sum(column) + expected) for column in zip(*tallies, strict=True))
+    return of_clusters(right, asked, documents)[0] / 100 if asked and documents > 1 else 1.0
+
+
+def _ratio(excess: float) -> float:
+    """The full cache's perplexity relative to one with so many more nats per token."""
+    return excess if math.isnan(excess) else math.exp(-min(max(excess, -700.0), 700.0))
+
 
 Outcome: TypeAlias = str | list[float]
 """What is stored of a unit: which questions were right, as ``1`` and ``0``; or sums of losses in pieces of the text."""

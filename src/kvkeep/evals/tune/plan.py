@@ -10,24 +10,34 @@ from typing import Any, cast
 
 import torch
 
-from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import texts
-from kvkeep.evals.drive import PLAIN, Setup
-from kvkeep.evals.plan import Asked, split_arms
+from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.grid import Asked, split_arms
 from kvkeep.evals.task import Options, check_positions, past_training
-from kvkeep.evals.tune.candidates import CASES, POLICIES, SHARES, Arm, Case, Ladder, budgets_of, ladder
-from kvkeep.evals.tune.documents import own, planted
-from kvkeep.evals.tune.measure import PIECE, Answers, Losses, Measure
-from kvkeep.evals.tune.questions import UserQuestion
-from kvkeep.evals.tune.records import VERSION
-from kvkeep.evals.tune.run import WINDOWS
+from kvkeep.evals.tune.documents import UserQuestion, own, planted
+from kvkeep.evals.tune.measure import (
+    CASES,
+    PIECE,
+    POLICIES,
+    SHARES,
+    Answers,
+    Arm,
+    Case,
+    Ladder,
+    Losses,
+    Measure,
+    budgets_of,
+    ladder,
+)
+from kvkeep.evals.tune.search import VERSION, WINDOWS
+from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.load import Checkpoint
-from kvkeep.planning.setting import Setting
-from kvkeep.planning.shapes import outline
+from kvkeep.planning.model_shapes import outline
+from kvkeep.planning.plan import Setting
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
-from kvkeep.runs import in_full
+from kvkeep.policies.registry import parse, spec
+from kvkeep.result_files import in_full
 
 CONTEXT = 1024
 """Default tokens of a text; fewer if the model was trained for fewer."""

@@ -9,12 +9,10 @@ from typing import Any
 
 from kvkeep.config import Config
 from kvkeep.errors import show_bytes
-from kvkeep.evals.tune.candidates import Candidate, Case
-from kvkeep.evals.tune.quality import Kept, Kind
-from kvkeep.evals.tune.run import Result
-from kvkeep.evals.tune.search import Found
+from kvkeep.evals.tune.measure import Candidate, Case, Kept, Kind
+from kvkeep.evals.tune.search import Found, Result
 from kvkeep.plots import Panel, Series
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 COLUMNS = ("policy", "budget", "memory", "of full", "kept", "at least", "")
 

@@ -7,12 +7,162 @@ larger budgets to smaller ones, until one fails: such a sequence of tests keeps 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
-from kvkeep.evals.tune.candidates import Candidate, Ladder
-from kvkeep.evals.tune.quality import Kept, Kind, Tally, best_case, kept
+from kvkeep.config import NAME
+from kvkeep.errors import InputError
+from kvkeep.evals.tune.measure import (
+    FULL,
+    Arm,
+    Candidate,
+    Kept,
+    Kind,
+    Ladder,
+    Measure,
+    Outcome,
+    Tally,
+    best_case,
+    kept,
+    most,
+    needed,
+)
+from kvkeep.models.tokenization import Writer
+from kvkeep.result_files import MANIFEST, Lock, Results, check_same, read_object, read_rows, sync
+
+# The folder of a search: ``run.json`` describes the run, ``results.jsonl`` has one line per measured block of units.
+#
+# A line is written and synced before the next block starts, so a search that was stopped goes on where it was.
+
+ROWS = "results.jsonl"
+CURVE = "curve.png"
+_BEGINNING = b'{"tune": "'
+
+SETTINGS = {
+    "model": "the model",
+    "weights": "the model's weights",
+    "dtype": "the dtype",
+    "case": "the case",
+    "text": "the text",
+    "questions": "the file of questions",
+    "context": "the context",
+    "facts": "the number of facts",
+    "seed": "the seed",
+    "version": "the version of the measurement",
+}
+"""Settings that have to be the same for results to be compared."""
+
+VERSION = 1
+"""Incremented by every change that changes results."""
+
+_REMEDY = "Restore it, or choose another `output` folder."
+
+
+class Records(Results):
+    """Reads a folder of measurements, and adds to it.
+
+    Args:
+        folder: the folder; it need not exist yet.
+
+    Attributes:
+        outcomes: (arm's name, budget, unit) → what was measured.
+
+    Raises:
+        InputError: the path is no folder, or its files cannot be read.
+    """
+
+    names = (ROWS, CURVE, NAME)
+
+    def __init__(self, folder: Path):
+        self.outcomes: dict[tuple[str, int, int], Outcome] = {}
+        self._end = 0
+        super().__init__(folder)
+        self._read()
+
+    def _read(self) -> None:
+        self._end, rows = read_rows(self.path / ROWS, _BEGINNING, fault)
+        self.outcomes = {}
+        for row in rows:
+            self._keep(row)
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        for unit, outcome in enumerate(row["found"], start=row["first"]):
+            self.outcomes[row["tune"], row["budget"], unit] = outcome
+
+    @property
+    def safe(self) -> str:
+        """A sentence with the number of measured units."""
+        return f"The measurements of {len(self.outcomes)} documents written before are safe." if self.outcomes else ""
+
+    def check(self, manifest: dict[str, Any]) -> None:
+        """Compare a run with the run that the folder already holds.
+
+        Args:
+            manifest: values of `SETTINGS`; some may be missing.
+
+        Raises:
+            InputError: the folder holds results of another run, or a damaged ``run.json``.
+        """
+        path = self.path / MANIFEST
+        found = read_object(path, _REMEDY)
+        if found is None:
+            self.check_new()
+            return
+        if "case" not in found:
+            raise InputError(f"{path} is of no search: it does not name a case. Choose another `output` folder.")
+        if self.outcomes:
+            check_same(self.path, found, manifest, SETTINGS)
+
+    def open(self, manifest: dict[str, Any]) -> None:
+        """Prepare the folder for more rows. The folder has to be `locked`; its rows are read again.
+
+        Raises:
+            InputError: the folder holds results of another run, or cannot be written.
+        """
+        self._read()
+        self.check(manifest)
+        self.write_bytes(MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        with self.writing():
+            file = self._held.enter_context((self.path / ROWS).open("ab"))
+            Lock(file, str(self.path / ROWS))
+            self._read()
+            file.truncate(self._end)
+
+    def add(self, arm: Arm, budget: int, first: int, found: list[Outcome]) -> None:
+        """Write a block of units and wait until it is on the disk.
+
+        Raises:
+            InputError: it cannot be written; all earlier rows are safe.
+        """
+        row = {"tune": arm.name, "budget": budget, "first": first, "found": found}
+        line = (json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n").encode()
+        with self.writing(), (self.path / ROWS).open("ab") as file:
+            file.write(line)
+            sync(file)
+        self._keep(row)
+
+
+def fault(row: dict[str, Any]) -> str | None:
+    """The defect of a row, as part of a sentence; ``None`` if it can be used."""
+    if not isinstance(row.get("tune"), str):
+        return "it has no 'tune', the name of what was measured"
+    for name in ("budget", "first"):
+        if not isinstance(row.get(name), int) or isinstance(row[name], bool) or row[name] < 0:
+            return f"its {name!r} is not a whole number"
+    found = row.get("found")
+    if not isinstance(found, list) or not all(map(_is_outcome, found)):
+        return "its 'found' is not a list of marks or of losses"
+    return None
+
+
+def _is_outcome(value: object) -> bool:
+    if isinstance(value, str):
+        return set(value) <= {"0", "1"}
+    return isinstance(value, list) and all(isinstance(n, int | float) and not isinstance(n, bool) for n in value)
+
 
 FINALISTS = 2
 """Arms that are confirmed. Two tests at 97.5 % each, the end of a 95 % interval, err together in 5 % at most."""
@@ -193,3 +343,223 @@ def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) ->
     while start > 0 and passes(ladder[start - 1]):
         start -= 1
     return ladder[start]
+
+
+# A search on a model: what is searched on which documents, measured once and stored at once.
+
+_SEARCHED = 192
+"""Questions that the search uses, beside those of the confirmation."""
+
+QUESTIONS = 448
+"""Default number of questions of the confirmation."""
+
+WINDOWS = 24
+"""Default number of texts of the confirmation where text goes on."""
+
+_ABLE = 0.3
+"""Share of the questions that a model answers at least, if more of them could help."""
+
+_BLOCK = 8
+"""Most documents that are measured before they are stored."""
+
+_SEARCHED_WINDOWS = 8
+_LEAST_WINDOWS = 6
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The present stage of a search.
+
+    Attributes:
+        arm: what is measured.
+        budget: its budget; ``None`` for the full cache.
+        units: documents that were measured so far, over all candidates.
+    """
+
+    arm: str
+    budget: int | None
+    units: int
+
+
+OnBlock = Callable[[Progress], object]
+
+
+class Measured:
+    """Measures candidates for a search, or takes what a folder already has.
+
+    Args:
+        measure: runs candidates.
+        writer: the model.
+        records: the folder.
+        on_block: called before each block that is measured.
+    """
+
+    def __init__(self, measure: Measure, writer: Writer, records: Records, on_block: OnBlock):
+        self._measure, self._writer, self._records, self._on_block = measure, writer, records, on_block
+
+    @property
+    def kind(self) -> Kind:
+        """What tallies count."""
+        return self._measure.kind
+
+    def tallies(self, candidate: Candidate, first: int, last: int) -> list[Tally]:
+        """The tallies of some units, compared with the full cache's."""
+        pairs = zip(self._outcomes(candidate.arm, candidate.budget, first, last), self.full(first, last), strict=True)
+        return [self._measure.tally(one, full, candidate.budget) for one, full in pairs]
+
+    def expected(self, first: int, last: int) -> float:
+        """The number of questions that the full cache answers, or of tokens."""
+        found = self.full(first, last)
+        return float(sum(self._measure.tally(one, one, 0)[1] for one in found))
+
+    def full(self, first: int, last: int) -> list[Outcome]:
+        """The full cache's outcomes."""
+        return self._outcomes(FULL, self._measure.room, first, last)
+
+    def _outcomes(self, arm: Arm, budget: int, first: int, last: int) -> list[Outcome]:
+        known = self._records.outcomes
+        start = first
+        while start < last:
+            if (arm.name, budget, start) in known:
+                start += 1
+                continue
+            end = min(last, start + _BLOCK)
+            stop = next((unit for unit in range(start, end) if (arm.name, budget, unit) in known), end)
+            self._on_block(Progress(arm.name, None if arm is FULL else budget, len(known)))
+            self._records.add(arm, budget, start, self._measure.run(self._writer, arm, budget, range(start, stop)))
+            start = stop
+        return [known[arm.name, budget, unit] for unit in range(first, last)]
+
+
+def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
+    """The documents of the rounds and of the confirmation.
+
+    Args:
+        measure: the documents.
+        target: the share to show.
+        limit: questions of the confirmation, or texts; by default `QUESTIONS` or `WINDOWS`.
+
+    Raises:
+        InputError: there are too few documents to show the target.
+    """
+    if measure.kind == "loss":
+        return _windows(measure.count or 0, limit or WINDOWS)
+    wanted = -(-(limit or QUESTIONS) // measure.per_unit)
+    searched = max(1, round(_SEARCHED / measure.per_unit))
+    documents = int(wanted)
+    if measure.count is not None:
+        documents = measure.count if limit is None else min(measure.count, documents)
+    questions = round(documents * measure.per_unit)
+    if most(questions, documents) < target:
+        said = "There is 1 question" if questions == 1 else f"There are {questions} questions"
+        raise too_few(questions, documents, target, said)
+    if measure.count is None:
+        return _split(searched, searched + documents)
+    searched = min(searched, measure.count // 3)
+    left = min(int(wanted), measure.count - searched)
+    if most(round(left * measure.per_unit), left) < target or not searched:
+        return Sizes(_rounds(measure.count), (0, measure.count))
+    return _split(searched, searched + left)
+
+
+def too_few(questions: int, documents: int, target: float, said: str) -> InputError:
+    """The error about questions, in so many documents, that cannot show a target."""
+    enough, among = needed(target, questions / documents if documents else 1.0)
+    about = f" about {among} texts" if enough > among else ""
+    return InputError(
+        f"{said}, and even if all answers stay these show no more than {most(questions, documents):.1%} with 95 % "
+        f"confidence: too few for `target={target:g}`. It takes {enough}{about}; give more, or a lower target."
+    )
+
+
+def _windows(count: int, limit: int) -> Sizes:
+    if count < _LEAST_WINDOWS:
+        raise InputError(
+            f"The text is long enough for {count} windows, and the search compares {_LEAST_WINDOWS} or more. Give a "
+            "longer `text`, or a shorter `context`."
+        )
+    searched = min(_SEARCHED_WINDOWS, count // 3)
+    if count - searched < _LEAST_WINDOWS:
+        return Sizes(_rounds(count), (0, count))
+    return _split(searched, min(count, searched + limit))
+
+
+def _split(searched: int, end: int) -> Sizes:
+    return Sizes(_rounds(searched), (searched, end))
+
+
+def _rounds(searched: int) -> tuple[int, ...]:
+    """A quarter of the documents, half of them, all."""
+    return tuple(dict.fromkeys(max(1, -(-searched // part)) for part in (4, 2, 1)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a search on a model.
+
+    Attributes:
+        found: the answer, and the confirmation.
+        ladders: what was searched.
+        searched: each measured candidate, with its quality on all documents that it was measured on.
+        sizes: the documents that were used.
+        target: the target.
+        asked: number of questions of the confirmation, also those that the full cache cannot answer; or windows.
+        answered: number of questions that the full cache answers, or of tokens.
+    """
+
+    found: Found
+    ladders: Sequence[Ladder]
+    searched: dict[Candidate, Kept]
+    sizes: Sizes
+    target: float
+    asked: int
+    answered: int
+
+
+def tune(
+    measure: Measure,
+    ladders: Sequence[Ladder],
+    writer: Writer,
+    records: Records,
+    *,
+    target: float,
+    limit: int | None,
+    on_block: OnBlock = lambda progress: None,
+) -> Result:
+    """Search; the folder has to be open for more rows.
+
+    Raises:
+        InputError: there are too few documents, the full cache answers too few questions, or a row cannot be written.
+    """
+    sizes = sizes_of(measure, target, limit)
+    study = Measured(measure, writer, records, on_block)
+    study.full(0, sizes.rounds[-1])
+    answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
+    counted = sum(1 for one in study.full(*sizes.confirm) if isinstance(one, str) and "1" in one)
+    if measure.kind == "answers" and most(answered, counted) < target:
+        said = f"The full cache answers {answered} of {asked} questions"
+        if answered < _ABLE * asked:
+            raise InputError(f"{said}: these are beyond the model, whatever its memory. Ask others, or `case=stream`.")
+        raise too_few(answered, counted, target, said)
+    found = search(ladders, study, sizes, target)
+    return Result(found, ladders, _all(study, records, measure, ladders), sizes, target, asked, answered)
+
+
+def _asked(outcomes: Sequence[Outcome]) -> int:
+    return sum(len(one) if isinstance(one, str) else 1 for one in outcomes)
+
+
+def _all(study: Measured, records: Records, measure: Measure, ladders: Sequence[Ladder]) -> dict[Candidate, Kept]:
+    """The quality of every measured candidate, on all documents that it was measured on."""
+    found = {}
+    for candidate in (step for ladder in ladders for step in ladder):
+        units = [
+            unit
+            for name, budget, unit in records.outcomes
+            if (name, budget) == (candidate.arm.name, candidate.budget)
+            and (FULL.name, measure.room, unit) in records.outcomes
+        ]
+        if units:
+            tallies = [tally for unit in units for tally in study.tallies(candidate, unit, unit + 1)]
+            found[candidate] = kept(tallies, measure.kind)
+    return found

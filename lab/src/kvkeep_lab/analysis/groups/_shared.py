@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.argument import handed
-from kvkeep.evals import metrics
-from kvkeep.handing import PhasedCache
+from kvkeep.cache.hf_layers import PhasedCache, handed
+from kvkeep.evals import task
 from kvkeep_lab.analysis.measure import Axes, Skipped, Subject
 
 
@@ -77,7 +76,7 @@ def loss(model: Any, ids: Int[Tensor, "B T"], cache: PhasedCache | None = None) 
     ids = ids.to(model.device)
     given: dict[str, Any] = {"use_cache": False} if cache is None else {**handed(model, cache), "use_cache": True}
     logits: Tensor = model(input_ids=ids, **given).logits
-    return float(metrics.nll(logits[:, :-1], ids[:, 1:]).double().mean())
+    return float(task.nll(logits[:, :-1], ids[:, 1:]).double().mean())
 
 
 def guesses(model: Any) -> float:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from kvkeep.cache import BoundedCache
+from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep_lab.analysis.measure import Mlp, Rows, Skipped
 from kvkeep_lab.analysis.mlp_blocks import decoder_layers, is_activation
 

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.evals.drive import Drive
+from kvkeep.evals.attention_probe import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups import budget_claims
 from kvkeep_lab.analysis.measure import (
     Axes,

@@ -21,11 +21,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.engine.sampler import choose
-from kvkeep.engine.sampling import Sampling
-from kvkeep.evals.drive import Drive
-from kvkeep.models.generation import ends_of
-from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.evals.attention_probe import Drive
+from kvkeep.models.load import ends_of
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups import _shared
 from kvkeep_lab.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
 

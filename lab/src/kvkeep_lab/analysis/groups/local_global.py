@@ -17,14 +17,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.evals import metrics
-from kvkeep.evals.drive import Drive
-from kvkeep.evals.recording import Tape, members, tapes
+from kvkeep.cache.layer import Layer
+from kvkeep.evals import task
+from kvkeep.evals.attention_probe import Drive, Tape, members, tapes
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.layer import Layer
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.policies.registry import parse
 from kvkeep_lab import hindsight
 from kvkeep_lab.analysis.groups import _ranks as stats
 from kvkeep_lab.analysis.groups import _shared
@@ -160,7 +159,7 @@ def replay(layer: Layer, tape: Tape, full: Float[Tensor, "N Hk T T"], budget: in
     tape.feed(layer, 0, budget)  # nothing is dropped before
     for row in range(budget, tape.length):
         positions, p = layer.store.positions, full[:, :, row]
-        shares.append(metrics.held(p, positions) + p[..., row])
+        shares.append(task.held(p, positions) + p[..., row])
         if row in looks:
             sets.append(members(positions, tape.length).cpu())
         tape.feed(layer, row, row + 1)

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.evals.drive import Drive
+from kvkeep.evals.attention_probe import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.models.text import Writer
-from kvkeep.registry import parse
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 from kvkeep_lab import hindsight
 from kvkeep_lab.analysis.groups import _ranks as stats
 from kvkeep_lab.analysis.groups import _shared

@@ -15,14 +15,14 @@ import torch
 
 from kvkeep import budget as budgets
 from kvkeep.errors import InputError
-from kvkeep.evals.asking import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
-from kvkeep.evals.drive import Drive, left_padded
-from kvkeep.evals.replies import decode_greedily
+from kvkeep.evals.attention_probe import Drive, left_padded
+from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.task import Options
-from kvkeep.models.generation import ends_of
-from kvkeep.models.text import Writer
+from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
+from kvkeep.models.load import ends_of
 from kvkeep.models.tiny.recall import Question
-from kvkeep.registry import parse
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._shared import lines, mean, percent
 from kvkeep_lab.analysis.measure import (
     Axes,

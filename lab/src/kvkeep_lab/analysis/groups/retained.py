@@ -14,12 +14,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep import scores
-from kvkeep.eviction import limit
+from kvkeep.attention_stats import Rows as Block
+from kvkeep.attention_stats import Statistic
+from kvkeep.cache.eviction import limit
+from kvkeep.kv import ranking
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
-from kvkeep.statistic import Rows as Block
-from kvkeep.statistic import Statistic
+from kvkeep.policies.registry import parse
 from kvkeep.types import Phase, Report, View
 from kvkeep_lab.analysis.groups._ranks import uniform_mass
 from kvkeep_lab.analysis.groups._shared import in_bins, lines, percent, show
@@ -241,8 +241,8 @@ class Prompt:
         """The kept tokens of the prompt."""
         view, state = self._view, self._state()
         sinks, recent = self.policy.protected(self.budget)
-        score = scores.protect(self.policy.score(view, state), view.positions, view.seen, sinks=sinks, recent=recent)
-        return scores.keep(score, view.positions, limit(self.policy, view, state))[0]
+        score = ranking.protect(self.policy.score(view, state), view.positions, view.seen, sinks=sinks, recent=recent)
+        return ranking.keep(score, view.positions, limit(self.policy, view, state))[0]
 
     @property
     def recent(self) -> int:

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.argument import handed
-from kvkeep.cache import BoundedCache
-from kvkeep.evals.recording import Recorder, Tape, record, tapes
-from kvkeep.layer import Layer
-from kvkeep.registry import parse
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.layer import Layer
+from kvkeep.evals.attention_probe import Recorder, Tape, record, tapes
+from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._shared import lines, mean, percent, show
 from kvkeep_lab.analysis.measure import (
     Axes,

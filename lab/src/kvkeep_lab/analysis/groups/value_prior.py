@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.kv import ranking
 from kvkeep_lab.analysis.groups._shared import in_bins, lines, percent, show
 from kvkeep_lab.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
 
@@ -55,7 +55,7 @@ class ValuePrior(Measurement):
         if self.context.n_tokens == S:
             positions = torch.arange(S).expand(1, self.context.n_kv_heads, S)
             self._sizes[rows.layer] = rows.values.square().sum(dim=-1)
-            self._prior[rows.layer] = scores.value_prior(rows.values[None], positions, KERNEL)[0]
+            self._prior[rows.layer] = ranking.value_prior(rows.values[None], positions, KERNEL)[0]
 
     def result(self) -> Result:
         """Both curves, over all heads and by layer, and the sizes of the values by position."""

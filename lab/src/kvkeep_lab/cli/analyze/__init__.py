@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import cluster
+from kvkeep.cli import options
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
 from kvkeep.cli.options import (
@@ -78,7 +78,7 @@ def analyze(
             rich_help_panel=_WORKERS,
         ),
     ] = None,
-    ray_address: Annotated[str | None, cluster.address(_WORKERS)] = None,
+    ray_address: Annotated[str | None, options.address(_WORKERS)] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -87,7 +87,7 @@ def analyze(
     The result is one page with figures and claims. The text runs through a full cache once, in blocks, so memory stays
     bounded. Every finished measurement is written to DIR at once.
     """
-    cluster.check_workers(ray_workers, ray_address)
+    options.check_workers(ray_workers, ray_address)
     length = None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens")
     folder = place(output, "--output")
     from kvkeep_lab.cli.analyze import analysis  # imports torch and transformers

@@ -14,14 +14,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli.counted import resumable
+from kvkeep.cli.distributed import ended_with_its_cluster
 from kvkeep.cli.files import STANDARD_INPUT, read_text
-from kvkeep.cli.workers import ended_with_its_cluster
+from kvkeep.cli.progress import resumable
 from kvkeep.models import load, threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import quiet
-from kvkeep.models.quantised import check_format
-from kvkeep.models.text import Writer
+from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tokenization import Writer
 from kvkeep.scale.cluster import check_ray
 from kvkeep_lab.analysis import page, report
 from kvkeep_lab.analysis.job import Job, find, read

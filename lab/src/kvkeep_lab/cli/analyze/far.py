@@ -10,17 +10,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.cli import console
-from kvkeep.cli.counted import counted
-from kvkeep.cli.workers import PROCESS_BYTES, interruptible, room_for, whole
+from kvkeep.cli.distributed import PROCESS_BYTES, interruptible, room_for, whole
+from kvkeep.cli.progress import counted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.text import Writer
+from kvkeep.models.tokenization import Writer
 from kvkeep.planning.plan import plan
-from kvkeep.scale.bench import MEASUREMENTS, ModelFacts, Refusal
 from kvkeep.scale.cluster import joined, own_cpus
-from kvkeep.scale.crew import Crew
-from kvkeep.scale.pieces import Answer
+from kvkeep.scale.worker import MEASUREMENTS, ModelFacts, Refusal
+from kvkeep.scale.worker_pool import Answer, Crew
 from kvkeep_lab.analysis.apart import Bench, Piece, cut
 from kvkeep_lab.analysis.job import Job, left, words
 from kvkeep_lab.analysis.measure import Measurement
@@ -38,7 +37,7 @@ _RUN_BYTES = 20 * 128 * 768 * 4
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a worker needs to make measurements; see `kvkeep.scale.bench.Make`.
+    """What a worker needs to make measurements; see `kvkeep.scale.worker.MakeModelWorker`.
 
     Attributes:
         request: the options of the command, with the model's whole path.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.cli.model_request import ModelRequest
+from kvkeep.cli.options import ModelRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ import typer
 
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import OUTPUT, Debug, Json
-from kvkeep.cli.plugins import MEASURE, Plugin
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 
 _ARRIVALS, _TEXTS, _SERVER = "Arrivals", "Prompts and answers", "Server"
 
@@ -143,6 +142,8 @@ def bench_server(
     The loop is open: a request is sent when it is due, however many others still wait, as independent clients would
     do. Times count from that moment.
     """
+    if find_spec("httpx") is None:
+        raise InputError(f"This command needs httpx, which is not installed: {pip_install('server')}.")
     if sessions and not chat:
         raise InputError("--sessions and --completions were both given; a session goes on with messages.")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):

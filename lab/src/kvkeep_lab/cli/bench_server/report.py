@@ -13,7 +13,7 @@ import typer
 
 from kvkeep.cli import console
 from kvkeep.errors import InputError, three_digits
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 from kvkeep_lab.loadtest.client import Outcome, Target, model_of
 from kvkeep_lab.loadtest.percentiles import SHARES
 from kvkeep_lab.loadtest.plan import Load, arrivals

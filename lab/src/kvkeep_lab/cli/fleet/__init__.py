@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from kvkeep.cli.bits import KvBits
+from kvkeep.cli import plan as plans
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.heads import HeadBudget
-from kvkeep.cli.options import Debug, Device, Json, LayerBudget, Policy, Positions, parse_bytes
-from kvkeep.cli.plan import options as plans
+from kvkeep.cli.options import Debug, Device, HeadBudget, Json, KvBits, LayerBudget, Policy, Positions, parse_bytes
 from kvkeep.cli.plugins import LOOK, Plugin
 from kvkeep.policies import DEFAULT
 from kvkeep_lab.cli.fleet import options

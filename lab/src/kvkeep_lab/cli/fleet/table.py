@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvkeep.cli import console
-from kvkeep.cli.plan import report
+from kvkeep.cli import console, plan_run
 from kvkeep.errors import show_bytes, three_digits
-from kvkeep.registry import spec
+from kvkeep.policies.registry import spec
 from kvkeep_lab.fleet.load import FleetLoad
 from kvkeep_lab.fleet.setup import Fleet
 from kvkeep_lab.fleet.sizing import Found
@@ -93,7 +92,7 @@ def _device_seconds(found: Found) -> float:
 
 def notes(fleet: Fleet, loaded: Loaded, ours: Found, theirs: Found) -> list[str]:
     """What the user may not expect."""
-    said = [line for line in report.notes(fleet.plan) if "nothing is evicted" not in line]
+    said = [line for line in plan_run.notes(fleet.plan) if "nothing is evicted" not in line]
     if fleet.steps is not None and fleet.steps.error > _FAR_OFF:
         said.append(f"the lines through the measured steps are off by up to {fleet.steps.error:.0%}.")
     if fleet.steps is not None and not fleet.steps.decode[2]:

@@ -1,0 +1,547 @@
+"""What a backend does: the work of a layer's step on slots.
+
+The rules that every backend follows are defined in one place each: empty slots in `kvkeep.types.EMPTY`, protection in
+`kvkeep.kv.ranking.protect`, expiry in `kvkeep.kv.ranking.expire`, the order of eviction in `kvkeep.kv.ranking`.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, RowMasses, Statistic
+from kvkeep.rotary import Rotation
+from kvkeep.types import AttentionOptions, Budget, Report, Slots
+
+# What a fused decode step needs beside attention: the slots that stay, and the policy's state that it updates.
+
+
+@dataclass(frozen=True, eq=False)
+class Limits:
+    """How many slots may stay occupied after a step, and which ones are protected.
+
+    Attributes:
+        seen: tokens of each row seen so far, the new one included.
+        sinks: number of first positions that are protected.
+        recent: number of newest positions that are protected.
+        stay: slots that may stay occupied.
+        window: sliding window of the layer; expired slots are emptied first.
+    """
+
+    seen: Int[Tensor, " B"]
+    sinks: int = 0
+    recent: Budget = 0
+    stay: Budget = 2**31 - 1
+    window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """How a decode step updates the state of a policy that marks the rows in which a token received little.
+
+    All heads of a row hold equally many tokens. In the ring (see `kvkeep.attention_stats.ring`) the row's bit is set
+    for a token that is low in this row, and cleared for the others. A burst brings a head that holds ``n`` tokens,
+    more than the budget, down to ``max(n - k·drop, least)`` with the smallest ``k`` that is enough. So ``due`` of the
+    last rows belong to the window of the next burst. Where ``m`` is the mass of this row and ``t`` the second sum, the
+    first sum becomes ``m + t·[window > 1]`` and the second ``m·[due > 0] + t·[due > 1]``. A padded token has no bit
+    and no mass, and is compared with 0 instead of 1.
+
+    Attributes:
+        words: the states that hold the bits.
+        mass: receives ``m``, so that the caller can tell how much attention the tokens of a burst carried.
+        window: number of rows in a window.
+        least: number of tokens that a burst leaves at least.
+        drop: a burst drops a multiple of this number.
+        budget: slots that may stay occupied.
+    """
+
+    words: tuple[Float[Tensor, "B Hk S"], ...]
+    mass: Float[Tensor, "B Hk S"]
+    window: Budget
+    least: Budget
+    drop: Budget
+    budget: Budget
+
+
+@dataclass(frozen=True, eq=False)
+class Added:
+    """How a decode step updates the state of a policy whose state is a sum: ``state = decay·state + mass``.
+
+    The state of the new token starts at 0. A row whose token is padding changes nothing.
+
+    Attributes:
+        states: the policy's sums, at most two; all receive the same mass.
+        is_score: whether the first sum is the score; otherwise the position is.
+        ring: bits beside two sums. The two sums are then updated as `Ring` says, and the step evicts nothing.
+        lost: the victim's mass, and the mass of all slots that hold a token until then, are added here, where there are
+            sums; ``None``: nowhere. With a ring there is no victim.
+    """
+
+    states: tuple[Float[Tensor, "B Hk S"], ...]
+    is_score: bool
+    ring: Ring | None = None
+    lost: Float[Tensor, "B Hk 2"] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that the step changes."""
+        ring = () if self.ring is None else (*self.ring.words, self.ring.mass)
+        return (*self.states, *ring) if self.lost is None else (*self.states, *ring, self.lost)
+
+
+# A prompt read again after itself, without reading it: its own queries, turned ahead, against all of its keys.
+#
+# Under rotary positions the query at position ``p + n`` is the query at ``p``, turned by the constant angle of ``n``
+# positions. So the attention that each key would receive in a second reading follows from queries and keys that exist
+# while the prompt is read. The matrix exists for one block of query rows at a time.
+
+BLOCK_BYTES = {"cpu": 2**22, "other": 2**25}
+"""Size of one block of logits, of which about four exist at once: on a CPU they should stay in its caches."""
+
+LEAST_ROWS = 16
+"""Query rows of the smallest block. With fewer of them the products of matrices take longer."""
+
+
+def turned(
+    query: Float[Tensor, "B Hq T D"], length: Int[Tensor, "B #Hk"], rotation: Rotation | None
+) -> Float[Tensor, "B Hq T D"]:
+    """The queries as they would be ``length`` positions later; unchanged if the model does not rotate them."""
+    if rotation is None:
+        return query
+    by = length.repeat_interleave(query.shape[1] // length.shape[1], dim=1)
+    return rotation.ahead(query, by)
+
+
+def reread(
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    length: Int[Tensor, "B #Hk"],
+    rotation: Rotation | None,
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hk S"]:
+    """See `kvkeep.backends.Backend.reread`. On a CPU one head of one row comes after the other."""
+    again, (B, Hk, S, _) = turned(query, length, rotation), slots.keys.shape
+    if query.device.type != "cpu":
+        return _rate(query, again, slots, now, options)
+    G, found = query.shape[1] // Hk, query.new_empty((B, Hk, S), dtype=torch.float32)
+    positions = slots.positions.expand(B, Hk, S)
+    for row, head in itertools.product(range(B), range(Hk)):
+        b, h, g = slice(row, row + 1), slice(head, head + 1), slice(head * G, head * G + G)
+        mine = replace(options, sinks=None if options.sinks is None else options.sinks[g])
+        held = Slots(slots.keys[b, h], slots.values[b, h], positions[b, h])
+        found[b, h] = _rate(query[b, g], again[b, g], held, now[b], mine)
+    return found
+
+
+def _rate(
+    query: Float[Tensor, "B Hq T D"],
+    again: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hk S"]:
+    """The largest share that each key gets from the queries of the second reading, block by block."""
+    B, Hq, T, D = query.shape
+    Hk, S = slots.keys.shape[1:3]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys = slots.keys.to(wide)
+    first, second = (x.to(wide).reshape(B, Hk, Hq // Hk, T, D) for x in (query, again))
+    empty = _bias(slots.positions[:, :, None, None] < 0, wide)
+    counts = torch.where(now >= 1, 0.0, torch.inf).to(wide)[:, None, None]
+    found = torch.full((B, Hk, S), -torch.inf, dtype=wide, device=query.device)
+    for part in _blocks(T, S * B * Hq * keys.element_size(), query.device):
+        n = S - T + part.stop  # keys after the block's last row are in its future
+        seen = _logits(first[:, :, :, part], keys[:, :, :n], options)
+        known = _total(seen, _bias(_hidden(slots.positions[:, :, :n], now[:, part], options), wide), options)
+        logits = _logits(second[:, :, :, part], keys, options).add_(empty)
+        total = torch.logaddexp(logits.logsumexp(dim=-1), known).add_(counts[..., part])
+        torch.maximum(found, logits.sub_(total[..., None]).flatten(2, 3).amax(dim=2), out=found)
+    return found.exp().float()
+
+
+def _blocks(T: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
+    """The rows of each block."""
+    size = BLOCK_BYTES["cpu" if device.type == "cpu" else "other"]
+    rows = max(LEAST_ROWS, size // row_bytes)
+    return (slice(start, min(start + rows, T)) for start in range(0, T, rows))
+
+
+def _bias(hidden: Bool[Tensor, "*A"], dtype: torch.dtype) -> Float[Tensor, "*A"]:
+    """Minus infinity for hidden keys, to be added: on a CPU this is many times as fast as filling by a mask."""
+    return torch.where(hidden, -torch.inf, 0.0).to(dtype)
+
+
+def _logits(
+    query: Float[Tensor, "B Hk G T D"], keys: Float[Tensor, "B Hk S D"], options: AttentionOptions
+) -> Float[Tensor, "B Hk G T S"]:
+    """Scaled and soft-capped logits."""
+    logits = (query.flatten(2, 3) * options.scaling @ keys.mT).view(*query.shape[:4], -1)
+    return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
+
+
+def _hidden(
+    positions: Int[Tensor, "B #Hk S"], now: Int[Tensor, "B T"], options: AttentionOptions
+) -> Bool[Tensor, "B #Hk 1 T S"]:
+    """Whether a key is hidden from a row of the first reading."""
+    keys, rows = positions[:, :, None, None], now.to(positions.dtype)[:, None, None, :, None]
+    hidden = (keys < 0) | (keys > rows)
+    return hidden if options.window is None else hidden | (keys <= rows - options.window)
+
+
+def _total(
+    logits: Float[Tensor, "B Hk G T S"], bias: Float[Tensor, "B #Hk 1 T S"], options: AttentionOptions
+) -> Float[Tensor, "B Hk G T"]:
+    """The log of the sum of exponentials over all keys that a row sees, and of the model's sink."""
+    total = logits.add_(bias).logsumexp(dim=-1)
+    if options.sinks is None:
+        return total
+    return torch.logaddexp(total, options.sinks.to(total.dtype).view(1, *total.shape[1:3], 1))
+
+
+@runtime_checkable
+class Repeat(Protocol):
+    """A decode step whose slots, state and limits are known: it is told the tokens."""
+
+    def takes(
+        self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
+    ) -> bool:
+        """Whether these have the shapes, dtypes and device of the tokens before."""
+
+    def __call__(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        keys: Float[Tensor, "B Hk 1 D"],
+        values: Float[Tensor, "B Hk 1 E"],
+        now: Int[Tensor, "B 1"],
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """`Backend.step` with tokens that it `takes`."""
+
+
+class Backend(abc.ABC):
+    """Attends over slots, and fills and empties them in place. Stateless: one object serves every layer.
+
+    Attributes:
+        name: the name for ``KVKEEP_BACKEND``.
+        fuses: whether `step` ever does anything.
+        tallies: whether `step` knows `Added.ring`.
+        pools: whether it reads and writes slots in a pool (`kvkeep.kv.pooled_store.PoolSlots`) where they lie.
+        codes: whether it reads and writes slots that hold codes (`kvkeep.kv.slot_codec.CodedSlots`) where they lie.
+        small: whether the functions of `kvkeep.backends.native.layer_ops` run beside it.
+    """
+
+    name: ClassVar[str]
+    fuses: ClassVar[bool] = False
+    tallies: ClassVar[bool] = False
+    pools: ClassVar[bool] = False
+    codes: ClassVar[bool] = False
+    small: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """Attend over occupied slots and reduce the policy's statistic in the same pass.
+
+        Args:
+            query: new queries.
+            slots: keys, values and positions, unordered. With ``T == 1`` the query's own key is among the slots. With
+                ``T > 1`` the last ``T`` slots must be the queries' own, in their order, and keys and values of empty
+                slots must be finite. Positions may be those of one head if all heads agree.
+            now: true positions of the queries. Rows of padding (position -1) get an undefined, finite output.
+            statistic: what to report.
+            options: scaling, window, soft cap and sinks of the model.
+
+        Returns:
+            The output in the query's dtype, and the report, its fields of shape ``(B, Hk, S)`` in float32.
+        """
+
+    def reread(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hk S"]:
+        """The largest share of attention that each key would receive if the prompt were read again after itself.
+
+        A query of the second reading attends to all occupied slots and to what it attended to in the first one. The
+        first token's queries and those of padding do not count; sliding windows end in the first reading.
+
+        Args:
+            query: the prompt's queries, as they were in the first reading.
+            slots: keys, values and positions, as in `attend`.
+            now: true positions of the queries.
+            length: how many positions later the second reading comes.
+            rotation: turns the queries ahead; ``None`` if the model does not rotate them.
+            options: scaling, window, soft cap and sinks of the model.
+
+        Returns:
+            Probabilities in float32; 0 for empty slots.
+        """
+        return reread(query, slots, now, length=length, rotation=rotation, options=options)
+
+    def attend_twice(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
+        """The results of `attend` and of `reread`. A kernel that does both knows what each query saw the first time."""
+        out, report = self.attend(query, slots, now, statistic=statistic, options=options)
+        return out, report, self.reread(query, slots, now, length=length, rotation=rotation, options=options)
+
+    @abc.abstractmethod
+    def append(
+        self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    ) -> Int[Tensor, "B Hk 1"]:
+        """Put one token per row into an empty slot of each head, in place, and return the slot.
+
+        The backend may take any empty slot. A padded token (position -1) leaves its slot empty. Slots may have any
+        strides, and another dtype than the token, which is then rounded.
+        """
+
+    @abc.abstractmethod
+    def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
+        """Empty expired slots, in place; see `kvkeep.kv.ranking.expire`."""
+
+    @abc.abstractmethod
+    def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+        """Whether some head may hold more than its limit; always true where the host would wait for the answer."""
+
+    @abc.abstractmethod
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+        """Empty, in place, one slot of every head that holds more than its limit; ``limits.window`` is not used.
+
+        The victim is that of `kvkeep.kv.ranking.weakest` after `kvkeep.kv.ranking.protect`.
+        """
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        slots: Slots,
+        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+        now: Int[Tensor, "B 1"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        added: Added,
+        limits: Limits,
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """Append, attend, add the report to the policy's sums, expire and evict, fused and in place.
+
+        With `Added.ring` no slot is emptied. Returns ``None``, and does nothing, if the backend cannot do it.
+        """
+        return None
+
+    def repeat(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        slots: Slots,
+        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+        now: Int[Tensor, "B 1"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        added: Added,
+        limits: Limits,
+    ) -> Repeat | None:
+        """The same `step` for other tokens, as long as all else stays where and what it is; ``None``: there is none."""
+        return None
+
+    def at_ranks(self, rotation: Rotation) -> Backend:
+        """This backend for slot positions: attention rotates each key to its rank among the tokens of its head.
+
+        Args:
+            rotation: the model's rotary embedding.
+
+        Returns:
+            A backend whose `attend` and `append` take queries and keys unrotated. Its `step` takes them as the model
+            rotated them.
+        """
+        return AtRanks(self, rotation)
+
+
+class AtRanks(Backend):
+    """Attention under slot positions by any backend: all keys are rotated before it starts.
+
+    Args:
+        backend: does the work.
+        rotation: the model's rotary embedding.
+    """
+
+    name = "at_ranks"
+
+    def __init__(self, backend: Backend, rotation: Rotation):
+        self.backend, self.rotation = backend, rotation
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `Backend.attend`; query and keys are unrotated."""
+        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
+        return self.backend.attend(query, slots._replace(keys=keys), now, statistic=statistic, options=options)
+
+    def reread(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hk S"]:
+        """See `Backend.reread`; each head reads the tokens that it holds after themselves."""
+        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
+        held, there = (slots.positions >= 0).sum(dim=-1), slots._replace(keys=keys)
+        return self.backend.reread(query, there, now, length=held, rotation=self.rotation, options=options)
+
+    def attend_twice(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
+        """See `Backend.attend_twice` and `reread`."""
+        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
+        held, there = (slots.positions >= 0).sum(dim=-1), slots._replace(keys=keys)
+        return self.backend.attend_twice(
+            query, there, now, statistic=statistic, options=options, length=held, rotation=self.rotation
+        )
+
+    def append(
+        self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    ) -> Int[Tensor, "B Hk 1"]:
+        """See `Backend.append`; keys are unrotated."""
+        return self.backend.append(slots, keys, values, now)
+
+    def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
+        """See `Backend.expire`."""
+        self.backend.expire(positions, seen, window)
+
+    def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+        """See `Backend.is_over`."""
+        return self.backend.is_over(positions, limit)
+
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+        """See `Backend.evict`."""
+        self.backend.evict(positions, score, limits)
+
+
+# A policy's statistic as numbers that compiled kernels take.
+
+
+class Wanted(NamedTuple):
+    """The report of one decode step.
+
+    Attributes:
+        second: the field beside the mass: ``last``, ``low`` or none.
+        counts: whether a row counts: one number per row, above 0 if it does, or one for all, 0 if none does.
+        gain: factor on the logits before the reported softmax; ``None`` to report attention's own probabilities.
+        decay: weight of a row relative to the one after it.
+        last: newest position; decay counts from it, and ``last`` reports its row.
+        theta: divides the threshold of ``low``.
+        live: whether the threshold of ``low`` follows from the number of visible keys; otherwise from the position.
+    """
+
+    second: str | None = None
+    counts: int | Int[Tensor, " B"] = -1
+    gain: float | Float[Tensor, " B"] | None = None
+    decay: float = 1.0
+    last: int | Int[Tensor, " B"] = 0
+    theta: float = 1.0
+    live: bool = False
+
+
+def is_known(statistic: Statistic) -> bool:
+    """Whether the decode kernels, native and Triton's, can report the statistic."""
+    kind = type(statistic)
+    return kind is Nothing or kind is Low or (kind in (Mass, MassAndLast) and cast(Mass, statistic).noise is None)
+
+
+def wanted(statistic: Statistic) -> Wanted | None:
+    """The report that a known statistic asks for; ``None`` if it asks for none."""
+    if isinstance(statistic, Mass):
+        second = "last" if isinstance(statistic, MassAndLast) else None
+        plain = isinstance(statistic.gain, float) and statistic.gain == 1.0
+        gain = None if plain else statistic.gain
+        return Wanted(second, statistic.rows, gain, statistic.decay, statistic.last)
+    if isinstance(statistic, Low):
+        return Wanted("low", statistic.rows, theta=statistic.theta, live=statistic.live)
+    return None
+
+
+class Sums(NamedTuple):
+    """The report of many rows: sums over rows, each with a weight per row.
+
+    Attributes:
+        masses: weights of the sums of probabilities.
+        lows: weights of the sums that count keys below their share.
+        gain: factor on the logits of the probabilities that are summed, per row of the batch; ``None`` for 1.
+        theta: see `Low`.
+        live: see `Low`.
+    """
+
+    masses: list[Float[Tensor, "B T"]]
+    lows: list[Float[Tensor, "B T"]]
+    gain: Float[Tensor, " B"] | None = None
+    theta: float = 1.0
+    live: bool = False
+
+
+def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> Sums | None:
+    """What a statistic sums over rows at these positions, in the order of its fields; ``None`` for another kind."""
+    kind, selected = type(statistic), statistic.selects(queries)
+    if kind is Nothing:
+        return Sums([], [])
+    if isinstance(statistic, LowRows):
+        masses = [*statistic.weights(selected, queries).values()]
+        return Sums(masses[:2], masses[2:], theta=statistic.theta, live=statistic.live)
+    if isinstance(statistic, RowMasses):
+        return Sums(statistic.weights_of(selected, queries), [])
+    if isinstance(statistic, Low):
+        return Sums([selected.float()], [selected.float()], theta=statistic.theta, live=statistic.live)
+    if kind not in (Mass, MassAndLast) or cast(Mass, statistic).noise is not None:
+        return None
+    mass = cast(Mass, statistic)
+    plain = isinstance(mass.gain, float) and mass.gain == 1.0
+    gain = None if plain else torch.as_tensor(mass.gain, dtype=torch.float32, device=queries.device)
+    masses = [mass.weights(selected, queries)]
+    if isinstance(statistic, MassAndLast):
+        newest = torch.as_tensor(mass.last, device=queries.device).view(-1, 1)
+        masses.append(mass.weights(selected & (queries == newest), queries))
+    return Sums(masses, [], None if gain is None else gain.expand(len(queries)))

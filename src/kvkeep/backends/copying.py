@@ -1,0 +1,142 @@
+"""Backends for slots that they cannot read where they lie: keys and values are copied before attention starts."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.attention_stats import Statistic
+from kvkeep.backends.base import Backend, Limits
+from kvkeep.kv.pooled_store import PoolSlots
+from kvkeep.kv.slot_codec import CodedSlots, LazySlots, hadamard
+from kvkeep.rotary import Rotation
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
+
+
+def append(
+    slots: LazySlots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+) -> Int[Tensor, "B Hk 1"]:
+    """`Backend.append` for such slots. A head that cannot use its token leaves its slot empty."""
+    slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)  # in a pool: in the head's range
+    used = slots.write(slot, keys, values)
+    positions = now.to(slots.positions.dtype)[:, :, None].expand(slot.shape)
+    slots.positions.scatter_(2, slot, positions if used is None else positions.masked_fill(~used, EMPTY))
+    return slot
+
+
+def in_pool(backend: Backend) -> Backend:
+    """This backend for slots in a pool."""
+    return backend if backend.pools else Copying(backend)
+
+
+def in_codes(backend: Backend, *, turned: bool) -> Backend:
+    """This backend for slots that hold codes.
+
+    Args:
+        backend: does the work.
+        turned: whether the backend turns keys to their ranks, which needs them as they were before `hadamard`.
+    """
+    return backend if backend.codes else Copying(backend) if turned else Decoding(backend)
+
+
+class Copying(Backend):
+    """Any backend over slots that are copied side by side before each step.
+
+    Args:
+        backend: does the work.
+    """
+
+    name = "copying"
+
+    def __init__(self, backend: Backend):
+        self.backend = backend
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `Backend.attend`."""
+        return self.backend.attend(query, _copied(slots), now, statistic=statistic, options=options)
+
+    def reread(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hk S"]:
+        """See `Backend.reread`."""
+        there = _copied(slots)
+        return self.backend.reread(query, there, now, length=length, rotation=rotation, options=options)
+
+    def attend_twice(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
+        """See `Backend.attend_twice`."""
+        there = _copied(slots)
+        return self.backend.attend_twice(
+            query, there, now, statistic=statistic, options=options, length=length, rotation=rotation
+        )
+
+    def append(
+        self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    ) -> Int[Tensor, "B Hk 1"]:
+        """See `Backend.append`."""
+        if isinstance(slots, LazySlots):
+            return append(slots, keys, values, now)
+        return self.backend.append(slots, keys, values, now)
+
+    def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
+        """See `Backend.expire`."""
+        self.backend.expire(positions, seen, window)
+
+    def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+        """See `Backend.is_over`."""
+        return self.backend.is_over(positions, limit)
+
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+        """See `Backend.evict`."""
+        self.backend.evict(positions, score, limits)
+
+
+class Decoding(Copying):
+    """Any backend over slots that hold codes. The query is turned like the keys, which are not turned back."""
+
+    name = "decoding"
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `Backend.attend`."""
+        if isinstance(slots, CodedSlots):
+            query, slots = hadamard(query), slots.rotated()
+        return self.backend.attend(query, slots, now, statistic=statistic, options=options)
+
+
+def _copied(slots: Slots) -> Slots:
+    """The slots side by side: of a pool in the form that they have there, of codes as vectors."""
+    if isinstance(slots, PoolSlots):
+        return slots.laid
+    return slots.copied() if isinstance(slots, LazySlots) else slots

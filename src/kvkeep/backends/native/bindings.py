@@ -1,0 +1,318 @@
+"""How tensors and numbers become arguments of the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.backends.base import Added, Ring, Wanted
+from kvkeep.backends.native.build import native
+from kvkeep.kv.slot_codec import NUMBERS, CodedSlots, Codes
+from kvkeep.rotary import Rotation
+from kvkeep.types import AttentionOptions, Budget, Slots
+
+LAST = 2**31 - 1
+"""The largest position: the kernel counts positions in 32 bits."""
+
+
+def strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
+    """From row to row and from head to head; the latter is 0 where one number is for all heads."""
+    return limits.stride(0), limits.stride(1) if limits.shape[1] > 1 else 0
+
+
+def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype; a comparison is cheaper than a conversion to the same dtype."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def bounded(value: Budget) -> Budget:
+    """The value, limited so that the kernel can subtract it from a position without an overflow."""
+    return value.to(torch.int64).clamp(-LAST, LAST) if isinstance(value, Tensor) else max(-LAST, min(value, LAST))
+
+
+def either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
+    """A dense tensor of this dtype and 0, or ``None`` and one number for all."""
+    return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """The tensor's address; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The kernel, if the tensors are ordinary ones in main memory, dense in the last axis, without gradients."""
+    library = native().library
+    if library is None or torch.compiler.is_compiling():
+        return None
+    differentiates = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
+            return None
+        if tensor.stride(-1) != 1 or (differentiates and tensor.requires_grad):
+            return None
+    return library
+
+
+# Slots that hold codes, as the kernel takes them.
+
+Coding: TypeAlias = tuple[Codes, Codes]
+"""Codes of the keys and of the values."""
+
+_CODED = struct.Struct("3q 3q 3q 3q")
+_NONE = bytes(_CODED.size)
+
+
+def coding_of(slots: Slots) -> tuple[Slots, Coding | None]:
+    """The numbers of slots that hold codes, in place of keys and values, and the codes; ``None``: they hold none."""
+    if not isinstance(slots, CodedSlots):
+        return slots, None
+    keys, values = slots.coded_keys, slots.coded_values
+    return Slots(keys.numbers, values.numbers, slots.positions), (keys, values)
+
+
+def packed(coding: Coding | None) -> bytes:
+    """Two structs `Coded` of the kernel."""
+    if coding is None:
+        return _NONE
+    (keys, key_scales, key_bits), (values, value_scales, value_bits) = coding
+    return _CODED.pack(
+        *(key_bits, keys.shape[-1] * 8 // key_bits // key_scales.shape[-1]),
+        *(key_scales.data_ptr(), *key_scales.stride()[:3]),
+        *(value_bits, values.shape[-1] * 8 // value_bits // value_scales.shape[-1]),
+        *(value_scales.data_ptr(), *value_scales.stride()[:3]),
+    )
+
+
+def scales_of(coding: Coding | None) -> tuple[Tensor, ...]:
+    """The scales of keys and values."""
+    return () if coding is None else (coding[0].scales, coding[1].scales)
+
+
+def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
+    """Whether dtypes and shapes of codes are those that are promised to the kernel.
+
+    Args:
+        codes: the codes.
+        slots: rows, KV heads, and slots of each.
+        dim: channels of a vector.
+    """
+    numbers, scales, bits = codes
+    if scales.dtype != torch.float16 or numbers.dtype != NUMBERS.get(bits) or numbers.shape != (*slots, dim * bits / 8):
+        return False
+    groups = scales.shape[-1]
+    return groups > 0 and scales.shape == (*slots, groups) and dim % groups == 0 and dim // groups * bits % 8 == 0
+
+
+# The angles by which the kernel turns unrotated keys to their ranks.
+
+
+class Turn(NamedTuple):
+    """Rows of cosines and sines, in the dtype of the keys.
+
+    Attributes:
+        angles: a row for each rank.
+        back: a row for the true position of each query; ``None`` if queries are unrotated.
+    """
+
+    angles: Float[Tensor, "n F2"]
+    back: Float[Tensor, "B F2"] | None = None
+
+    def fits(self, query: Float[Tensor, "B Hq 1 D"], slots: int) -> bool:
+        """Whether dtypes and shapes are those that are promised to the kernel: a rank for each slot and one more."""
+        (n, width), B, D = self.angles.shape, query.shape[0], query.shape[-1]
+        shape_fits = n > slots and width % 2 == 0 and 0 < width <= D
+        back_fits = self.back is None or self.back.shape == (B, width)
+        return shape_fits and back_fits and all(_is_plain(rows, query.dtype) for rows in self if rows is not None)
+
+    def packed(self) -> tuple[int, int, int]:
+        """Addresses and the number of dims that turn against as many others."""
+        back = 0 if self.back is None else self.back.data_ptr()
+        return self.angles.data_ptr(), back, self.angles.shape[1] // 2
+
+
+def turn_of(rotation: Rotation, slots: int, dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None) -> Turn:
+    """The turn of keys in so many slots.
+
+    Args:
+        rotation: the model's rotary embedding.
+        slots: number of slots.
+        dtype: dtype of the keys.
+        rotated_at: positions to which queries and new keys are rotated; ``None`` if they are unrotated.
+    """
+    back = None if rotated_at is None else rotation.angles_now(rotated_at, dtype)
+    return Turn(rotation.table(slots + 1, dtype), back)
+
+
+def _is_plain(rows: Tensor, dtype: torch.dtype) -> bool:
+    return rows.is_cpu and rows.dtype == dtype and rows.is_contiguous()
+
+
+# Checks of dtypes and shapes that the kernel relies on and cannot make itself.
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Element types that the kernel knows, with the kernel's numbers for them."""
+
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+def attendable(  # noqa: PLR0913  all that the kernel relies on
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    now: Tensor,
+    positions: Tensor,
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+    turn: Turn | None = None,
+    pooled: bool = False,
+    coding: Coding | None = None,
+) -> bool:
+    """Whether dtypes and shapes are those that `attend` promises to the kernel."""
+    B, _, T, _ = query.shape
+    if T != 1 or now.shape != (B, 1):
+        return False
+    if coding is None and not _is_cache(query, keys, values, positions, pooled=pooled):
+        return False
+    if coding is not None and not _is_coded(query, coding, positions, pooled=pooled):
+        return False
+    if not _is_asked(query, options):
+        return False
+    if now.dtype not in _WHOLE or (turn is not None and not turn.fits(query, positions.shape[2])):
+        return False
+    if wanted is None:
+        return True
+    return _is_per_row(wanted.counts, B) and _is_per_row(wanted.gain, B) and _is_per_row(wanted.last, B)
+
+
+def readable(
+    query: Tensor, keys: Tensor, values: Tensor, now: Tensor, positions: Tensor, *, options: AttentionOptions
+) -> bool:
+    """Whether dtypes and shapes are those that `prefill` promises to the kernel."""
+    B, _, T, _ = query.shape
+    if now.shape != (B, T) or now.dtype not in _WHOLE or not now.is_cpu:
+        return False
+    return _is_cache(query, keys, values, positions) and _is_asked(query, options)
+
+
+def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, pooled: bool = False) -> bool:
+    """Whether these keys and values can be attended to by the queries. In a pool they are more than the slots."""
+    (B, Hq, _, D), (_, Hk, S, E) = query.shape, values.shape
+    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype or positions.dtype not in _WHOLE:
+        return False
+    if Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    return _fit(positions.shape, (B, Hk, S), pooled=pooled)
+
+
+def _is_coded(query: Tensor, coding: Coding, positions: Tensor, *, pooled: bool = False) -> bool:
+    """The same as `_is_cache` for codes of keys and values."""
+    (B, Hq, _, D), (keys, values) = query.shape, coding
+    if query.dtype not in TYPES or positions.dtype not in _WHOLE or keys.numbers.ndim != 4:
+        return False
+    Hk, S = keys.numbers.shape[1:3]
+    if Hk == 0 or Hq % Hk or not _fit(positions.shape, (B, Hk, S), pooled=pooled):
+        return False
+    return decodable(keys, (B, Hk, S), D) and decodable(values, (B, Hk, S), values.dim)
+
+
+def _fit(shape: tuple[int, ...], slots: tuple[int, int, int], *, pooled: bool) -> bool:
+    """Whether positions of this shape fit rows, heads and slots: those of a pool are the most that a head may have."""
+    if len(shape) != 3 or shape[2] == 0:
+        return False
+    if pooled:
+        return shape[:2] == slots[:2] and shape[2] <= slots[2]
+    return shape in (slots, (slots[0], 1, slots[2]))
+
+
+def _is_asked(query: Tensor, options: AttentionOptions) -> bool:
+    """Whether window and sinks are as the kernel expects them."""
+    if options.window is not None and options.window < 0:
+        return False
+    sinks = options.sinks
+    if sinks is None:
+        return True
+    return sinks.is_cpu and sinks.shape == (query.shape[1],) and not (sinks.requires_grad and torch.is_grad_enabled())
+
+
+def writable(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    new: tuple[Tensor, Tensor],
+    now: Tensor,
+    *,
+    pooled: bool = False,
+    coding: Coding | None = None,
+) -> bool:
+    """Whether dtypes and shapes are those that `write` promises to the kernel."""
+    B, Hk, S = positions.shape
+    D, E = (keys.shape[-1], values.shape[-1]) if coding is None else (coding[0].dim, coding[1].dim)
+    if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
+        return False
+    S = keys.shape[2] if pooled else S
+    if coding is not None:
+        if new[0].dtype not in TYPES or new[0].dtype != new[1].dtype:
+            return False
+        if not (decodable(coding[0], (B, Hk, S), D) and decodable(coding[1], (B, Hk, S), E)):
+            return False
+    elif (keys.shape, values.shape) != ((B, Hk, S, D), (B, Hk, S, E)) or not _is_same(new, keys, values):
+        return False
+    return new[0].shape == (B, Hk, 1, D) and new[1].shape == (B, Hk, 1, E)
+
+
+def _is_same(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> bool:
+    """Whether new keys and values have the dtypes of the slots."""
+    return keys.dtype == new[0].dtype and values.dtype == new[1].dtype
+
+
+def addable(added: Added, positions: Tensor, wanted: Wanted | None) -> bool:
+    """Whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
+    ring = added.ring
+    if wanted is None or not added.states:
+        return wanted is None and not added.states and ring is None
+    if ring is not None and (len(added.states) != 2 or not _is_ring(ring, positions)):
+        return False
+    if added.lost is not None and (added.lost.dtype, added.lost.shape) != (torch.float32, (*positions.shape[:2], 2)):
+        return False
+    strides = added.states[0].stride()
+    return wanted.second == (None if ring is None else "low") and all(
+        state.dtype == torch.float32 and state.shape == positions.shape and state.stride() == strides
+        for state in (*added.states, *(ring.words if ring else ()))
+    )
+
+
+def _is_ring(ring: Ring, positions: Tensor) -> bool:
+    """Whether there are words, a place for the mass, and of each size one whole number, or one for each row."""
+    mass = ring.mass
+    if not ring.words or (mass.dtype, mass.shape) != (torch.float32, positions.shape) or not mass.is_contiguous():
+        return False
+    return all(_is_share(size, len(positions), 1) for size in (ring.window, ring.least, ring.drop, ring.budget))
+
+
+def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
+    """Whether dtypes and shapes are those that the functions on slots promise to the kernel."""
+    B, Hk, _ = positions.shape
+    if positions.dtype != torch.int32:
+        return False
+    if seen is not None and (seen.dtype not in _WHOLE or seen.shape != (B,)):
+        return False
+    return _is_share(recent, B, Hk) and _is_share(limit, B, Hk)
+
+
+def _is_share(value: Budget, rows: int, heads: int) -> bool:
+    """Whether it is one whole number, or one for each row or head."""
+    if isinstance(value, int):
+        return True
+    return value.is_cpu and value.dtype in _WHOLE and value.shape in ((rows, 1), (rows, heads))
+
+
+def _is_per_row(value: object, rows: int) -> bool:
+    """Whether it is one number, or one for each row."""
+    return not isinstance(value, Tensor) or (value.is_cpu and value.shape == (rows,))

@@ -1,0 +1,417 @@
+"""The input lines of a batch job, each of which is one request.
+
+An input line is ``{"prompt": "…"}`` or ``{"messages": […]}``, with ``"options": {…}`` of its own if need be. All other
+fields are copied to the output line, beside the completion. Or it is a line of OpenAI's batch files, see
+`kvkeep.batch.input`, and is answered as one. Output lines come in any order, and each names the number of its
+input line. A line with a completion in the output is not run again, so a job that was stopped can be resumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+
+from kvkeep.engine.request import Request, Structure
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.errors import InputError, KVKeepError
+from kvkeep.openai import requests, responses
+from kvkeep.openai.messages import MAX_DEPTH, ParameterError, decoded
+from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked, Prompt, in_words_of
+from kvkeep.pins import Spans, spans
+from kvkeep.snapshot import Snapshot
+
+# Lines of OpenAI's batch files: ``custom_id``, ``method``, ``url`` and ``body`` in the input, answers in the output.
+#
+# The number and the fingerprint of an input line are part of its answer's ``id``, by which a later run knows the
+# answer.
+
+BEGINNING = '{"id": "batch_req_%d_%s", '
+"""The first characters of an answer to the line of this number and fingerprint."""
+
+_ID = re.compile(r"batch_req_([0-9]{1,18})_([0-9a-f]{32})", re.ASCII)
+_FIELDS = ("custom_id", "method", "url", "body")
+
+
+def is_batch_line(fields: Mapping[str, Any]) -> bool:
+    """Whether the fields of a line are a request in OpenAI's format, perhaps a faulty one."""
+    if "prompt" in fields or "messages" in fields:
+        return {"custom_id", "url", "body"} <= fields.keys()
+    return isinstance(fields.get("body"), dict) or ("custom_id" in fields and ("url" in fields or "method" in fields))
+
+
+def custom_id_of(fields: Mapping[str, Any]) -> str | None:
+    """The name that the user has given a request, if it is a text."""
+    found = fields.get("custom_id")
+    return found if isinstance(found, str) else None
+
+
+def read_openai_line(fields: Mapping[str, Any]) -> Asked:
+    """Read the request of a line.
+
+    Raises:
+        InputError: a field is missing, unknown or wrong, or see `kvkeep.openai.requests.read`.
+    """
+    if missing := [name for name in _FIELDS if fields.get(name) is None]:
+        raise InputError(f"it is in OpenAI's format and has no {missing[0]}; there must be {', '.join(_FIELDS)}")
+    if not isinstance(fields["custom_id"], str) or not fields["custom_id"]:
+        raise InputError("its custom_id is no text")
+    if fields["method"] != "POST":
+        raise InputError(f'its method is {json.dumps(fields["method"]):.40}; give "POST"')
+    if fields["url"] not in (CHAT, COMPLETIONS):
+        raise InputError(f"its url is {json.dumps(fields['url']):.80}; there are {CHAT} and {COMPLETIONS}")
+    if others := sorted(fields.keys() - set(_FIELDS)):
+        known = ", ".join(_FIELDS)
+        raise InputError(f'its field {json.dumps(others[0]):.80} is none of {known}; parameters belong into "body"')
+    return requests.read(fields["url"], fields["body"])
+
+
+def line(
+    number: int, digest: str, custom_id: str | None, body: Mapping[str, Any], *, status: int = 200
+) -> dict[str, Any]:
+    """A line of the output.
+
+    Args:
+        number: the number of the input's line.
+        digest: the fingerprint of the input's line.
+        custom_id: the name that the user has given the request.
+        body: the answer, or an error.
+        status: HTTP status.
+    """
+    response = {"status_code": status, "request_id": f"req_{digest}", "body": body}
+    return {"id": f"batch_req_{number}_{digest}", "custom_id": custom_id, "response": response, "error": None}
+
+
+def error_line(
+    number: int, digest: str, custom_id: str | None, reason: str, *, failed: bool, param: str | None
+) -> dict[str, Any]:
+    """A line of the file of errors.
+
+    Args:
+        number: the number of the input's line.
+        digest: the fingerprint of the input's line.
+        custom_id: the name that the user has given the request.
+        reason: why there is no answer.
+        failed: whether the request could be run, and failed.
+        param: the parameter that is wrong.
+    """
+    status = 500 if failed else 400
+    body = responses.error(reason, status=status, param=param)
+    return line(number, digest, custom_id, body, status=status)
+
+
+def is_error_line(fields: Mapping[str, Any]) -> bool:
+    """Whether fields are those of `error_line`."""
+    if fields.keys() != {"id", "custom_id", "response", "error"} or origin(fields) is None:
+        return False
+    return isinstance(fields["response"], dict) and fields["response"].get("status_code") in (400, 500)
+
+
+def origin(fields: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The number and the fingerprint of the input's line that a line of the output answers."""
+    found = _ID.fullmatch(str(fields.get("id")))
+    return (int(found[1]), found[2]) if found else None
+
+
+# The options of one line of a batch job, and the request that they make.
+
+OPTIONS = "options"
+"""The field of a line that holds its options."""
+
+_SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
+_REQUEST = {"policy", "budget", "stop", "ignore_end", "structured_outputs", "logprobs", "pins", "guard"}
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "budget", "logprobs"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), (int, float)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (int, float)),
+    "logit_bias": (dict,),
+    "structured_outputs": (Structure, dict),
+    "policy": (str,),
+    "stop": (str, list),
+    "pins": (list,),
+    "ignore_end": (bool,),
+}
+_ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+"""Names that other tools have for options."""
+_SHOWN = 60
+"""Most characters of a value in a message."""
+
+
+def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sampling, pinned: Spans = ()) -> Request:
+    """The request of a line. It is drawn with the job's seed and the line's number, or with the line's own seed.
+
+    Args:
+        number: the line's number in the file.
+        prompt: token ids.
+        options: the line's own options.
+        defaults: sampling options, where the line has none of its own.
+        pinned: spans of the prompt that are never evicted, beside the line's own.
+
+    Raises:
+        InputError: an option is unknown, has another type, or is out of range.
+    """
+    if not isinstance(options, dict):
+        raise InputError('its "options" are no JSON object')
+    for name, value in options.items():
+        _check(name, value)
+    rest = {name: value for name, value in options.items() if name in _REQUEST}
+    if "stop" in rest:
+        rest["stop"] = (rest["stop"],) if isinstance(rest["stop"], str) else tuple(rest["stop"])
+        if not all(isinstance(text, str) for text in rest["stop"]):
+            raise InputError('its option "stop" is no text or list of texts')
+    if "guard" in rest:
+        rest["guard"] = float(rest["guard"])
+    rest["pins"] = spans((*spans(rest.get("pins", ())), *pinned))
+    chosen = {name: value for name, value in options.items() if name in _SAMPLING}
+    chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
+    if "logit_bias" in chosen:
+        chosen["logit_bias"] = {_token(name): value for name, value in chosen["logit_bias"].items()}
+    sampling = dataclasses.replace(defaults, **chosen)
+    return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
+
+
+def _token(name: object) -> int:
+    """A token id, which JSON writes as a text."""
+    if not str(name).isdecimal() or not str(name).isascii():
+        raise InputError(f'its option "logit_bias" has {str(name)[:_SHOWN]!r} in place of a token id')
+    return int(str(name)[:20])
+
+
+def check_place(fields: Mapping[str, object]) -> None:
+    """Refuse names of options among the other fields of a line, where they would have no effect.
+
+    Args:
+        fields: the fields of a line but its prompt and its options.
+
+    Raises:
+        InputError: a field has the name of an option.
+    """
+    found = {name: value for name, value in fields.items() if name in _TYPES or name in _ALIASES}
+    if not found:
+        return
+    names = " and ".join([", ".join([*found][:-1]), [*found][-1]] if len(found) > 1 else found)
+    belongs, them = ("belongs", "it is") if len(found) == 1 else ("belong", "they are")
+    options = {_ALIASES.get(name, name): _short(value) for name, value in found.items()}
+    raise InputError(
+        f'{names} {belongs} into "{OPTIONS}": {json.dumps({OPTIONS: options}, ensure_ascii=False)}. If {them} data of '
+        'your own, rename or nest: {"metadata": {…}}'
+    )
+
+
+def _short(value: object) -> object:
+    """A value as a message shows it."""
+    return value if len(json.dumps(value)) <= _SHOWN else "…"
+
+
+def _check(name: str, value: object) -> None:
+    """Check the name and the type of an option."""
+    if name not in _TYPES:
+        raise InputError(f'there is no option "{name}"; there are {", ".join(sorted(_TYPES))}')
+    if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] != (bool,)):
+        raise InputError(f"its option {name}={json.dumps(value)} is no {_TYPES[name][-1].__name__}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise InputError(f"its option {name} is too large a number")
+
+
+@runtime_checkable
+class Encode(Protocol):
+    """Turns a prompt, a list of messages or token ids into token ids that the model has."""
+
+    def __call__(self, prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
+        """Encode; with ``raw`` a text is taken without the chat template.
+
+        Raises:
+            KVKeepError: the text cannot be encoded, or the model has no such token.
+        """
+
+
+Pinned: TypeAlias = Callable[[Prompt], Spans]
+"""Returns the spans of a prompt's tokens that are never evicted."""
+
+COMPLETION = "completion"
+"""The field of an output line that holds the completion."""
+
+_EXAMPLE = '{"prompt": "…"}'
+_MAX_REASON = 300
+_APART = 2**40  # more than a file has lines: what the choices of a line are drawn by is no other line's number
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a job that can be run.
+
+    Attributes:
+        number: its number in the file, from 1.
+        digest: a fingerprint of its text, by which its completion is recognised.
+        fields: the fields that are copied to the output.
+        request: the request for the engine.
+        options: the line's own options, which are written beside its completion.
+        others: more requests of the line, for more choices in its answer.
+        asked: the body of a line in OpenAI's format.
+    """
+
+    number: int
+    digest: str
+    fields: Mapping[str, Any]
+    request: Request
+    options: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[Request, ...] = ()
+    asked: Asked | None = None
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All requests of the line."""
+        return (self.request, *self.others)
+
+    @property
+    def custom_id(self) -> str | None:
+        """The name that the user has given a line in OpenAI's format."""
+        return None if self.asked is None else custom_id_of(self.fields)
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that cannot be run, and why.
+
+    Attributes:
+        number: its number in the file, from 1.
+        reason: part of a sentence.
+        custom_id: the name that the user has given a line in OpenAI's format.
+        param: the parameter that is wrong in a line in OpenAI's format.
+    """
+
+    number: int
+    reason: str
+    custom_id: str | None = None
+    param: str | None = None
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a job with their numbers from 1. Empty lines are counted, but left out.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield number, raw
+    except OSError as error:
+        raise InputError(f"The input {path} cannot be read: {error.strerror}.") from error
+
+
+def parse(
+    number: int, raw: bytes, encode: Encode, defaults: Sampling, *, pinned: Pinned = lambda prompt: ()
+) -> Line | BadLine:
+    """The request of a line, or why the line cannot be run.
+
+    Args:
+        number: its number in the file.
+        raw: the line.
+        encode: turns a prompt or a list of messages into token ids.
+        defaults: sampling options, where the line has none of its own.
+        pinned: returns spans of a prompt's tokens that are never evicted, beside the line's own.
+    """
+    custom_id: str | None = None
+    try:
+        fields = decoded(raw)
+        if is_batch_line(fields):
+            custom_id = custom_id_of(fields)
+            return _batch_line(number, digest(raw), fields, encode, defaults, pinned=pinned)
+        return _own_line(number, digest(raw), fields, encode, defaults, pinned=pinned)
+    except json.JSONDecodeError as error:
+        reason, param = f"it is no JSON ({error}); a line is one whole object, such as {_EXAMPLE}", None
+    except RecursionError:
+        reason, param = f"its lists or objects are nested too deeply, more than {MAX_DEPTH} levels", None
+    except UnicodeEncodeError:  # JSON can hold half of a UTF-16 pair, such as "\\ud83d"
+        reason, param = "its text has half of a character", None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        reason, param = f"it is not UTF-8 text: byte {error.start} is 0x{byte:02x}; convert the file", None
+    except (ValueError, KVKeepError) as error:
+        reason, param = reason_of(error), getattr(error, "param", None)
+    return BadLine(number, reason, custom_id, param)
+
+
+def after(line: Line | BadLine, memory: Snapshot, policy: str) -> Line | BadLine:
+    """A line whose requests follow a memory that was made under a policy."""
+    if isinstance(line, BadLine):
+        return line
+    first, *others = (
+        dataclasses.replace(one, memory=memory, policy=one.policy or policy) for one in (line.request, *line.others)
+    )
+    return dataclasses.replace(line, request=first, others=tuple(others))
+
+
+def _own_line(
+    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling, *, pinned: Pinned
+) -> Line:
+    """A line in kvkeep's format."""
+    prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
+    if COMPLETION in fields:
+        raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
+    check_place(fields)
+    options = {} if options is None else options
+    request = request_of(number, encode(prompt), options, defaults, pinned(prompt))
+    return Line(number, found, fields, request, options)
+
+
+def _batch_line(
+    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling, *, pinned: Pinned
+) -> Line:
+    """A line in OpenAI's format. Only its name is kept of its fields.
+
+    The first choice is drawn as the completion of a line in kvkeep's format is, and each other one in its own way.
+    """
+    asked = read_openai_line(fields)
+    if asked.n > 1 and "temperature" not in asked.options and not defaults.temperature:
+        raise ParameterError("n", f"is {asked.n}, and all texts are equal without a temperature; give temperature: 1")
+    off: dict[str, Any] = dict.fromkeys(asked.unset)
+    defaults = dataclasses.replace(defaults, **off)
+    made = []
+    for prompt in asked.prompts:
+        ids = encode(prompt, raw=True) if asked.url == COMPLETIONS else encode(prompt)
+        try:
+            first = request_of(number, ids, asked.options, defaults, pinned(prompt))
+        except KVKeepError as error:
+            raise in_words_of(asked, error) from error
+        made += [first] * asked.n
+    made = [dataclasses.replace(one, sequence=one.sequence + _APART * place) for place, one in enumerate(made)]
+    return Line(number, found, {"custom_id": fields["custom_id"]}, made[0], others=tuple(made[1:]), asked=asked)
+
+
+def digest(raw: bytes) -> str:
+    """A fingerprint of a line without the white space around it."""
+    return hashlib.sha256(raw.strip()).hexdigest()[:32]
+
+
+def reason_of(error: Exception) -> str:
+    """An error's message as part of a sentence, cut to a readable length."""
+    text = str(error).rstrip(".")
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
+
+
+def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
+    """Take the prompt or the messages out of a line's fields."""
+    prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
+    if (prompt is None) == (messages is None):
+        raise InputError('it must have either "prompt" or "messages"')
+    if messages is None:
+        if not isinstance(prompt, str):
+            raise InputError('its "prompt" is no text')
+        prompt.encode()
+        return prompt
+    is_chat = isinstance(messages, list) and messages
+    if not is_chat or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise InputError('its "messages" are no list of {"role": "…", "content": "…"}')
+    for message in messages:
+        message["content"].encode()
+    return cast(list[dict[str, str]], messages)

@@ -1,0 +1,360 @@
+"""The output of a batch job: whole lines, so that a job that was stopped can be resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from kvkeep import result_files
+from kvkeep.batch import input
+from kvkeep.batch.input import COMPLETION, Line
+from kvkeep.engine.request import Result
+from kvkeep.errors import InputError
+from kvkeep.openai.responses import Show, answer
+
+# The lines of an output: how a completion is written, and recognised by a later run.
+#
+# An output line begins with the completion, and the completion with the number and the fingerprint of its input line; a
+# line in OpenAI's format has both in its ``id``. So the first bytes show that a job wrote the line, even if the machine
+# stopped before the rest was written.
+
+_BEGINNING = f'{{"{COMPLETION}": {{"line": %d, "digest": "%s", '
+_WRITTEN_HERE = re.compile(
+    rb'\{"completion": \{"line": \d+, "digest": "[0-9a-f]{32}", |\{"id": "batch_req_\d+_[0-9a-f]{32}", '
+)
+
+
+def record(line: Line, results: Sequence[Result], made_by: Mapping[str, Any], show: Show) -> dict[str, Any]:
+    """A line of the output.
+
+    Args:
+        line: the line of the input.
+        results: the results of its requests.
+        made_by: the settings of the job.
+        show: returns the text of a token, for log-probabilities in OpenAI's format.
+    """
+    if line.asked is not None:
+        name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
+        body = answer(line.asked, results, name=name, created=int(time.time()), model=model, show=show)
+        found = input.line(line.number, line.digest, line.custom_id, body)
+        return {**found, "kvkeep": result_files.finite([_kept(one) for one in results]), "made_by": made_by}
+    own = {"options": line.options} if line.options else {}
+    origin = {"line": line.number, "digest": line.digest, "made_by": made_by, **own}
+    return {COMPLETION: result_files.finite({**origin, **_completion(results[0])}), **line.fields}
+
+
+def as_line(fields: Mapping[str, Any]) -> bytes:
+    """A line of strict JSON in UTF-8. Text that UTF-8 cannot hold, such as half of a character, is escaped."""
+    try:
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(fields, allow_nan=False).encode() + b"\n"
+
+
+def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
+    """The number, the fingerprint and the settings of an earlier run's line."""
+    try:
+        fields = json.loads(raw)
+        if (found := input.origin(fields)) is not None:
+            return (*found, {"format": 1, **fields["made_by"]})
+        completion = fields[COMPLETION]
+        made_by = {"format": 1, **completion["made_by"]}  # the first version did not name itself
+        return int(completion["line"]), str(completion["digest"]), made_by
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise InputError(
+            f"{name} holds a line that is no completion, so this job cannot go on there. Give another output file."
+        ) from error
+
+
+def is_ours(torn: bytes, digests: Mapping[int, str], batch_lines: Collection[int]) -> bool:
+    """Whether a line that was cut short was written by this job.
+
+    Args:
+        torn: the line.
+        digests: line number → fingerprint, of the input's lines.
+        batch_lines: the numbers of lines in OpenAI's format.
+    """
+    kinds = ((input.BEGINNING if number in batch_lines else _BEGINNING, number) for number in digests)
+    beginnings = ((kind % (number, digests[number])).encode() for kind, number in kinds)
+    return bool(_WRITTEN_HERE.match(torn)) or any(beginning.startswith(torn) for beginning in beginnings)
+
+
+def _completion(result: Result) -> dict[str, Any]:
+    found = {
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.token_ids),
+        "queued_s": result.queued_s,
+        "ttft_s": result.ttft_s,
+        "tpot_s": result.tpot_s,
+        **_kept(result),
+    }
+    if result.logprobs:
+        found["logprobs"] = [dataclasses.asdict(entry) for entry in result.logprobs]
+    return found
+
+
+def _kept(result: Result) -> dict[str, Any]:
+    """What a request kept: its budget, and the share of attention that evicted tokens carried."""
+    found = {"budget": result.budget, "lost_mass": dataclasses.asdict(result.lost_mass)}
+    return found if result.guarded is None else {**found, "guarded": result.guarded}
+
+
+FORMAT = 3
+"""Version of the lines. Older versions chunked prompts and drew tokens differently, so their jobs are not resumed."""
+
+LAYOUT = "weight_layout"
+"""The setting that says how weights were laid out for speed. A job goes on under another one, too."""
+
+SHOWN = 200
+"""Characters of a setting that an error shows."""
+
+SYNC_S = 2.0
+"""Seconds after which the next line is followed by a sync to the disk."""
+
+
+class Output:
+    """A file of completions. It is written line by line, and nothing that other programs wrote is overwritten.
+
+    Args:
+        file: open for writing.
+        name: name of the file in messages.
+        path: its path; ``None`` for a stream, in which no job can be resumed.
+
+    Attributes:
+        name: name of the file in messages.
+        done: line number → fingerprint, of all lines with a completion.
+        made_by: the settings of these completions; empty if there are none.
+        show: returns the text of a token, for log-probabilities in OpenAI's format.
+    """
+
+    def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
+        self._file, self.name, self._path = file, name, path
+        self.done: dict[int, str] = {}
+        self.made_by: dict[str, Any] = {}
+        self.show: Show = lambda before, token: str(token)
+        self._own: dict[str, Any] = {}
+        self._torn: bytes = b""
+        self._torn_at = 0
+        self._synced = time.monotonic()
+
+    @classmethod
+    def open(cls, path: Path) -> Output:
+        """Open and lock a file, and read the completions of an earlier run from it. A pipe or a device has none.
+
+        Raises:
+            InputError: the file cannot be read or written, another job is writing to it, or it holds something else.
+        """
+        try:
+            to_file = path.is_file() or not path.exists()
+            file = path.open("ab+" if to_file else "wb")
+        except OSError as error:
+            raise InputError(f"The output {path} cannot be written: {error.strerror}. {_remedy(path)}") from error
+        output = cls(file, str(path), path if to_file else None)
+        try:
+            if to_file:
+                result_files.Lock(file, str(path))
+                file.seek(0)
+                output._take_up(file)
+        except OSError as error:
+            file.close()
+            raise InputError(f"The output {path} cannot be read: {error.strerror}.") from error
+        except InputError:
+            file.close()
+            raise
+        return output
+
+    def _take_up(self, file: IO[bytes]) -> None:
+        """Read the completions of an earlier run, and the line at which the run was killed."""
+        end = 0
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                self._torn, self._torn_at = raw, end
+                return
+            end += len(raw)
+            number, digest, made_by = origin_of(raw, self.name)
+            if self.made_by and (differences := _differences(self.made_by, made_by)):
+                raise InputError(
+                    f"{self.name} holds completions of different jobs, with {differences[0]} and with "
+                    f"{differences[1]}. Give another output file."
+                )
+            self.done[number] = digest
+            self.made_by = made_by
+
+    def agree(self, made_by: Mapping[str, Any]) -> None:
+        """Set the settings that are written with each completion.
+
+        The weights' fingerprint and layout may be missing at first; then this is called again with them.
+
+        Raises:
+            InputError: the file was written with other settings.
+        """
+        self._own = {"format": FORMAT, **made_by}
+        if self.made_by and (differences := _differences(self.made_by, self._own)):
+            raise InputError(
+                f"{self.name} was written with {differences[0]}, and this job has {differences[1]}. Give another "
+                "output file, or the same settings and weights."
+            )
+
+    @property
+    def weight_layout(self) -> tuple[bool, bool] | None:
+        """How an earlier run of the job laid out the weights, see `kvkeep.models.prepare.chosen`; `None` if unknown."""
+        said = self.made_by.get(LAYOUT)
+        if isinstance(said, list | tuple) and [type(one) for one in said] == [bool, bool]:
+            return said[0], said[1]
+        return None
+
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """The settings that are written with each completion."""
+        return self._own
+
+    def check(self, digests: Mapping[int, str], batch_lines: Collection[int] = ()) -> None:
+        """Check that the completions in the file belong to an input; nothing is changed.
+
+        Args:
+            digests: line number → fingerprint, of the input's lines that can be run.
+            batch_lines: the numbers of lines in OpenAI's format.
+
+        Raises:
+            InputError: a line with a completion has changed or is gone, or the file ends with bytes that no run of
+                this job can have left.
+        """
+        for number, known in self.done.items():
+            if number in digests and known != digests[number]:
+                raise InputError(
+                    f"Line {number} of the input is not the one that {self.name} was written for. Give another "
+                    "output file."
+                )
+        if missing := self.done.keys() - digests.keys():
+            raise InputError(
+                f"{self.name} holds a completion of line {min(missing)}, which the input has not, or which cannot be "
+                "run any more. Give another output file, or the input that it was written for."
+            )
+        written = self._torn.rstrip(b"\0")  # a power cut leaves zeros at the end
+        if self._torn and not (is_ours(written, digests, batch_lines) if written else self.done):
+            raise InputError(
+                f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
+                "Give another output file, or remove that line."
+            )
+
+    def write(self, line: Line, *results: Result) -> None:
+        """Write the completion of a line, or its answer with the results of all its requests.
+
+        Raises:
+            InputError: the disk is full or fails; earlier lines stay.
+        """
+        self.put(line.number, line.digest, as_line(record(line, results, self._own, self.show)))
+
+    def put(self, number: int, digest: str, whole: bytes) -> None:
+        """Write the line of the output that a worker has made for a line of the input, see `own`.
+
+        Raises:
+            InputError: the disk is full or fails; earlier lines stay.
+        """
+        with self._explained():
+            self._cut()
+            self._file.write(whole)
+            self._file.flush()
+            if self._path and time.monotonic() - self._synced > SYNC_S:
+                self._sync()
+        self.done[number] = digest
+
+    def finish(self) -> set[int]:
+        """Sync the file, read it again by its name, and return the numbers of this job's lines in it.
+
+        Raises:
+            InputError: the disk is full or fails.
+        """
+        with self._explained():
+            self._cut()
+            self._file.flush()
+            if self._path is None:
+                return set(self.done)
+            self._sync()
+        found = Output(self._file, self.name)
+        with contextlib.suppress(OSError, InputError), self._path.open("rb") as file:
+            found._take_up(file)
+        return {number for number, digest in found.done.items() if self.done.get(number) == digest}
+
+    def _cut(self) -> None:
+        """Remove a line that was cut short; it is generated again.
+
+        Raises:
+            InputError: the end of the file has changed since it was opened.
+        """
+        if self._torn:
+            self._file.seek(self._torn_at)
+            if self._file.read(len(self._torn) + 1) != self._torn:
+                raise InputError(
+                    f"Something else wrote to {self.name} after this job had begun, where a completion was cut short. "
+                    "Nothing was removed: give another output file, or remove what is no completion."
+                )
+            self._file.truncate(self._torn_at)
+            self._torn = b""
+
+    def _sync(self) -> None:
+        result_files.sync(self._file)
+        self._synced = time.monotonic()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn a failed write into an `InputError`."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise InputError(
+                f"{self.name} cannot be written: {error.strerror}. {len(self.done)} lines are complete; when that is "
+                "mended, the same command goes on after them."
+            ) from error
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):  # a failed write was reported before
+            self._file.close()
+
+
+def _remedy(path: Path) -> str:
+    """What to do about an output that cannot be opened."""
+    if os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
+        return "Give the name of a file in that folder."
+    folder = path.parent
+    if os.path.isdir(folder):
+        return "Give another file."
+    return f"There is no folder {folder}; make it, or give another file."
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Two settings' differences in words, one text for each; ``None`` if they agree.
+
+    Unknown weights are ignored, and how weights are laid out.
+    """
+    known = {*one, *other} - {LAYOUT}
+    if not ("weights" in one and "weights" in other):
+        known -= {"weights"}
+    names = sorted(name for name in known if one.get(name) != other.get(name))
+
+    def words(settings: Mapping[str, Any]) -> str:
+        return ", ".join(
+            f"{name:.80}={_shown(settings[name])}" if name in settings else f"the default {name:.80}" for name in names
+        )
+
+    return (words(one), words(other)) if names else None
+
+
+def _shown(value: object) -> str:
+    """A setting as an error shows it, whatever the file holds."""
+    found = json.dumps(value)
+    return found if len(found) <= SHOWN else f"{found[:SHOWN]}…"

@@ -1,0 +1,279 @@
+"""A batch job's lines before they run: a survey with a few numbers of each, and the file of lines that cannot run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias
+
+from kvkeep import result_files
+from kvkeep.batch import input
+from kvkeep.batch.input import BadLine, Line, digest, reason_of
+from kvkeep.batch.output import as_line
+from kvkeep.batch.progress import Work
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import Request, Structure, structure_of
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.errors import InputError, KVKeepError
+from kvkeep.openai.messages import decoded
+from kvkeep.pins import Spans, spans
+from kvkeep.snapshot import Snapshot
+
+_BAD_FIELDS = {"line", "reason", "text"}
+_MOST_MODELS = 3
+
+
+class Shape(NamedTuple):
+    """The properties of a line's requests that decide whether an engine accepts them, and their number and tokens.
+
+    Attributes:
+        prompt_tokens: of the longest one.
+        max_new_tokens: of each.
+        policy: of all.
+        budget: of all.
+        requests: how many there are.
+        work: tokens of all.
+        is_batch_line: whether the line is in OpenAI's format.
+        pins: of all.
+        guard: of all.
+        structure: the form of all.
+    """
+
+    prompt_tokens: int
+    max_new_tokens: int
+    policy: str | None
+    budget: int | None
+    requests: int
+    work: Work
+    is_batch_line: bool
+    pins: Spans
+    guard: float | None
+    structure: Structure | None
+
+
+Judge: TypeAlias = Callable[[Sequence[Shape]], Sequence[str | None]]
+"""Says why an engine refuses requests of each shape; ``None`` where it does not."""
+
+
+@dataclass
+class Survey:
+    """The lines of a job with their lengths.
+
+    Attributes:
+        memory: the memory that every line follows.
+        digests: line number → fingerprint, of every line that can be run.
+        bad: line number → reason, of every line that cannot be run.
+        models: models that lines in OpenAI's format name, a few of them.
+    """
+
+    memory: Snapshot | None = None
+    digests: dict[int, str] = field(default_factory=dict)
+    bad: dict[int, str] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
+    _shapes: dict[int, Shape] = field(default_factory=dict)
+    _known: dict[Shape, Shape] = field(default_factory=dict)
+    _names: dict[bytes, int] = field(default_factory=dict)
+    _params: dict[int, str] = field(default_factory=dict)
+
+    def add(self, line: Line | BadLine) -> BadLine | None:
+        """Enter a line; return it if it cannot be run, perhaps because an earlier line has its name."""
+        earlier = line.custom_id is not None and self._names.setdefault(_key(line.custom_id), line.number)
+        if earlier and earlier != line.number and isinstance(line, Line):
+            line = BadLine(line.number, f"its custom_id is that of line {earlier}, too", line.custom_id, "custom_id")
+        if isinstance(line, BadLine):
+            self.bad[line.number] = line.reason
+            self._params |= {line.number: line.param} if line.param else {}
+            return line
+        shape = _shape(line)
+        self.digests[line.number] = line.digest
+        self._shapes[line.number] = self._known.setdefault(shape, shape)
+        if line.asked and line.asked.model is not None and len(self.models) < _MOST_MODELS:
+            self.models.add(line.asked.model)
+        return None
+
+    def entries(
+        self, lines: Iterable[tuple[int, bytes]], failed: Mapping[int, str], *, bad: bool
+    ) -> Iterator[dict[str, Any]]:
+        """The entries of the file of lines without an answer.
+
+        Args:
+            lines: all lines, read once more.
+            failed: line number → reason, of lines that failed while they ran.
+            bad: whether lines that cannot be run are among them.
+        """
+        reasons = {**(self.bad if bad else {}), **failed}
+        for number, raw in lines:
+            if number in reasons:
+                yield _entry(number, raw, reasons[number], self._params.get(number), failed=number in failed)
+
+    def is_settled(self, entry: Mapping[str, Any]) -> bool:
+        """Whether the line of an entry by an earlier run is here and can be run.
+
+        The text of a line in kvkeep's format must be unchanged: perhaps it is nowhere else.
+        """
+        if "text" in entry:
+            number, text = entry["line"], str(entry["text"])
+            return isinstance(number, int) and self.digests.get(number) == digest(text.encode(errors="replace"))
+        name = entry["custom_id"]
+        return isinstance(name, str) and self._names.get(_key(name)) in self.digests
+
+    @property
+    def requests(self) -> int:
+        """The number of all requests."""
+        return sum(self._shapes[number].requests for number in self.digests)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest line, the memory, prompt and new tokens together."""
+        before = self.memory.seen if self.memory else 0
+        return max((before + shape.prompt_tokens + shape.max_new_tokens for shape in self._known), default=0)
+
+    @property
+    def longest_line(self) -> int:
+        """The number of the first line of that length."""
+        before = self.memory.seen if self.memory else 0
+        lengths = ((n, before + shape.prompt_tokens + shape.max_new_tokens) for n, shape in self._shapes.items())
+        return next(n for n, length in lengths if length == self.longest)
+
+    def work(self, numbers: Iterable[int]) -> Work:
+        """The tokens of these lines."""
+        works = [self._shapes[number].work for number in numbers]
+        return Work(sum(work.prompt for work in works), sum(work.new for work in works))
+
+    @property
+    def batch_lines(self) -> set[int]:
+        """The numbers of lines in OpenAI's format."""
+        return {number for number, shape in self._shapes.items() if shape.is_batch_line}
+
+    @property
+    def policies(self) -> set[str]:
+        """The policies that lines name."""
+        return {shape.policy for shape in self._known if shape.policy is not None}
+
+    def check(self, judge: Judge, numbers: Sequence[int]) -> dict[int, str]:
+        """The lines that an engine refuses, with the reasons; no line is read again."""
+        shapes = list(dict.fromkeys(self._shapes[number] for number in numbers))
+        verdicts = dict(zip(shapes, judge(shapes), strict=True))
+        return {number: reason for number in numbers if (reason := verdicts[self._shapes[number]])}
+
+    def set_aside(self, found: dict[int, str]) -> None:
+        """Move lines to those that cannot be run."""
+        self.bad |= found
+        for number in found:
+            del self.digests[number]
+
+
+def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None:
+    """Why an engine refuses a request of this shape; ``None`` if it does not."""
+    sampling = Sampling(max_new_tokens=shape.max_new_tokens)
+    try:
+        own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "memory": memory}
+        own["structured_outputs"] = shape.structure
+        engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
+    except KVKeepError as error:
+        return reason_of(error)
+    return None
+
+
+def _shape(line: Line) -> Shape:
+    longest = max(line.requests, key=lambda one: len(one.prompt or ()))
+    policy = longest.policy if isinstance(longest.policy, str) else None
+    prompt, new = len(longest.prompt or ()), longest.sampling.max_new_tokens
+    work = Work(sum(len(one.prompt or ()) for one in line.requests), new * len(line.requests))
+    pins, guard, form = spans(longest.pins), longest.guard, structure_of(longest.structured_outputs)
+    is_batch_line = line.asked is not None
+    return Shape(prompt, new, policy, longest.budget, len(line.requests), work, is_batch_line, pins, guard, form)
+
+
+def _key(custom_id: str) -> bytes:
+    """A short stand-in for a name of any length."""
+    return hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:16]
+
+
+def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: bool) -> dict[str, Any]:
+    """The entry of a line without an answer: in OpenAI's format, or its number, the reason and its text."""
+    with suppress(ValueError, RecursionError, KVKeepError):
+        if input.is_batch_line(fields := decoded(raw)):
+            name = input.custom_id_of(fields)
+            return input.error_line(number, digest(raw), name, reason, failed=failed, param=param)
+    text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+    return {"line": number, "reason": reason, "text": text}
+
+
+def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file of lines without an answer; the file of an earlier job is replaced.
+
+    Raises:
+        InputError: the file there was not written by a job, another job writes to it, or it cannot be written.
+    """
+    try:
+        with _free(path):
+            result_files.remove_leftovers(path.parent, {path.name})
+            result_files.write_whole(path, b"".join(map(as_line, found)))
+    except OSError as error:
+        raise InputError(f"{path}, for lines that cannot be run, cannot be written: {error.strerror}.") from error
+
+
+def remove_bad(path: Path, survey: Survey) -> None:
+    """Remove the file of lines without an answer that an earlier job has written, if all its lines can be run now.
+
+    Raises:
+        InputError: another job writes to it, or it cannot be removed.
+    """
+    try:
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                result_files.Lock(file, str(path))
+                entries = [_entry_of(raw) for raw in file]
+                if entries and all(entry is not None and survey.is_settled(entry) for entry in entries):
+                    path.unlink()
+    except OSError as error:
+        raise InputError(f"{path}, which an earlier job has written, cannot be removed: {error.strerror}.") from error
+
+
+@contextmanager
+def _free(path: Path) -> Iterator[None]:
+    """Lock a file that is about to be replaced, if there is one.
+
+    Raises:
+        InputError: the file was not written by a job, or another job writes to it.
+    """
+    if not os.path.lexists(path):
+        yield
+        return
+    if not path.is_file():
+        raise foreign(path)
+    with path.open("rb") as file:
+        result_files.Lock(file, str(path))
+        if not _are_entries(file):
+            raise foreign(path)
+        yield
+
+
+def foreign(path: Path) -> InputError:
+    """The error for a file that stands where lines without an answer are set aside, and that must not be replaced."""
+    return InputError(
+        f"{path}, where lines that cannot be run are set aside, exists and holds something else. Rename it, or give "
+        "another output file."
+    )
+
+
+def _are_entries(file: IO[bytes]) -> bool:
+    """Whether a file has lines, and each is an entry of a line without an answer."""
+    found = [_entry_of(raw) is not None for raw in file]
+    return bool(found) and all(found)
+
+
+def _entry_of(raw: bytes) -> dict[str, Any] | None:
+    """The entry of a line without an answer; ``None`` if this is none."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    is_entry = isinstance(found, dict) and (found.keys() == _BAD_FIELDS or input.is_error_line(found))
+    return found if is_entry else None

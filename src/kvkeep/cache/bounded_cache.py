@@ -1,0 +1,299 @@
+"""The cache that transformers' models and ``generate`` work with: one `Layer` for each layer of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import BatchEncoding, PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+
+from kvkeep.cache.hf_layers import (
+    BoundedLayer,
+    CountingLayer,
+    CountingStepper,
+    HandingLayer,
+    PhasedCache,
+    beside_state,
+    handing_part,
+    refuse_rollback,
+    usual,
+)
+from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import Layout, caches_latents, windows_of
+from kvkeep.cache.shared_budget import Together
+from kvkeep.cache.token_history import Decodes, History, Ids, device_of, padded, rows_of
+from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
+from kvkeep.kv.lost_mass import LostShares, shares
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.pins import spans_of_rows
+from kvkeep.policies import DEFAULT
+from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse
+from kvkeep.snapshot.cache_mixin import SnapshotCache
+from kvkeep.snapshot.snapshot import Settings, identities
+from kvkeep.types import Phase
+
+
+class BoundedCache(SnapshotCache):
+    """A KV cache in a fixed amount of memory, for any attached model.
+
+    Args:
+        config: the model's configuration. The model must be attached (`kvkeep.attach`) before it is run.
+        policy: a policy or its string, e.g. ``"h2o:recent=512"``; by default `kvkeep.policies.DEFAULT`.
+        budget: tokens kept per layer and KV head, one number or one per row of the batch. Layers with a sliding
+            window keep at most the window.
+        prefill_chunk: bounds memory to ``budget + prefill_chunk`` tokens during the prompt; ``None`` takes the whole
+            prompt at once. Pass ``prefill_chunk_size`` to ``generate`` too, to bound the model's activations as well.
+        sequences: identity of each row for policies with randomness; rows get the same stream if not given.
+        layer_budget: how the budget is spread over the layers: ``uniform``, ``ramp:0.2``, ``pyramid:20`` or one weight
+            per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
+        head_budget: how the budget is divided among KV heads: ``uniform``, ``ada:0.2`` (by scores at the end of a
+            prompt, within each layer), ``global:0.2`` (over all layers with full attention) or ``profile:FILE`` (by a
+            file); by default by the policy's own rule. See ``docs/heads.md``.
+        positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
+            than the model's trained length. By default the policy's own mode, where the model allows it.
+        kv_bits: bits of keys and values in the slots: ``"8"``, ``"4"`` or ``"k8v4"`` (keys in 8, values in 4). By
+            default, and with 16, slots have the model's dtype. See ``docs/quantised.md``.
+        pins: spans of positions that no policy may evict, such as ``[(0, 120)]`` for the first 120 tokens (padding not
+            counted), or a list of spans for each row. A layer with a sliding window forgets them with the window.
+
+    Raises:
+        BudgetError: the budget is out of range or smaller than what the policy and the pins protect.
+        InputError: ``config`` is no configuration, ``sequences`` are no whole numbers, ``positions`` names no mode,
+            ``kv_bits`` no number of bits, or ``pins`` are no spans.
+        UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
+        PolicyError: the policy string is wrong.
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+
+    def __init__(  # noqa: PLR0913  the choices of a user
+        self,
+        config: PreTrainedConfig,
+        policy: str | Policy = DEFAULT,
+        budget: int | Sequence[int] = 1024,
+        *,
+        prefill_chunk: int | None = None,
+        sequences: Sequence[int] | None = None,
+        layer_budget: str | Sequence[float] | None = None,
+        positions: str | None = None,
+        head_budget: str | None = None,
+        kv_bits: str | int | None = None,
+        pins: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]] = (),
+    ):
+        if not isinstance(config, PreTrainedConfig):
+            raise InputError(
+                f"BoundedCache takes a model's configuration, not {type(config).__name__}: pass model.config."
+            )
+        sequences = None if sequences is None else identities(sequences)
+        self.policy = parse(policy) if isinstance(policy, str) else policy
+        if not isinstance(self.policy, Policy):
+            raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
+        self.budget = budget
+        spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget}
+        rules: dict[str, Any] = {"prefill_chunk": prefill_chunk, "positions": positions, "kv_bits": kv_bits}
+        layout = Layout.of(config, self.policy, **rules, **spread)
+        self.policy = layout.policy
+        self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
+        self._first, self._prompt_columns = min(layout.windows, default=0), 0
+        pinned = spans_of_rows(pins)
+        cascade = self.policy.cascades(self._first) if self.policy.cascades else None
+        together = Together.by_layer(layout.sharing)
+        layers: list[Any] = DynamicCache(config=config).layers
+        each = zip(layout.windows.items(), layout.policies, layout.spread(budget), strict=True)
+        for (number, window), own, numbers in each:
+            bounded = Layer(
+                own,
+                numbers,
+                index=number,
+                window=window,
+                prefill_chunk=prefill_chunk,
+                sequences=sequences,
+                rotation=layout.rotation,
+                cascade=cascade,
+                together=together.get(number),
+                pins=pinned,
+                kv_bits=layout.kv_bits,
+            )
+            bounded.rotary, bounded.heads = layout.rotary, layout.heads
+            layers[number] = beside_state(BoundedLayer(bounded), layers[number])
+        super().__init__(layers=layers)
+        self.latent = caches_latents(config)
+        self._profile = layout.profile
+        self._settings = Settings.of(config, budget, layout, prefill_chunk, cascade)
+        self._history: History | None = None
+
+    def continue_with(
+        self, ids: Ids, attention_mask: Tensor | None = None, *, tokenizer: Decodes | None = None
+    ) -> BatchEncoding:
+        """Compare a conversation with the tokens that the cache holds, and return the model's input for the rest.
+
+        ``model(**cache.continue_with(ids))`` and ``model.generate(**cache.continue_with(ids))`` feed the new tokens
+        only, as a prompt. From its first call on, the cache records the ids of all tokens that an attached model feeds.
+
+        Args:
+            ids: token ids of the whole conversation: one row or several, or a tokenizer's output.
+            attention_mask: 0 where a token of ``ids`` is padding.
+            tokenizer: shows the text around the place where conversation and cache part.
+
+        Returns:
+            ``input_ids`` (the new tokens), ``attention_mask``, ``position_ids``, and the cache under the name that
+            transformers gives it.
+
+        Raises:
+            InputError: the conversation does not begin with the tokens that the cache holds, or has no more than them;
+                or the ids of some of them are not known.
+            ShapeError: the batch has another number of rows.
+            BrokenCacheError: a step failed in some layer.
+
+        Cost:
+            4 bytes of main memory for each token.
+        """
+        self._check_whole()
+        held, history = self._columns, self._history or History()
+        if history.columns < held:
+            raise InputError(
+                f"The cache holds {held} tokens, and the ids of {held - history.columns} are not known: they were fed "
+                "before the first continue_with, or past an attached model. Call reset() and begin with continue_with, "
+                "or call cache.note(ids) before each run."
+            )
+        history.forget_after(held)
+        rest, real = padded(history.rest_of(rows_of(ids, attention_mask), tokenizer))
+        self._history, self._prompt_columns = history, held + rest.shape[1]
+        all_real = torch.cat([history.table()[1].cpu(), real], dim=1) if held else real
+        places = (all_real.cumsum(dim=1) - 1).clamp(min=0)[:, held:]
+        inputs = {"input_ids": rest, "attention_mask": all_real.long(), "position_ids": places}
+        return BatchEncoding({**inputs, usual(): self}).to(device_of(ids, self._device))
+
+    def note(self, ids: Int[Tensor, "B T"], attention_mask: Tensor | None = None) -> None:
+        """Record the ids of tokens that are about to be fed, after `continue_with`; an attached model calls it itself.
+
+        Args:
+            ids: the token ids.
+            attention_mask: 0 where a column is padding, of all columns or of the new ones.
+        """
+        if self._history is not None:
+            real = torch.ones_like(ids, dtype=torch.bool)
+            if attention_mask is not None and attention_mask.ndim == 2:
+                real = attention_mask[:, -ids.shape[1] :].to(ids.device).bool()
+            self._history.add(ids, real, held=self._columns)
+
+    @property
+    def records(self) -> bool:
+        """Whether token ids are recorded: from the first `continue_with` on."""
+        return self._history is not None
+
+    def phase_at(self, columns: int) -> Phase | None:
+        """Return `Phase.PREFILL` for the tokens that `continue_with` returned."""
+        return Phase.PREFILL if columns < self._prompt_columns else None
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays allocated."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._history, self._prompt_columns, self.awaited = None, 0, None
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, next to itself."""
+        super().batch_repeat_interleave(repeats)
+        if self._history is not None and self._history.rows:
+            self._select(torch.arange(self._history.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
+        """Keep only the rows ``indices``, in that order."""
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def _select(self, index: Int[Tensor, " n"]) -> None:
+        if self._history is not None:
+            self._history.select_rows(index)
+
+    @property
+    def _columns(self) -> int:
+        """Columns that all layers have seen, padding included."""
+        first = self.bounded_layers().get(self._first)
+        return first.columns if first else 0
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the slots; the CPU before there are any."""
+        first = self.bounded_layers().get(self._first)
+        return first.seen.device if first and first.allocated else torch.device("cpu")
+
+    def _check_whole(self) -> None:
+        """Raise BrokenCacheError if a step has not ended, or layers have seen different tokens."""
+        layers = self.bounded_layers().values()
+        if any(layer.broken for layer in layers):
+            raise BrokenCacheError("a step failed between its beginning and its end")
+        if len({(layer.columns, layer.moves) for layer in layers}) > 1:
+            raise BrokenCacheError("a step, or a selection of rows, ended between two layers")
+
+    def bounded_layers(self) -> dict[int, Layer]:
+        """The layers with slots, by their number in the model. State-space and linear layers are left out."""
+        parts = enumerate(map(handing_part, self.layers))
+        return {i: part.layer for i, part in parts if isinstance(part, BoundedLayer)}
+
+    def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
+        """True positions of the tokens in a layer's slots, -1 = empty. The tensor is live: do not change it.
+
+        Raises:
+            UnsupportedOperationError: the layer has no slots, or nothing has been cached yet.
+        """
+        bounded = self.bounded_layers().get(layer)
+        if bounded is None or not bounded.allocated:
+            raise UnsupportedOperationError(
+                f"Layer {layer} holds no slots yet. Run the model once, and ask for one of the layers "
+                f"{list(self.bounded_layers())}."
+            )
+        return bounded.store.positions
+
+    def lost_mass(self) -> dict[int, LostShares]:
+        """The share of attention that evicted tokens carried, by layer, for each row and KV head; see `LostMass`."""
+        layers = {number: layer for number, layer in self.bounded_layers().items() if layer.allocated}
+        return {number: shares(layer.block.lost) for number, layer in layers.items()}
+
+    def memory(self) -> Memory:
+        """Bytes over all layers with slots, summed over real tensors."""
+        return sum((layer.memory() for layer in self.bounded_layers().values()), Memory())
+
+    def begin(self, layer_idx: int) -> HandingLayer | None:
+        """See `PhasedCache.begin`. A step begins with the first layer's tokens.
+
+        Raises:
+            BrokenCacheError: the previous step failed in some layer, so the layers have seen different tokens.
+        """
+        if layer_idx == self._first:
+            self._check_whole()
+        return super().begin(layer_idx)
+
+    def activate_past_recording(self) -> None:
+        """Refuse what assisted decoding needs.
+
+        Raises:
+            UnsupportedOperationError: always.
+        """
+        refuse_rollback()
+
+    def __repr__(self) -> str:
+        return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
+
+
+def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
+    """A cache without slots: the stepper of each layer with attention is made from the layer's number in the model.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+    layers: list[Any] = DynamicCache(config=config).layers
+    for number, window in windows_of(config).items():
+        layers[number] = beside_state(CountingLayer(make(number), window), layers[number])
+    cache = PhasedCache(layers=layers)
+    cache.latent = caches_latents(config)
+    return cache

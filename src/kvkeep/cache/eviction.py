@@ -1,0 +1,423 @@
+"""The only place that fills slots, empties them or moves them: tokens come in, and the weakest are evicted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.attention_stats import Statistic
+from kvkeep.backends import Added, Backend, Limits, Repeat, Ring
+from kvkeep.errors import CapacityError, PolicyError
+from kvkeep.kv import lost_mass, ranking
+from kvkeep.kv.block import Block, settle
+from kvkeep.pins import Spans
+from kvkeep.policies._head_budgets import average
+from kvkeep.policies.base import Policy
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
+
+# Budgets of heads from the scores of their tokens: the policy's rule, and what pins need beside it.
+
+
+def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
+    """The budgets that a policy gives to heads. Where pins need more, heads with more give of what they have above it.
+
+    The sum over a row's heads stays the same.
+    """
+    assert policy.spreads is not None
+    found = policy.spreads.heads(policy, view, score)
+    if view.pins is None:
+        return found
+    found = view.heads.all(found)
+    held = _needed(policy, view, found.sum(dim=-1, keepdim=True) // found.shape[1])
+    above = (found - held).clamp(min=0)
+    free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)
+    shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)
+    budgets = torch.where((found < held).any(dim=-1, keepdim=True), held + ranking.rounded(shares, free), found)
+    return view.heads.mine(budgets)
+
+
+def may_stay(
+    policy: Policy, view: View, score: Float[Tensor, "B Hk S"], mean: Int[Tensor, "B 1"], *, heads: int
+) -> Bool[Tensor, "B Hk S"]:
+    """Whether each token may stay when other heads will join the division; the others go, whatever these hold.
+
+    Args:
+        policy: its heads share a budget over the layers.
+        view: the heads that have come so far.
+        score: of their tokens.
+        mean: budget of a head on average.
+        heads: number of heads that will share the budget.
+    """
+    assert policy.spreads is not None
+    assert policy.spreads.ceilings is not None
+    view = replace(view, budget=mean)
+    most = policy.spreads.ceilings(policy, view, score, heads)
+    if view.pins is not None:
+        most = most.maximum(_needed(policy, view, mean)) + 2  # what `divided` may round up
+    best = ranking.keep(score.nan_to_num(nan=-torch.inf), view.positions, most)
+    return (best | protected_slots(policy, replace(view, budget=most))) & (view.positions >= 0)
+
+
+def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor, "B heads"]:
+    """The slots that each head needs for pinned tokens, and those that an equal share of the budget protects."""
+    pins = view.pins
+    assert pins is not None
+    view = replace(view, budget=mean)
+    coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(mean)[1]
+    return view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)  # generated tokens may be, too
+
+
+def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:
+    """Whether each slot holds a token that may not be evicted: a sink, a recent one or a pinned one."""
+    sinks, recent = policy.protected(view.budget)
+    held = ranking.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+    return held & (view.positions >= 0)
+
+
+def append(
+    policy: Policy,
+    block: Block,
+    keys: Float[Tensor, "B Hk 1 D"],
+    values: Float[Tensor, "B Hk 1 E"],
+    positions: Int[Tensor, "B 1"],
+    *,
+    backend: Backend,
+) -> None:
+    """Put one token per row into an empty slot of each head, with the policy's state for a new token."""
+    slot = backend.append(block.store.slots(), keys, values, positions)
+    for name, start in policy.slots.items():
+        block.state[name].scatter_(-1, slot, start)
+
+
+def fuses(policy: Policy, backend: Backend, *, window: int | None = None, even: bool = True) -> bool:
+    """Whether `fused` may take a decode step of this policy in a layer.
+
+    Args:
+        policy: the policy.
+        backend: the backend.
+        window: sliding window of the layer.
+        even: whether all heads of a row have the same budget.
+    """
+    if not backend.fuses or policy.focuses is not None or policy.cascades is not None or any(policy.slots.values()):
+        return False  # the kernel starts every state at 0
+    if policy.near is not None:
+        return False
+    if policy.tally is not None:
+        waits = policy.bursts is not None and policy.bursts.waits and window is None  # in a window heads differ in size
+        return backend.tallies and waits and even and _is_told(type(policy), "tally", "observe", "wants", "bursts")
+    rule = policy.sums
+    if rule is None or policy.bursts is not None or len(policy.slots) > 2:
+        return False
+    if rule.score is not None and rule.score not in policy.slots:
+        return False
+    is_told = _is_told(type(policy), "sums", "observe", "score", "wants")
+    return is_told and all(getattr(policy, name) == value for name, value in rule.only.items())
+
+
+def fused(
+    policy: Policy,
+    block: Block,
+    view: View,
+    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"], Int[Tensor, "B 1"]],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+    window: int | None,
+    backend: Backend,
+) -> Float[Tensor, "B Hq 1 E"] | None:
+    """Append, attend, observe and evict in one call of the backend, in place.
+
+    Args:
+        policy: one that `fuses`.
+        block: the slots, without the new token.
+        view: the block's slots as the policy sees them.
+        new: the query, key, value and position of each row's token; the position of padding is -1.
+        statistic: what the policy wants.
+        options: what the model's attention asks for.
+        window: sliding window of the layer.
+        backend: does the work.
+
+    Returns:
+        The attention output; ``None`` if the backend cannot take this step, and then nothing has changed.
+    """
+    added = _added(policy, block, view)
+    ring = added.ring
+    limits = _limits(policy, view, block.state, window=window) if ring is None else Limits(view.seen, window=window)
+    out = backend.step(*_token(block, new), statistic=statistic, options=options, added=added, limits=limits)
+    if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
+        block.lost[..., 2] += lost_mass.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
+    return out
+
+
+def repeated(
+    policy: Policy,
+    block: Block,
+    view: View,
+    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"], Int[Tensor, "B 1"]],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+    window: int | None,
+    backend: Backend,
+) -> Repeat | None:
+    """The same step as `fused` for other tokens, see `Backend.repeat`; ``None``: something may differ next time."""
+    if policy.grows is not None or policy.bursts is not None or view.pins is not None:
+        return None
+    limits, added = _limits(policy, view, block.state, window=window), _added(policy, block, view)
+    return backend.repeat(*_token(block, new), statistic=statistic, options=options, added=added, limits=limits)
+
+
+def _token(
+    block: Block,
+    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"], Int[Tensor, "B 1"]],
+) -> tuple[
+    Float[Tensor, "B Hq 1 D"],
+    Slots,
+    tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+    Int[Tensor, "B 1"],
+]:
+    """The query, the slots, the key and value, and the position, as a backend takes them."""
+    return new[0], block.store.slots(), new[1:3], new[3]
+
+
+def _added(policy: Policy, block: Block, view: View) -> Added:
+    """The state of a policy that `fuses`, as the backend updates it."""
+    state, lost = block.state, block.lost[..., 2:]
+    if policy.tally is None:
+        assert policy.sums is not None
+        score = policy.sums.score
+        names = sorted(policy.slots, key=lambda name: name != score)
+        return Added(tuple(state[name] for name in names), score is not None, lost=lost)
+    *words, mass, due = (state[name] for name in policy.slots)
+    window, least, drop = policy.tally.sizes(policy, view.budget)
+    ring = Ring(tuple(words), mass.new_empty(mass.shape), window, least, drop, view.budget)
+    return Added((mass, due), is_score=False, ring=ring, lost=lost)
+
+
+def _limits(policy: Policy, view: View, state: State, *, window: int | None) -> Limits:
+    """The number of slots that stay occupied, and which ones are protected."""
+    return Limits(view.seen, *policy.protected(view.budget), limit(policy, view, state, window=window), window)
+
+
+@functools.cache
+def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
+    """Whether an ability still describes the policy: no subclass has overridden an attribute of which it tells."""
+
+    def owner(name: str) -> type:
+        return next(base for base in kind.__mro__ if name in vars(base))
+
+    return all(issubclass(owner(ability), owner(name)) for name in names)
+
+
+def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> bool:
+    """After a decode step, empty slots of every row and head that holds too many tokens. No token moves.
+
+    Args:
+        policy: scores the slots and says how many stay.
+        block: the slots, with the new token among them.
+        view: the block's slots as the policy sees them.
+        window: sliding window of the layer; expired slots are emptied first, see `scores.expire`.
+        backend: does the work.
+
+    Returns:
+        Whether a slot may have been emptied, apart from expired ones.
+    """
+    held = block.store.positions  # the view has the same tensor: a token that expires here has expired there, too
+    if window is not None:
+        backend.expire(held, block.seen, window)
+    if policy.bursts is not None and policy.bursts.waits and not backend.is_over(held, view.budget):
+        return False
+    stays = limit(policy, view, block.state, window=window)
+    at_hand = policy.slots and policy.bursts is None and not policy.stochastic  # a score that costs nothing
+    if not at_hand and not backend.is_over(held, stays):
+        return False
+    if policy.bursts is not None:
+        held.masked_fill_(~ranking.keep(shielded(policy, view, block.state), held, stays), EMPTY)
+        return True
+    sinks, recent = policy.protected(view.budget)
+    score = _scores(policy, view, block.state)
+    if view.pins is not None:  # a backend knows of sinks and recent tokens only
+        score = ranking.above_all(score, ranking.pinned(held, view.pins))
+    backend.evict(held, score, Limits(view.seen, sinks, recent, stays))
+    return True
+
+
+def cut(
+    policy: Policy, block: Block, view: View, state: State, *, window: int | None, used: int, chunk: Slots | None = None
+) -> Bool[Tensor, "B Hk S"]:
+    """After a chunk, keep the best tokens of slots ∪ chunk, with their state. Tokens that have a slot stay there.
+
+    The state of the heads is written as it is.
+
+    Args:
+        policy: scores the tokens and says how many stay.
+        block: the slots, which are overwritten.
+        view: slots and chunk together; tokens that have left the sliding window are marked as empty.
+        state: the policy's state for slots and chunk.
+        window: sliding window of the layer.
+        used: slots among the view's tokens, which come first.
+        chunk: the chunk; ``None``: the view shows the slots of another block.
+
+    Returns:
+        Whether each token stays.
+    """
+    tokens = None
+    if policy.spreads is not None:
+        tokens = block.store.tokens(view, used=used)
+        block.spread(head_budgets(policy, view, state))
+        view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
+    stays = kept(policy, view, state, _scores(policy, view, state), window=window)
+    of_slots = {name: x for name, x in state.items() if name not in block.heads}
+    settle(block, view, stays, of_slots, used=used, chunk=chunk, tokens=tokens)
+    block.remember({name: x for name, x in state.items() if name in block.heads})
+    return stays
+
+
+def kept(
+    policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
+) -> Bool[Tensor, "B Hk S"]:
+    """Whether each token stays after a chunk."""
+    most = limit(policy, view, state, window=window)
+    there = view.positions >= 0
+    if there.is_cpu and bool((there.sum(dim=-1) <= most).all()):
+        return there
+    return ranking.keep(_shielded(policy, view, score), view.positions, most)
+
+
+def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
+    """The budgets that a policy gives to the heads of a layer by its scores, see `divided`."""
+    return divided(policy, view, scored(policy, view, state))
+
+
+def scored(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+    """The scores by which a budget is divided: those under the mean of the heads' budgets."""
+    return _scores(policy, replace(view, budget=average(view)), state)
+
+
+def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
+    """The number of slots that stay occupied; all of the budget in a row whose budget holds the whole sliding window.
+
+    Args:
+        policy: may leave a part of the budget free.
+        view: what the policy may look at.
+        state: the policy's state.
+        window: sliding window of the layer.
+    """
+    if policy.bursts is not None:
+        stays: Budget = policy.bursts.stays(policy, view, state)
+        if view.pins is not None:  # a burst ends at the protected tokens
+            least = protected_slots(policy, view).sum(dim=-1)
+            stays = torch.maximum(torch.as_tensor(stays, device=least.device), least)
+    elif policy.grows is not None:
+        stays = policy.grows.stays(view)
+    else:
+        return view.budget
+    if window is None:
+        return stays
+    if isinstance(view.budget, int):
+        return view.budget if view.budget >= window else stays
+    return torch.where(view.budget >= window, view.budget, torch.as_tensor(stays, device=view.budget.device))
+
+
+def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+    """The policy's scores after `scores.protect`."""
+    return _shielded(policy, view, _scores(policy, view, state))
+
+
+def _shielded(policy: Policy, view: View, found: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+    """Scores after `scores.protect`."""
+    sinks, recent = policy.protected(view.budget)
+    return ranking.protect(found, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+
+
+def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+    """The policy's scores, and those of heads that keep their first and newest tokens only.
+
+    Raises:
+        PolicyError: they are no floats, or not one for each slot.
+    """
+    found: object = policy.score(view, state)
+    if isinstance(found, Tensor):
+        if found.is_floating_point() and found.shape == view.positions.shape:
+            return found if policy.near is None else policy.near.score(view, found)
+        kind = f"{str(found.dtype).removeprefix('torch.')} of the shape {tuple(found.shape)}"
+    else:
+        kind = f"an object of the type {type(found).__name__}"
+    raise PolicyError(
+        f"{type(policy).__name__}.score returned {kind}. It must return floats of the shape of view.positions, here "
+        f"{tuple(view.positions.shape)}: for whole numbers add .float()."
+    )
+
+
+# Room for what may not be evicted: the tokens of policies that never evict, and pins. It is checked before a step.
+
+
+def check_room(
+    policy: Policy, block: Block, T: int, real: Bool[Tensor, "B T"] | None, *, phase: Phase, window: int | None
+) -> None:
+    """Refuse new tokens for which a policy that does not evict has no room.
+
+    Args:
+        policy: the eviction policy.
+        block: the slots.
+        T: new tokens per row.
+        real: which of them are no padding; ``None``: all.
+        phase: what the tokens are. Those that are only read again need no room.
+        window: sliding window of the layer.
+
+    Raises:
+        CapacityError: a row would hold more tokens than its budget.
+    """
+    grows = policy.grows is not None and phase is Phase.DECODE
+    if phase is Phase.PROBE or (policy.evicts and not grows):
+        return
+    coming = T if real is None else real.sum(dim=1, keepdim=True)
+    _check(block, coming + (block.held() if policy.evicts else block.seen[:, None]), window=window)
+
+
+def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> None:
+    """Refuse tokens for which there are no slots.
+
+    Args:
+        block: the slots and their budgets.
+        needed: slots that each row would occupy in each head, or in all heads.
+        window: sliding window of the layer. A budget that holds the whole window has room for any number of tokens.
+
+    Raises:
+        CapacityError: a row would hold more tokens than its budget.
+    """
+    if isinstance(block.budget, int) and bool((needed <= block.budget).all()):
+        return  # the usual case, without the operators below
+    room = torch.as_tensor(block.budget, device=needed.device).expand_as(needed)
+    endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
+    for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
+        n, budget = int(needed[row, head]), int(room[row, head])
+        raise CapacityError(
+            f"Row {row} has reached {n} tokens, its budget is {budget}, and this policy "
+            "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
+            "room), or another policy."
+        )
+
+
+def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *, window: int | None) -> None:
+    """Refuse pins for which a row has no room.
+
+    Args:
+        policy: protects tokens of its own.
+        budgets: one number for all rows, or one per row.
+        pins: one entry for all rows, or one per row.
+        window: sliding window of the layer. Where the budget holds all of it, no token has to go before it expires.
+
+    Raises:
+        BudgetError: a row's pinned and protected tokens are more than its budget.
+    """
+    rows = max(len(budgets), len(pins))
+    for row in range(rows if pins else 0):
+        budget = budgets[row if len(budgets) == rows else 0]
+        if window is None or budget < window:
+            policy.check_pins(budget, pins[row if len(pins) == rows else 0])

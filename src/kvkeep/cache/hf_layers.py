@@ -1,0 +1,418 @@
+"""The way of new keys and values from transformers to a layer: `HandingLayer` hands them on to attention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache as remembered
+from typing import Any, Final, NoReturn, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+
+from kvkeep.cache.layer import Layer
+from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
+from kvkeep.types import Phase, Stepper
+
+_BYPASSED = (
+    "The model computes attention itself instead of handing keys and values to kvkeep. If it was not attached, call "
+    "model = kvkeep.attach(model) first; otherwise kvkeep does not support it."
+)
+
+
+class HandedKeys(Tensor):
+    """New keys on their way from the cache to kvkeep's attention.
+
+    Any other attention would see only the tokens of this step and compute nonsense, so every other use of these keys
+    is an error. Reading their shape, dtype and device is allowed. A model with latent attention (DeepSeek) makes keys
+    and values of each head from them first; the results are handed keys as well.
+    """
+
+    layer: HandingLayer
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let attributes be read, compilers trace and latents be expanded, and refuse everything else.
+
+        Raises:
+            UnsupportedModelError: the model computes attention itself.
+        """
+        source = next((one.layer for one in tree_leaves((args, kwargs)) if isinstance(one, cls)), None)
+        latent = source is not None and source.latent
+        if func.__name__ != "__get__" and not latent and not torch.compiler.is_compiling():
+            raise UnsupportedModelError(_BYPASSED)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return tree_map_only(Tensor, source.tag, result) if latent and source is not None else result
+
+
+def unwrap(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, HandingLayer | None]:
+    """Ordinary keys and values, and the layer that handed them on; ``None`` if they come from no such layer."""
+    if not isinstance(keys, HandedKeys):
+        return keys, values, None
+    with torch._C.DisableTorchFunctionSubclass():
+        return keys.as_subclass(Tensor), values.as_subclass(Tensor), keys.layer
+
+
+class HandingLayer(CacheLayerMixin):
+    """What transformers sees of one layer: it hands new keys and values on to a `Stepper`, and stores nothing itself.
+
+    Args:
+        stepper: takes every step of the layer.
+        window: sliding window of the layer in tokens.
+
+    Attributes:
+        stepper: takes the steps; may be replaced by a wrapper around it.
+        phase: phase of the next step's tokens; ``None``: see `phase_of`.
+        latent: whether the model expands what it caches before it attends.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, stepper: Stepper, window: int | None):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stepper = stepper
+        self.window = window
+        self.handed = False
+        self.phase: Phase | None = None
+        self.latent = False
+        self.is_sliding = window is not None
+
+    @property
+    def columns(self) -> int:
+        """Columns seen so far, padding included. Here none: whoever runs the model gives positions."""
+        return 0
+
+    def lazy_initialization(
+        self, key_states: Float[Tensor, "B Hk T D"], value_states: Float[Tensor, "B Hk T E"]
+    ) -> None:
+        """Nothing to do: `Layer` allocates on its first step."""
+
+    def update(
+        self,
+        key_states: Float[Tensor, "B Hk T D"],
+        value_states: Float[Tensor, "B Hk T E"],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
+        """Hand the new keys and values on; the keys lead attention back to this layer."""
+        self.handed = True
+        return self.tag(key_states), value_states
+
+    def tag(self, tensor: Tensor) -> HandedKeys:
+        """The tensor, marked as this layer's."""
+        handed = tensor.as_subclass(HandedKeys)
+        handed.layer = self
+        return handed
+
+    def phase_of(self, T: int) -> Phase:
+        """The phase of ``T`` new tokens. Unless the cache says it, a single token after the first call is generated.
+
+        All other tokens are a prompt: the first call, and a longer piece later on, such as the next turn of
+        a conversation.
+        """
+        return self.phase or (Phase.DECODE if T == 1 and self.columns else Phase.PREFILL)
+
+    def take(self) -> Stepper:
+        """The stepper, for one call of attention after each `update`.
+
+        Raises:
+            UnsupportedModelError: attention was called twice for the same keys.
+        """
+        if not self.handed:
+            raise UnsupportedModelError(
+                "The model calls attention several times with the same keys and values (differential attention, for "
+                "example), which kvkeep does not support."
+            )
+        self.handed = False
+        return self.stepper
+
+    def get_seq_length(self) -> int:
+        """The logical length of the sequence, from which models derive positions."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the logical key axis."""
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit on the length of a sequence."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` under its name before transformers 5.16."""
+        return -1
+
+
+@runtime_checkable
+class CountingStepper(Stepper, Protocol):
+    """A stepper that counts the columns it has seen, padding included."""
+
+    columns: int
+
+
+class CountingLayer(HandingLayer):
+    """A layer that is as long as its stepper says.
+
+    Attributes:
+        layer: counts the columns, even if a wrapper takes the steps.
+    """
+
+    layer: CountingStepper
+
+    def __init__(self, layer: CountingStepper, window: int | None):
+        super().__init__(layer, window)
+        self.layer = layer
+
+    @property
+    def columns(self) -> int:
+        """Columns seen so far, padding included."""
+        return self.layer.columns
+
+
+class BoundedLayer(CountingLayer):
+    """What transformers sees of a `Layer`: its steps, its length and its rows."""
+
+    layer: Layer
+
+    def __init__(self, layer: Layer):
+        super().__init__(layer, layer.window)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays allocated."""
+        self.layer.reset()
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        self.layer.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, next to itself."""
+        if self.layer.allocated:
+            rows = self.layer.seen.new_tensor(range(len(self.layer.seen)))
+            self.layer.select_rows(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
+        """Keep only the rows ``indices``, in that order."""
+        self.layer.select_rows(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to roll back: evicted tokens cannot be brought back.
+
+        Raises:
+            UnsupportedOperationError: ``tokens_to_remove`` is not 0.
+        """
+        if tokens_to_remove:
+            refuse_rollback()
+
+
+def handing_part(layer: object) -> HandingLayer | None:
+    """The part of a cache's layer that hands keys on; ``None`` if it has none."""
+    part = getattr(layer, "keys_part", layer)
+    return part if isinstance(part, HandingLayer) else None
+
+
+class PhasedCache(Cache):
+    """A cache whose owner can set the phase of the next call's tokens.
+
+    Attributes:
+        phase: the phase; ``None``: see `HandingLayer.phase_of`.
+        latent: see `HandingLayer`.
+        shapes_alone: whether the model may be on the meta device, where nothing but shapes is computed.
+    """
+
+    phase: Phase | None = None
+    latent = False
+    shapes_alone = False
+
+    def phase_at(self, columns: int) -> Phase | None:
+        """Return the phase of tokens after so many columns, where the cache knows it and its owner does not say it."""
+        return None
+
+    def update(
+        self,
+        key_states: Float[Tensor, "B Hk T D"],
+        value_states: Float[Tensor, "B Hk T E"],
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
+        """Hand new keys and values to a layer, and set its phase.
+
+        Raises:
+            UnsupportedModelError: the model attended to latents by itself.
+        """
+        self.begin(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def begin(self, layer_idx: int) -> HandingLayer | None:
+        """Set the phase of a layer that is about to get new tokens; ``None`` if it hands nothing on.
+
+        Raises:
+            UnsupportedModelError: the model attended to latents by itself.
+        """
+        if (layer := handing_part(self.layers[layer_idx])) is not None:
+            layer.phase, layer.latent = self.phase or self.phase_at(layer.columns), self.latent
+            if self.latent and any(part.handed for part in map(handing_part, self.layers) if part is not None):
+                raise UnsupportedModelError(_BYPASSED)  # a layer before this one, or the last one of the last step
+        return layer
+
+
+def refuse_rollback() -> NoReturn:
+    """Refuse to remove the newest tokens of a cache.
+
+    Raises:
+        UnsupportedOperationError: always.
+    """
+    raise UnsupportedOperationError(
+        "A bounded cache cannot be cropped: tokens that are evicted cannot come back, so a rollback would leave a "
+        "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
+    )
+
+
+# Layers that have attention and a state of fixed size at once (FalconH1, Zamba).
+
+
+class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
+    """A layer with attention and a state beside it: keys go to one part, and the state of fixed size is the other.
+
+    Args:
+        keys: the part with keys and values.
+        state: transformers' own layer, of which only the state is used.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, keys: HandingLayer, state: LinearAttentionLayer):
+        self.keys_part: Any = keys
+        self.state = state
+        self.is_sliding = keys.is_sliding
+
+    def __getattr__(self, name: str) -> Any:
+        """The state's attributes.
+
+        Raises:
+            AttributeError: the state has none of this name either.
+        """
+        if name in ("state", "keys_part") or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.state, name)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand the new keys and values on."""
+        handed: tuple[Tensor, Tensor] = self.keys_part.update(*args, **kwargs)
+        return handed
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Update the state's convolution."""
+        return self.state.update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Update the state's recurrence."""
+        return self.state.update_recurrent_state(*args, **kwargs)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: both parts allocate on their first step."""
+
+    def get_seq_length(self) -> int:
+        """The logical length of the sequence."""
+        return int(self.keys_part.get_seq_length())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the logical key axis."""
+        length, offset = self.keys_part.get_mask_sizes(query_length)
+        return length, offset
+
+    def get_max_length(self) -> int:
+        """No limit on the length of a sequence."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` under its name before transformers 5.16."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget both parts."""
+        self.keys_part.reset()
+        LinearAttentionLayer.reset(self.state)  # its class may be one with keys
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        self.keys_part.reorder_cache(beam_idx)
+        LinearAttentionLayer.reorder_cache(self.state, beam_idx)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep only the rows ``indices``, in that order."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse to repeat rows, which transformers does not do for a state.
+
+        Raises:
+            UnsupportedOperationError: always.
+        """
+        raise UnsupportedOperationError(
+            "Rows of a cache with states cannot be repeated. Repeat the rows of input_ids before the first call."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to roll back, as the part with keys does."""
+        self.keys_part.crop(tokens_to_remove)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Both parts, for copies."""
+        return dict(vars(self))
+
+
+def state_part(layer: object) -> object | None:
+    """The part of a cache's layer that is a state; ``None`` if it has none."""
+    part = layer.state if isinstance(layer, HybridLayer) else layer
+    return None if isinstance(part, HandingLayer) else part
+
+
+def beside_state(keys: HandingLayer, original: object) -> HandingLayer | HybridLayer:
+    """A layer that takes the place of transformers' ``original``, whose state it keeps if there is one."""
+    return HybridLayer(keys, original) if isinstance(original, LinearAttentionLayer) else keys
+
+
+# The argument by which a decoder of transformers takes its cache: ``cache`` since 5.24, ``past_key_values`` before.
+
+CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
+"""The names, the newest first."""
+
+
+def taken_as(kind: type) -> str | None:
+    """The name under which ``forward`` of a class takes a cache; ``None`` if it names no cache."""
+    return _among(getattr(kind, "forward", kind.__call__))
+
+
+def handed(model: object, cache: object) -> dict[str, Any]:
+    """Keyword arguments that hand a cache to a model, also to one within a wrapper that passes everything on."""
+    return {taken_as(type(model)) or usual(): cache}
+
+
+def handed_over(given: Mapping[str, Any]) -> Any:
+    """The cache among the keyword arguments of a forward; ``None`` if there is none."""
+    return next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+
+
+def usual() -> str:
+    """The name that the installed transformers gives it."""
+    from transformers import GenerationMixin  # here, since the command line starts without transformers
+
+    return _among(GenerationMixin.prepare_inputs_for_generation) or CACHE_ARGUMENTS[-1]
+
+
+@remembered
+def _among(function: Callable[..., Any]) -> str | None:
+    known = inspect.signature(function).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in known), None)

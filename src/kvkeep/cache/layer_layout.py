@@ -1,0 +1,274 @@
+"""The layers of a model's cache and their budgets, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig, cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvkeep import budget as budgets
+from kvkeep.budget import Number
+from kvkeep.cache.eviction import check_pins
+from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
+from kvkeep.head_profile import Profile
+from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.kv.slot_codec import check_bits
+from kvkeep.pins import Spans
+from kvkeep.policies._head_budgets import PROFILE, beside, check_joint, under
+from kvkeep.policies.base import Policy
+from kvkeep.rotary import UNROTATED, Rotation, rotation_for, rotation_of
+
+_SUPPORTED_TYPES = {
+    *("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp", "hybrid"),
+    *("hybrid_sliding", "attention"),  # the latter in transformers 5.5
+}
+
+_CHUNKS = "chunked_attention"
+_SHARED = "layers that share the keys of others"
+_CROSS = "layers that attend to an image (cross-attention)"
+_SEARCH = "each step searches all earlier tokens, so none may be evicted"
+
+_REASONS = {
+    _CHUNKS: "a token sees its own chunk of the text only, which kvkeep's attention does not compute",
+    _SHARED: "a layer without keys of its own reads them after another layer has evicted some",
+    _CROSS: "their keys belong to the image and grow with no token",
+    "indexed_attention": _SEARCH,
+    "compressed_sparse_attention": _SEARCH,
+    "heavily_compressed_attention": "its cache holds summaries of several tokens each, not keys of tokens",
+    "reference_sliding_attention": "some tokens outside the sliding window stay visible",
+}
+"""Why a kind of layer cannot be bounded."""
+
+_WITH_KEYS = (
+    *(DynamicLayer, DynamicSlidingWindowLayer, cache_utils.LinearAttentionAndFullAttentionLayer),
+    getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", DynamicLayer),  # not in transformers 5.5
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layers of a model that hold slots, and how a policy's budget is spread over them.
+
+    Attributes:
+        policy: the eviction policy.
+        windows: sliding window of each layer with slots, see `windows_of`.
+        layer_budget: how budgets are spread over the layers, see `kvkeep.budget.per_layer`.
+        head_budget: how the budget is divided among heads; ``None``: by the policy's own rule.
+        profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
+        rotation: the rotary embedding that slot positions need; ``None`` under true positions.
+        rotary: the rotary embedding that the policy needs, if any.
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.check_bits`; ``None``: the model's
+        dtype.
+        heads: which KV heads of each layer this process holds.
+    """
+
+    policy: Policy
+    windows: dict[int, int | None]
+    layer_budget: str | Sequence[float]
+    rotation: Rotation | None
+    rotary: Rotation | None
+    head_budget: str | None = None
+    profile: Profile | None = None
+    kv_bits: str | None = None
+    heads: Heads = ALONE
+
+    @classmethod
+    def of(
+        cls,
+        config: PreTrainedConfig,
+        policy: Policy,
+        *,
+        prefill_chunk: int | None = None,
+        layer_budget: str | Sequence[float] | None = None,
+        positions: str | None = None,
+        head_budget: str | None = None,
+        kv_bits: str | int | None = None,
+    ) -> Layout:
+        """The layout for a model; arguments as for `kvkeep.BoundedCache`.
+
+        Raises:
+            InputError: ``positions`` names no mode, or ``kv_bits`` no number of bits.
+            UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows, or a
+                profile was given and a model that is split.
+            UnsupportedModelError: the model has layers whose cache cannot be bounded, or a rotation that the policy
+                needs to undo and kvkeep cannot.
+        """
+        windows, kv_bits = windows_of(config), check_bits(kv_bits)
+        rotation = rotation_for(config, positions, own=policy.defaults.positions)
+        if policy.cascades and (prefill_chunk or any(windows.values())):
+            raise UnsupportedOperationError(
+                f"{policy} prunes through the layers of a model, which works neither with sliding windows "
+                "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
+            )
+        how = policy.defaults.layer_budget if layer_budget is None else layer_budget
+        rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.needs_rotary else None
+        policy, heads = under(policy, head_budget), Heads.of(config)
+        asked = layer_budget not in (None, policy.defaults.layer_budget)
+        profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
+        policy = beside(policy, profile, list(windows))
+        if policy.shares_layers:
+            check_joint(
+                windows=bool(windows) and all(windows.values()),
+                chunk=bool(prefill_chunk),
+                layer_budget=asked,
+                split=heads != ALONE,
+            )
+            how = "uniform"
+        return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits, heads)
+
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """Numbers of the layers whose heads share one budget: none has a sliding window."""
+        full = (number for number, window in self.windows.items() if window is None)
+        return tuple(full) if self.policy.shares_layers else ()
+
+    @property
+    def policies(self) -> list[Policy]:
+        """The policy of each layer with slots. Heads are equal in layers that are left out where others share."""
+        sharing, apart = self.sharing, under(self.policy, "uniform") if self.policy.shares_layers else self.policy
+        return [self.policy if number in sharing else apart for number in self.windows]
+
+    def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
+        """The budget of each layer with slots: one number for all rows, or one per row. See `kvkeep.budget.Number`.
+
+        Raises:
+            BudgetError: the budget is out of range, or too small for a layer.
+        """
+        numbers, layers = budgets.check_rows(budget), len(self.windows)
+        if self.profile is not None:
+            heads = [self.profile.budgets(number, self.policy.least) for number in numbers]
+            return [[tuple(row[layer]) for row in heads] for layer in range(layers)]
+        if self.layer_budget == "uniform":
+            return [numbers] * layers
+        each = (budgets.per_layer(self.layer_budget, number, layers, least=self.policy.least) for number in numbers)
+        return list(zip(*each, strict=True))
+
+    def slots(self, budget: int) -> list[Number]:
+        """The most tokens that the heads of each layer may hold: the layer's budget, at most its sliding window.
+
+        Raises:
+            BudgetError: see `spread`; or the policy protects more than a layer's budget.
+        """
+        found = []
+        for (number,), window in zip(self.spread(budget), self.windows.values(), strict=True):
+            for one in number if isinstance(number, tuple) else (number,):
+                self.policy.check(one)
+            found.append(budgets.at_most(number, window))
+        return found
+
+    def check_pins(self, budget: int, pins: Spans) -> None:
+        """Refuse pins that do not fit into the budget of some layer.
+
+        Raises:
+            BudgetError: they do not; or see `slots`.
+        """
+        for number, window in zip(self.slots(budget), self.windows.values(), strict=True):
+            check_pins(self.policy, [budgets.smallest(number)], [pins], window=window)
+
+    def room(self, budget: int) -> int | None:
+        """The most tokens that a sequence may have if none is evicted; ``None`` if every budget holds its window.
+
+        Raises:
+            BudgetError: see `slots`.
+        """
+        pairs = zip(map(budgets.smallest, self.slots(budget)), self.windows.values(), strict=True)
+        return min((number for number, window in pairs if window is None or number < window), default=None)
+
+
+def _profile(
+    head_budget: str | None, config: PreTrainedConfig, layers: int, heads: Heads, *, layer_budget: bool
+) -> Profile | None:
+    """The profile that `head_budget` names, if it names one.
+
+    Raises:
+        InputError: `layer_budget` was given as well, or the file cannot be used for this model.
+        UnsupportedOperationError: the model is split over processes.
+    """
+    if head_budget is None or not head_budget.startswith(f"{PROFILE}:"):
+        return None
+    if layer_budget:
+        raise InputError("A profile gives every layer its budget: leave out `layer_budget`.")
+    profile = Profile.load(head_budget.partition(":")[2])
+    profile.check(config, layers=layers)
+    if heads != ALONE:
+        raise UnsupportedOperationError(
+            "head_budget=profile does not work with a model that is split over processes: run it in one, or use "
+            "head_budget=ada."
+        )
+    return profile
+
+
+def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
+    """The rotation of a model's keys, which the policy needs to undo; ``None`` if the model does not rotate them.
+
+    Raises:
+        UnsupportedModelError: kvkeep cannot undo the model's rotation.
+    """
+    text = config.get_text_config(decoder=True)
+    kind, parameters = text.model_type, getattr(text, "rope_parameters", None)
+    if kind in UNROTATED and not policy.needs_rotary:
+        return None
+    try:
+        return rotation_of(config)
+    except UnsupportedModelError:
+        form = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        model = f"this {kind!r} model" + (f" with {form!r} embeddings" if form else "")
+        if policy.needs_rotary:
+            raise UnsupportedModelError(
+                f"{policy} needs rotary positions that kvkeep knows how to turn, and {model} has none or others. "
+                "Choose another policy, for example leverage."
+            ) from None
+        raise UnsupportedModelError(
+            f"{policy} looks at keys before their rotation, which kvkeep cannot undo for {model}. Give the policy "
+            "rotated=true if it has this option, or choose another policy."
+        ) from None
+
+
+def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
+    """Sliding window of each layer with keys and values, by its number in the model; ``None`` for full attention.
+
+    Layers that have nothing but a state of fixed size (state-space, convolution) are left out.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+    _check_layer_types(config.get_text_config(decoder=True))
+    try:
+        layers = DynamicCache(config=config).layers
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"{type(config).__name__} describes no layers of a decoder that generates text ({error!s:.120})."
+        ) from error
+    if not layers:  # transformers 5.5 for Gemma 4
+        raise UnsupportedModelError(
+            f"This version of transformers makes a cache without layers for {type(config).__name__}: there is nothing "
+            "to bound. Update transformers."
+        )
+    return {
+        i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        for i, layer in enumerate(layers)
+        if type(layer) in _WITH_KEYS
+    }
+
+
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Whether the model may cache a latent of each token, which it expands to keys and values before it attends."""
+    return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+
+
+def _check_layer_types(config: PreTrainedConfig) -> None:
+    types = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "attention_chunk_size", None) is not None:
+        types.add(_CHUNKS)
+    if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+        types.add(_SHARED)
+    if getattr(config, "cross_attention_layers", None):
+        types.add(_CROSS)
+    if strange := sorted(types - _SUPPORTED_TYPES):
+        why = _REASONS.get(strange[0], "kvkeep does not know how such a layer remembers")
+        raise UnsupportedModelError(
+            f"{type(config).__name__} has {', '.join(strange)}, whose cache kvkeep cannot bound: {why}. Run this model "
+            "without kvkeep."
+        )

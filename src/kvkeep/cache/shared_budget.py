@@ -1,0 +1,184 @@
+"""Layers whose heads share one budget: each step over a prompt ends when all layers have attended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvkeep.budget import table
+from kvkeep.cache.eviction import divided, kept, may_stay, scored
+from kvkeep.errors import UnsupportedOperationError
+from kvkeep.kv import lost_mass
+from kvkeep.kv.block import Block, settle
+from kvkeep.kv.joint_block import JointBlock, PartBlock, divide
+from kvkeep.kv.slot_codec import Tokens, nothing
+from kvkeep.policies.base import Policy
+from kvkeep.types import EMPTY, Phase, Report, State, View
+
+AT_ONCE = 2
+"""Tokens go early once so many times the slots of all layers wait."""
+
+WORTH = 0.75
+"""Tokens of a layer go early if at most this share of its width is left."""
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A layer's step over a prompt that has attended and has not evicted.
+
+    Attributes:
+        view: slots and chunk, without keys and values.
+        tokens: their keys and values.
+        score: of each token.
+        state: the policy's state of slots and chunk.
+        report: the attention mass that tokens received, if the statistic has it.
+    """
+
+    view: View
+    tokens: Tokens
+    score: Float[Tensor, "B Hk S"]
+    state: State
+    report: Report
+
+    def thinned(self, block: Block, stays: Bool[Tensor, "B Hk S"]) -> Waiting:
+        """The same with fewer tokens, in their order; itself where one head has too many for that to pay."""
+        width = int(stays.sum(dim=-1).max())
+        if width > WORTH * stays.shape[-1]:
+            return self
+        gone = ~stays & (self.view.positions >= 0)
+        lost_mass.count(block.lost, self.report, torch.zeros_like(stays), phase=Phase.PREFILL, among=gone)
+        index = (~stays).int().argsort(dim=-1, stable=True)[..., :width]
+        there = stays.gather(-1, index)
+        positions = self.view.positions.gather(-1, index).masked_fill(~there, EMPTY)
+        found = [{name: x.gather(-1, index) for name, x in held.items()} for held in (self.state, self.report.sums)]
+        keys, values = nothing(positions)
+        view = replace(self.view, positions=positions, keys=keys, values=values)
+        return Waiting(view, self.tokens.chosen(index), self.score.gather(-1, index), found[0], Report(found[1]))
+
+    def settle(self, policy: Policy, block: Block) -> None:
+        """Keep the best tokens in the ranges that the heads of the layer's block have now."""
+        opened = block.opened()
+        view = replace(self.view, budget=opened.budget)
+        stays = kept(policy, view, self.state, self.score)
+        settle(opened, view, stays, self.state, used=0, chunk=None, tokens=self.tokens)
+        block.close(opened)
+        lost_mass.count(block.lost, self.report, stays, phase=Phase.PREFILL, among=view.positions >= 0)
+
+
+class Together:
+    """The layers of a model that share the budgets of all heads, and the slots.
+
+    Args:
+        layers: numbers of the layers in the model, in order.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = list(layers)
+        self._whole: JointBlock | None = None
+        self.clear()
+
+    @classmethod
+    def by_layer(cls, layers: Sequence[int]) -> dict[int, Together]:
+        """What some layers share, by the number of each of them."""
+        return dict.fromkeys(layers, cls(layers))
+
+    def clear(self) -> None:
+        """Forget steps that have not ended."""
+        self._waiting: list[Waiting] = []
+        self._blocks: list[Block] = []
+
+    def block(self, layer: int, keys: Tensor, values: Tensor, **given: Any) -> Block:
+        """An empty block of one layer. The first layer's call allocates the slots of all layers.
+
+        Args:
+            layer: the layer's number in the model.
+            keys: see `Block`.
+            values: see `Block`.
+            given: other arguments of `JointBlock`.
+
+        Raises:
+            UnsupportedOperationError: the layer is not like the first one.
+        """
+        number = self._layers.index(layer)
+        if number == 0 or self._whole is None:
+            self._whole = JointBlock(keys, values, layers=len(self._layers), **given)
+        part = self._whole.layer(number)
+        if not part.store.fits(keys, values):
+            raise UnsupportedOperationError(
+                f"`head_budget=global` needs layers with heads of one shape and dtype on one device, and layer {layer} "
+                f"differs from layer {self._layers[0]}. Use `head_budget=ada` or a profile."
+            )
+        return part
+
+    def wait(self, policy: Policy, block: Block, view: View, state: State, report: Report, *, used: int) -> None:
+        """Note a layer's step over a prompt, which has attended; arguments as for `cut`. State of heads is written."""
+        own = {name: x for name, x in state.items() if name not in block.heads}
+        score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
+        tokens = block.store.tokens(view, used=used).apart()
+        block.remember({name: x for name, x in state.items() if name in block.heads})  # last: a guard compares both
+        self._waiting.append(Waiting(positions_of(view), tokens, score, own, Report(mass)))
+
+    def end(self, policy: Policy, block: Block) -> None:
+        """End a layer's step. If it was the last layer over a prompt, divide the budget among all heads, and evict.
+
+        Args:
+            policy: the policy of all layers.
+            block: the layer's block between its steps.
+        """
+        if len(self._blocks) == len(self._waiting):
+            return  # a generated token, or a probe
+        self._blocks.append(block)
+        if len(self._blocks) < len(self._layers):
+            self._thin(policy, block)
+            return
+        waiting, blocks = self._waiting, self._blocks
+        self.clear()
+        divide(blocks, shared_budgets(policy, [(one.view, one.score) for one in waiting]))
+        for one, mine in zip(waiting, blocks, strict=True):
+            one.settle(policy, mine)
+
+    def _thin(self, policy: Policy, block: Block) -> None:
+        """Let tokens go that cannot stay, whatever the layers to come hold, once far more wait than there are slots.
+
+        Args:
+            policy: the policy of all layers.
+            block: the newest layer's, which knows the budgets of all.
+        """
+        assert isinstance(block, PartBlock)
+        numbers = block.whole.budget
+        assert isinstance(numbers, Tensor)
+        if sum(one.score.numel() for one in self._waiting) <= AT_ONCE * int(numbers.sum()):
+            return
+        view, score = _joined([(one.view, one.score) for one in self._waiting])
+        mean = numbers.sum(dim=1, keepdim=True) // numbers.shape[1]
+        stays = may_stay(policy, view, score, mean, heads=numbers.shape[1]).chunk(len(self._waiting), dim=1)
+        pairs = zip(self._waiting, self._blocks, stays, strict=True)
+        self._waiting = [one.thinned(block, mine[..., : one.score.shape[-1]]) for one, block, mine in pairs]
+
+
+def positions_of(view: View) -> View:
+    """A view without keys, values and queries, which a score has looked at."""
+    keys, values = nothing(view.positions)
+    return replace(view, keys=keys, values=values, queries=None, output=None)
+
+
+def shared_budgets(policy: Policy, layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> Int[Tensor, "B heads"]:
+    """The budgets of the heads of all layers, from the tokens of each and their scores."""
+    return divided(policy, *_joined(layers))
+
+
+def _joined(layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> tuple[View, Float[Tensor, "B heads S"]]:
+    """The tokens of all layers as those of one layer, and their scores."""
+    most = max(score.shape[-1] for _, score in layers)
+    found = [(view, score, most - score.shape[-1]) for view, score in layers]
+    positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in found], dim=1)
+    score = torch.cat([pad(score, (0, room)) for _, score, room in found], dim=1)
+    budget = torch.cat([table(view.budget, view.seen).expand(view.positions.shape[:2]) for view, _ in layers], dim=1)
+    keys, values = nothing(positions)
+    return replace(layers[0][0], positions=positions, keys=keys, values=values, budget=budget), score

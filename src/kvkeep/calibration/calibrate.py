@@ -1,0 +1,448 @@
+"""Calibrates a model: takes the far past from each head alone, then from more and more heads together."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.cache.hf_layers import HandingLayer
+from kvkeep.calibration.head_losses import Bench, Head, Loss, Near, Passage
+from kvkeep.errors import InputError
+from kvkeep.evals import texts
+from kvkeep.evals.attention_probe import Adding, Drive, batches, left_padded
+from kvkeep.evals.qa_task import decode_greedily
+from kvkeep.evals.run import fingerprint, versions
+from kvkeep.evals.task import Options, check_positions, past_training
+from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, ask, right, wording_of
+from kvkeep.head_profile import Profile, describe
+from kvkeep.models.load import Checkpoint, ends_of
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.registry import parse
+from kvkeep.result_files import Lock, as_text, finite, read_rows, sync
+
+# The passages of a calibration: texts with planted facts and questions about them, and windows of the user's text.
+#
+# A model's own answers under the full cache are its targets, so neither its tokenizer nor its way to answer matters.
+
+TAIL = 128
+"""Last tokens of a window of text whose predictions are compared."""
+
+FACTS = 16
+"""Facts of a text."""
+
+
+def documents(checkpoint: Checkpoint, *, n: int, questions: int, tokens: int, seed: int) -> list[list[Prompted]]:
+    """The questions about each of some texts of about ``tokens`` tokens.
+
+    Raises:
+        InputError: the facts alone are longer.
+    """
+    if not n:
+        return []
+    options = Options(seed=seed, facts=FACTS, ask="later", contexts=(tokens,))
+    asked = ask(checkpoint, options, tokens, n * questions, documents=n)
+    return [list(group) for _, group in groupby(asked, key=lambda one: one.document)]
+
+
+def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> list[Passage]:
+    """The questions about a text that the model answers right under the full cache, each followed by its answer.
+
+    Args:
+        writer: the model.
+        asked: the questions.
+        together: whether all questions share one passage. A model with layers that have a state needs one for each.
+    """
+    replies, wording = _replies(writer, asked), wording_of(writer.checkpoint)
+    known = [
+        (one.ids, torch.tensor(reply))
+        for one, reply in zip(asked, replies, strict=True)
+        if reply and right(wording, one.question, writer.text_of(reply))
+    ]
+    if not together:
+        return [_passage([one], len(one[0]) - 1) for one in known]
+    return [_passage(known, asked[0].first)] if known else []
+
+
+def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: int) -> Passage:
+    branches = [torch.cat([prompt[stem:], reply]) for prompt, reply in known]
+    return Passage(
+        torch.cat([known[0][0][:stem], *branches]),
+        stem,
+        tuple(map(len, branches)),
+        tuple(len(reply) for _, reply in known),
+    )
+
+
+def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
+    """The model's greedy replies under the full cache, without the token that ends them."""
+    ends = ends_of(writer.model)
+    most = NEW_TOKENS[wording_of(writer.checkpoint)]
+    replies: list[list[int]] = []
+    for at in batches([len(one.ids) for one in asked]):
+        prompts = [one.ids for one in asked[at]]
+        drive = Drive(writer, parse("full"), [max(map(len, prompts)) + most] * len(prompts))
+        logits = drive.feed(*left_padded(prompts), last_only=True)
+        replies += decode_greedily(drive, logits, most, ends)
+    return [[token for token in reply if token not in ends] for reply in replies]
+
+
+def windows(checkpoint: Checkpoint, text: str | None, *, n: int, tokens: int, seed: int) -> list[Passage]:
+    """Windows of a text, or of the package's own sentences, whose last tokens are the targets.
+
+    Raises:
+        InputError: the text is too short.
+    """
+    rows = texts.windows(checkpoint, Options(text=text, seed=seed), rows=n, length=tokens)
+    return [Passage(row, len(row), (), (min(TAIL, len(row) - 1),)) for row in rows]
+
+
+# The file of a calibration that is not finished: what was measured so far, a line for each layer.
+
+_BEGINNING = b'{"row": "'
+_RUN = "run"
+_LOSS = (int | float | None, int | float | None, int | float)
+"""Types of the numbers of a loss."""
+
+
+class Part:
+    """Lines of one calibration, in a file beside the profile. They are read when the calibration goes on.
+
+    Args:
+        file: open for reading and writing, and locked.
+        path: its path.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path):
+        self._file, self.path = file, path
+        self._rows: list[dict[str, Any]] = []
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[Part]:
+        """Open and lock the file, and read its lines. An empty file is removed again.
+
+        Raises:
+            InputError: the file cannot be read or written, another run is writing to it, or it holds something else.
+        """
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is no file, and the calibration notes its progress there. Remove it.")
+        with _writing(path):
+            file = path.open("ab+")
+        with file, Lock(file, str(path)):
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                raise InputError(f"Another run has just finished and removed {path}. Look at what it wrote first.")
+            part = cls(file, path)
+            end, part._rows = read_rows(path, _BEGINNING, _fault)
+            with _writing(path):
+                file.truncate(end)
+            try:
+                yield part
+            finally:
+                if not part._rows:
+                    path.unlink(missing_ok=True)
+
+    def agree(self, run: Mapping[str, Any]) -> None:
+        """Go on with the calibration that is in the file, or begin one.
+
+        Raises:
+            InputError: the file holds another calibration.
+        """
+        wanted = json.loads(json.dumps(finite(dict(run))))
+        if not self._rows:
+            self.add(_RUN, wanted)
+            return
+        found = {key: value for key, value in self._rows[0].items() if key != "row"}
+        differ = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
+        if self._rows[0]["row"] != _RUN or differ:
+            what = differ[0] if differ else "its first line"
+            raise InputError(
+                f"{self.path} holds the progress of another calibration: {what} was {found.get(what)!s:.60} and is "
+                f"{wanted.get(what)!s:.60} now. Give the same settings to go on, another `output`, or remove the file."
+            )
+
+    def find(self, row: str, **keys: object) -> dict[str, Any] | None:
+        """The line of this kind with these values; ``None`` if it was not measured yet."""
+        for one in self._rows:
+            if one["row"] == row and all(one.get(key) == value for key, value in keys.items()):
+                return one
+        return None
+
+    def add(self, row: str, values: Mapping[str, Any]) -> None:
+        """Write a line at once.
+
+        Raises:
+            InputError: it cannot be written; the lines before are safe.
+        """
+        line = {"row": row, **values}
+        with _writing(self.path):
+            self._file.write(json.dumps(finite(line), ensure_ascii=False).encode() + b"\n")
+            sync(self._file)
+        self._rows.append(line)
+
+    def remove(self) -> None:
+        """Remove the file: the profile is written."""
+        self._rows = []
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"The progress of the calibration cannot be written to {path}: {error.strerror}. Make room or give another "
+            "`output`; the same command goes on from there."
+        ) from error
+
+
+def _fault(row: Mapping[str, Any]) -> str | None:
+    if not isinstance(row.get("row"), str):
+        return "it is no line of a calibration"
+    losses = row.get("losses", [])
+    if not isinstance(losses, list) or not all(_is_loss(loss) for loss in losses):
+        return "its losses are damaged"
+    return None
+
+
+def _is_loss(loss: object) -> bool:
+    return (
+        isinstance(loss, list)
+        and len(loss) == len(_LOSS)
+        and all(isinstance(part, kind) for part, kind in zip(loss, _LOSS, strict=True))
+    )
+
+
+METHOD = 1
+"""Incremented by every change that changes results; progress of another version is not gone on with."""
+
+_LOSSES = ("harmed", "answers", "text")
+
+_NATS = 1e-4
+"""A text on which no head makes a larger difference, in nats, says nothing about heads."""
+
+_SMALL = 0.15
+"""Needs below this are 0."""
+
+_ROOM = 24
+"""Positions for an answer."""
+
+_STEPS = 12
+"""Numbers of heads that are limited together."""
+
+CASES = ("later", "inside")
+"""When the memory is cut: before a question about the text is read, or after it."""
+
+OnStage: TypeAlias = Callable[[str, float], object]
+"""Called with the name of the current stage and its finished share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that a calibration depends on beside the model.
+
+    Attributes:
+        sinks: first tokens that a limited head still sees.
+        recent: newest tokens that it still sees.
+        case: one of `CASES`. Inside, a limited head still reads the question with all of the past.
+        context: tokens of each text.
+        documents: number of texts with planted facts.
+        questions: questions about each of them.
+        windows: number of windows of the text.
+        seed: chooses facts, questions and windows.
+    """
+
+    sinks: int = 4
+    recent: int = 32
+    case: str = "later"
+    context: int = 1024
+    documents: int = 6
+    questions: int = 16
+    windows: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers and the case.
+
+        Raises:
+            InputError: one is out of range, or there is no such case.
+        """
+        if self.case not in CASES:
+            raise InputError(f"case={self.case!r:.40} is neither later nor inside.")
+        least = {"sinks": 0, "recent": 1, "documents": 0, "questions": 1, "windows": 1, "seed": 0}
+        for name, low in least.items():
+            if (number := getattr(self, name)) < low:
+                raise InputError(f"{name}={number} is too small; give {low} or more.")
+        if self.questions > FACTS:
+            raise InputError(f"questions={self.questions} are more than the {FACTS} facts of a text.")
+        if self.context < 2 * (self.sinks + self.recent):
+            raise InputError(
+                f"context={self.context} is too short for {self.sinks} + {self.recent} tokens near a head to be a "
+                f"small part of it; give at least {2 * (self.sinks + self.recent)}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A calibration, after all checks that need no weights.
+
+    Attributes:
+        model: the model's name in the profile.
+        checkpoint: configuration and tokenizer.
+        text: the user's text; ``None`` for the package's own sentences.
+        settings: the numbers.
+    """
+
+    model: str
+    checkpoint: Checkpoint
+    text: str | None
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        """Make everything that needs no weights, so that bad input is found early.
+
+        Raises:
+            InputError: the model has too few positions, the text is too short, or the facts are longer than the
+                context.
+        """
+        check_positions(self.checkpoint, self.settings.context + _ROOM, "calibration", "context")
+        _ = self.windows, self.documents
+
+    @functools.cached_property
+    def documents(self) -> list[list[Prompted]]:
+        """The questions about each text with planted facts."""
+        s = self.settings
+        return documents(self.checkpoint, n=s.documents, questions=s.questions, tokens=s.context, seed=s.seed)
+
+    @functools.cached_property
+    def windows(self) -> list[Passage]:
+        """The windows of the text."""
+        s = self.settings
+        return windows(self.checkpoint, self.text, n=s.windows, tokens=s.context, seed=s.seed)
+
+    def notes(self) -> list[str]:
+        """Notes for the user."""
+        return past_training(self.checkpoint, self.settings.context, "calibration")
+
+    def manifest(self) -> dict[str, Any]:
+        """The properties of a calibration that can go on, as far as they are known without weights."""
+        digest = None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()[:16]
+        text = "own" if digest is None else f"sha256:{digest}"
+        return {"method": METHOD, "model": as_text(self.model), "text": text, **asdict(self.settings)}
+
+
+def calibrate(job: Job, writer: Writer, part: Part, on_stage: OnStage = lambda what, share: None) -> Profile:
+    """Measure the heads that were not measured yet, and return the profile.
+
+    Raises:
+        InputError: the part holds another calibration, cannot be written, or memory does not suffice.
+        UnsupportedModelError: the model's attention cannot be reached, or its layers differ in their heads.
+    """
+    about = {"weights": fingerprint(writer), "dtype": writer.dtype, **versions()}
+    part.agree({**job.manifest(), **about})
+    bench = _bench(job, writer, on_stage)
+    alone = _alone(bench, part, on_stage)
+    heads = needs(alone, bench.questions)
+    together = _together(bench, part, heads, on_stage)
+    near = job.settings.sinks + job.settings.recent
+    model = {"name": as_text(job.model), **describe(writer.model.config)}
+    return Profile(
+        model={**model, "layers": len(heads), "kv_heads": len(heads[0])},
+        heads=heads,
+        least=near,
+        sinks=job.settings.sinks,
+        weights=about["weights"],
+        measured={
+            **job.manifest(),
+            **about,
+            "questions": job.settings.documents * job.settings.questions,
+            "known": bench.questions,
+            "alone": {name: [[getattr(loss, name) for loss in layer] for layer in alone] for name in _LOSSES},
+            "together": together,
+        },
+    )
+
+
+def needs(alone: Sequence[Sequence[Loss]], questions: int) -> tuple[tuple[float, ...], ...]:
+    """The need of each head, from its loss alone.
+
+    The harm to answers and the distance on the text, each as a share of the largest, are averaged. The need is the root
+    of it: heads replace each other, so the harm of one alone falls short of its part. Small needs are 0.
+
+    Args:
+        alone: losses by layer and head.
+        questions: number of questions that the model answers; harm to one of them may be chance.
+    """
+    text = _of_largest([[loss.text for loss in layer] for layer in alone], least=_NATS)
+    chance = 1 / questions if questions else 0.0
+    answers = _of_largest([[max(0.0, (loss.harmed or 0.0) - chance) for loss in layer] for layer in alone], least=0.0)
+    parts = [part for part in (text, answers) if any(map(any, part))] or [text]
+    by_layer = [zip(*(part[layer] for part in parts), strict=True) for layer in range(len(alone))]
+    roots = [[math.sqrt(sum(values) / len(parts)) for values in layer] for layer in by_layer]
+    return tuple(tuple(round(root, 3) if root >= _SMALL else 0.0 for root in layer) for layer in roots)
+
+
+def _of_largest(values: Sequence[Sequence[float]], *, least: float) -> list[list[float]]:
+    """Values as shares of the largest; all 0 if that is not above ``least``."""
+    largest = max(max(row) for row in values)
+    return [[value / largest if largest > least else 0.0 for value in row] for row in values]
+
+
+def _bench(job: Job, writer: Writer, on_stage: OnStage) -> Bench:
+    """The passages, with what the model says of them under the full cache."""
+    s, name = job.settings, "reading with the full cache"
+    made = job.documents
+    layers = handing_cache(writer.model.config, lambda index: Adding()).layers
+    together = all(
+        isinstance(layer, HandingLayer) for layer in layers
+    )  # questions cannot share a state, as they do keys
+    asked: list[Passage] = []
+    for index, document in enumerate(made):
+        on_stage(name, index / (len(made) + 1))
+        asked += answered(writer, document, together=together)
+    on_stage(name, len(made) / (len(made) + 1))
+    return Bench(writer.model, Near(s.sinks, s.recent, s.case == "inside"), asked, job.windows)
+
+
+def _alone(bench: Bench, part: Part, on_stage: OnStage) -> list[list[Loss]]:
+    """The loss of each head alone, by layer; one pass for a layer, whose heads are rows of a batch."""
+    found = []
+    for done, (layer, heads) in enumerate(bench.heads.items()):
+        on_stage("each head alone", done / len(bench.heads))
+        row = part.find("layer", layer=layer)
+        if row is None or len(row["losses"]) != heads:
+            losses = bench.losses([{(layer, head)} for head in range(heads)])
+            part.add("layer", {"layer": layer, "losses": [[*astuple(loss)] for loss in losses]})
+            found.append(losses)
+        else:
+            found.append([Loss(*loss) for loss in row["losses"]])
+    return found
+
+
+def _together(bench: Bench, part: Part, heads: Sequence[Sequence[float]], on_stage: OnStage) -> list[dict[str, Any]]:
+    """The loss of more and more heads together, those with the least need first."""
+    on_stage("heads together", 0.0)
+    numbers = list(bench.heads)
+    order = sorted((need, numbers[at], head) for at, row in enumerate(heads) for head, need in enumerate(row))
+    chosen: list[Head] = [(layer, head) for _, layer, head in order]
+    sizes = sorted({round(len(chosen) * step / _STEPS) for step in range(1, _STEPS + 1)} - {0})
+    row = part.find("together")
+    if row is None or row["sizes"] != sizes:
+        losses = bench.losses([chosen[:size] for size in sizes])
+        row = {"sizes": sizes, "losses": [[*astuple(loss)] for loss in losses]}
+        part.add("together", row)
+    on_stage("heads together", 1.0)
+    return [{"heads": n, **asdict(Loss(*loss))} for n, loss in zip(sizes, row["losses"], strict=True)]

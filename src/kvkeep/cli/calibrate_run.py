@@ -1,0 +1,219 @@
+"""The work of ``kvkeep calibrate``: check everything, load the model, measure, and write the profile.
+
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvkeep.calibration import duo_attention
+from kvkeep.calibration.calibrate import Job, OnStage, Part, Settings, calibrate
+from kvkeep.cli import console
+from kvkeep.cli.calibrate import Request, target
+from kvkeep.cli.files import read_text
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.errors import InputError
+from kvkeep.head_profile import Profile
+from kvkeep.models import threads
+from kvkeep.models.files import cached_if_unreachable, locate
+from kvkeep.models.load import embedded, find, quiet, read_config
+
+# What ``kvkeep calibrate`` prints about a profile.
+
+_FEW = 8
+"""Heads of a layer whose needs are shown with two digits; more are shown in tenths."""
+
+_ENOUGH = 12
+"""Questions that say something."""
+
+_SMALL = 0.005
+
+
+def show(request: Request, profile: Profile) -> None:
+    """Print the needs of the heads, and what can be limited together; or everything as JSON."""
+    if (doubt := _doubt(profile)) is not None:
+        console.note(doubt)
+    if request.json:
+        console.write_json({"file": str(request.output), **profile.as_dict()})
+        return
+    screen = console.out()
+    screen.print(_needs(profile))
+    screen.print()
+    if together := profile.measured.get("together"):
+        screen.print(_together(together))
+        screen.print()
+    screen.print(console.facts(_facts(request, profile)))
+
+
+def _doubt(profile: Profile) -> str | None:
+    """A reason why the profile says less than it seems to; ``None`` if there is none."""
+    known, asked = profile.measured.get("known", 0), profile.measured.get("questions", 0)
+    if not any(map(any, profile.heads)):
+        return "no head needs the far past here, so all get the same budget. Try a longer or another text."
+    if asked and known < _ENOUGH:
+        how = "alone" if known == 0 else "for the most part"
+        return (
+            f"with the full cache the model answers {known} of {asked} questions about planted facts, so the needs "
+            f"rest on the text {how}."
+        )
+    return None
+
+
+def _needs(profile: Profile) -> Table:
+    """The needs: a row for each layer."""
+    if len(profile.heads[0]) <= _FEW:
+        filled = console.table("layer", *(f"head {head}" for head in range(len(profile.heads[0]))))
+        for layer, row in enumerate(profile.heads):
+            filled.add_row(str(layer), *("–" if need == 0 else f"{need:.2f}" for need in row))
+        return filled
+    filled = console.table("layer", "need of each head, in tenths")
+    for layer, row in enumerate(profile.heads):
+        filled.add_row(str(layer), " ".join("–" if need == 0 else f"{10 * need:.0f}" for need in row))
+    return filled
+
+
+def _together(steps: list[dict[str, Any]]) -> Table:
+    """The harm of limiting more and more heads together."""
+    filled = console.table("heads limited together", "answers lost", "KL on the text")
+    for step in steps:
+        lost = "–" if step["answers"] is None else f"{100 * step['answers']:.1f} %"
+        filled.add_row(str(step["heads"]), lost, f"{step['text']:.4f} nats")
+    return filled
+
+
+def _facts(request: Request, profile: Profile) -> dict[str, str]:
+    measured, everything = profile.measured, [need for layer in profile.heads for need in layer]
+    idle = sum(need <= _SMALL for need in everything)
+    found = {
+        "heads": f"{idle} of {len(everything)} need nothing but {profile.least} first and newest tokens",
+        "profile": str(request.output),
+    }
+    if measured.get("questions"):
+        known = f"{measured['known']} of {console.count(measured['questions'], 'question')}"
+        return {"answers": f"{known} right under the full cache", **found}
+    return found
+
+
+EMBEDDED = "the embedded model"
+DEFAULT_CONTEXT = 1024
+
+
+def serve(request: Request) -> None:
+    """Write a profile and print a summary.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used, or the profile cannot be written.
+        Exit: the user pressed Ctrl-C; finished layers are safe.
+    """
+    with quiet(), threads.restored():
+        duo_pattern = request.from_duo
+        profile = _measure(request) if duo_pattern is None else _import(request, duo_pattern)
+    show(request, profile)
+
+
+def _import(request: Request, path: str) -> Profile:
+    if request.text is not None:
+        raise InputError("--from-duo measures nothing, so --text has no use. Leave one of them out.")
+    if request.model is None:
+        raise InputError("--from-duo needs the MODEL that the pattern was trained for; only its configuration is read.")
+    name = locate(request.model)
+    with cached_if_unreachable(name):
+        config = read_config(name)
+    profile = duo_attention.imported(path, config, name=request.model, sparsity=request.sparsity)
+    _save(profile, request)
+    return profile
+
+
+def _measure(request: Request) -> Profile:
+    job = prepare(request)
+    for note in job.notes():
+        console.note(note)
+    part_path = request.output.with_name(request.output.name + ".part")
+    with _resumable(part_path), Part.open(part_path) as part:
+        writer = writer_of(job.checkpoint, request)
+        with _progress() as on_stage:
+            profile = calibrate(job, writer, part, on_stage)
+        _save(profile, request)
+        part.remove()
+    return profile
+
+
+def prepare(request: Request) -> Job:
+    """Check a request, cheap tests first, without reading weights.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used.
+    """
+    if request.sparsity is not None:
+        raise InputError("--sparsity belongs to --from-duo. A measured profile has each head's own number.")
+    text = None
+    if request.text is not None:
+        text = read_text(request.text, kind="text file", purpose="Give some text to calibrate on with --text FILE.")
+    check_weights(request)
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    trained = checkpoint.trained_length or DEFAULT_CONTEXT
+    settings = Settings(
+        sinks=request.sinks,
+        recent=request.recent,
+        case=request.case,
+        context=min(DEFAULT_CONTEXT, trained) if request.context is None else request.context,
+        documents=request.documents,
+        questions=request.questions,
+        windows=request.windows,
+        seed=request.seed,
+    )
+    return Job(model=request.model or EMBEDDED, checkpoint=checkpoint, text=text, settings=settings)
+
+
+def _save(profile: Profile, request: Request) -> None:
+    target(str(request.output), overwrite=request.overwrite)  # somebody may have written it in the meantime
+    profile.save(request.output)
+
+
+@contextmanager
+def _resumable(part: Path) -> Iterator[None]:
+    """After Ctrl-C, a note on how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if part.exists():
+            console.note(f"stopped. Finished layers are in {part}; run the same command again to go on.")
+        else:
+            console.note("stopped; nothing was written")
+        raise typer.Exit(console.INTERRUPTED) from interrupt
+
+
+@contextmanager
+def _progress() -> Iterator[OnStage]:
+    """A bar on standard error that moves with each finished layer; nothing where that is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("time left", style="dim"),
+        TimeRemainingColumn(),
+    )
+    screen = console.err()
+    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
+    lines: dict[str, Any] = {}
+
+    def on_stage(what: str, share: float) -> None:
+        if what not in lines:
+            for line in lines.values():
+                bar.update(line, visible=False)
+            lines[what] = bar.add_task(what, total=1.0)
+        bar.update(lines[what], completed=share, refresh=True)
+
+    with bar:
+        yield on_stage

@@ -1,0 +1,327 @@
+"""The work of ``kvkeep chat``: the model is loaded, the conversation is found, and messages are answered.
+
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import ModuleType
+
+import typer
+
+from kvkeep import budget as budgets
+from kvkeep.cli import console
+from kvkeep.cli.chat_sessions import MOST_BACK, Folder, Place, Talk
+from kvkeep.cli.generate import Request
+from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of, with_memory_settings
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.memory import full_bytes
+from kvkeep.engine import Engine
+from kvkeep.engine.dispatcher import Uninterrupted
+from kvkeep.errors import InputError, KVKeepError
+from kvkeep.models import threads
+from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.document_prompt import check_system
+from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.planning.plan import DEFAULT_BUDGET
+from kvkeep.policies.registry import parse
+
+# The commands of a conversation: lines that begin with a slash.
+
+
+class Quit(Exception):  # noqa: N818  no error
+    """The user ends the conversation."""
+
+
+def is_command(line: str) -> bool:
+    """Whether a line is a command. A message that begins with a slash has a space before it."""
+    return line.startswith("/")
+
+
+def run(line: str, talk: Talk) -> None:
+    """Run a command.
+
+    Raises:
+        InputError: there is no such command, or its words cannot be used.
+        Quit: the user ends the conversation.
+    """
+    name, *words = line.split()
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f"Did you mean {close[0]}?" if close else f"There are {', '.join(COMMANDS)}."
+        raise InputError(
+            f"There is no command {console.visible(name)}. {meant} For a message that begins with a slash, type a "
+            "space before it."
+        )
+    COMMANDS[name](talk, *_checked(name, words))
+
+
+def _checked(name: str, words: list[str]) -> list[str]:
+    most = 1 if name in ("/fork", "/rewind") else 0
+    if len(words) > most:
+        raise InputError(f"{name} takes {'one word at most' if most else 'nothing'}. /help lists all commands.")
+    return words
+
+
+def _help(talk: Talk) -> None:
+    console.out().print(
+        console.facts(
+            {
+                "/help": "this list",
+                "/memory": "what the conversation holds, and its size",
+                "/rewind [N]": f"take back the last turn, or the last N; {MOST_BACK} at most, 1 of an earlier run",
+                "/fork [NAME]": "go on under another name; the conversation so far stays as it is",
+                "/quit": "end; Ctrl-D does the same",
+                "Ctrl-C": "stop an answer",
+            }
+        )
+    )
+
+
+def _show_memory(talk: Talk) -> None:
+    state = talk.state
+    if state is None:
+        console.out().print(console.facts({"conversation": talk.place.name, "tokens": "none yet"}))
+        return
+    layers = state.contents.layers
+    held = sum(int((layer.positions >= 0).sum()) for layer in layers) / sum(len(layer.positions) for layer in layers)
+    full = console.show_bytes(full_bytes(state))
+    rows = {
+        "conversation": f"{talk.place.name}, {console.count(talk.turns, 'turn')}",
+        "policy": f"{talk.session.policy}, budget {talk.session.budget}",
+        "tokens": f"{state.seen} seen, {held:.4g} held per layer and head on average",
+        "size": f"{console.show_bytes(state.nbytes)}; a full cache would take {full}",
+    }
+    if talk.place.is_saved:
+        rows["file"] = str(talk.place.file)
+    console.out().print(console.facts(rows))
+
+
+def _rewind(talk: Talk, turns: str = "1") -> None:
+    if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
+        raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_BACK}.")
+    with Uninterrupted():
+        talk.rewind(int(turns))
+    console.note(f"took back {console.count(int(turns), 'turn')}; {console.count(talk.turns, 'turn')} left")
+
+
+def _fork(talk: Talk, name: str | None = None) -> None:
+    with Uninterrupted():
+        old = talk.fork(name)
+    console.note(f"goes on as {talk.place.name}; {old} stays as it is")
+
+
+def _quit(talk: Talk) -> None:
+    raise Quit
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "/help": _help,
+    "/memory": _show_memory,
+    "/rewind": _rewind,
+    "/fork": _fork,
+    "/quit": _quit,
+}
+
+
+# The user's lines: from a line editor on a terminal, otherwise from standard input.
+
+PROMPT = "> "
+_MOST_SAID = 500
+
+
+class Lines:
+    """The lines that a user types or pipes in.
+
+    Args:
+        said: earlier lines, which the arrow keys bring back.
+
+    Attributes:
+        on_terminal: whether a user types them.
+    """
+
+    def __init__(self, said: Sequence[str] = ()) -> None:
+        self.on_terminal = sys.stdin.isatty()
+        self._said, self._number = said, 0
+        self._editor: ModuleType | None = None
+
+    def __enter__(self) -> Lines:
+        if self.on_terminal:
+            with suppress(ImportError):
+                import readline
+
+                self._editor = readline
+                for line in self._said[-_MOST_SAID:]:
+                    readline.add_history(" ".join(line.split()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._editor is not None:
+            self._editor.clear_history()
+
+    def read(self) -> str | None:
+        """The next line, perhaps an empty one; ``None`` at their end.
+
+        Raises:
+            InputError: standard input is not UTF-8 text, and nobody can type another line.
+        """
+        return self._typed() if self.on_terminal else self._piped()
+
+    def _typed(self) -> str | None:
+        try:
+            return input(PROMPT)
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            console.note("Ctrl-D or /quit ends the conversation")
+        except UnicodeDecodeError:
+            console.error("That line is not UTF-8 text; it was not sent.")
+        return ""
+
+    def _piped(self) -> str | None:
+        raw = sys.stdin.buffer.readline()
+        self._number += 1
+        try:
+            return raw.decode("utf-8-sig" if self._number == 1 else "utf-8").rstrip("\r\n") if raw else None
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"Line {self._number} of standard input is not UTF-8 text: byte {error.start} is "
+                f"0x{raw[error.start]:02x}. Convert it, e.g. with iconv."
+            ) from error
+
+
+ROOM = 8192
+"""The default budget of a policy that keeps everything."""
+
+
+def serve(request: Request, folder: Folder, name: str | None) -> None:
+    """Hold a conversation until the user ends it.
+
+    Raises:
+        KVKeepError: the request, the model or the conversation cannot be used; or a message without a terminal.
+        Exit: the user pressed Ctrl-C while nothing could be stopped but the program.
+    """
+    place = folder.claim(name)
+    talk = None
+    try:
+        with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
+            talk = _begin(request, folder, place)
+            _hold(talk)
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(console.INTERRUPTED) from interrupt
+    finally:
+        if talk is None:
+            place.leave()
+        else:
+            _end(talk, request.model)
+
+
+def _begin(request: Request, folder: Folder, place: Place) -> Talk:
+    """Load the model and open the conversation, after checks that need no weights.
+
+    Raises:
+        KVKeepError: something cannot be used.
+    """
+    sampling = sampling_of(request)
+    memory = _memory(request, place)
+    request = with_memory_settings(request, memory)
+    policy = parse(request.policy)
+    budgets.check(1 if request.budget is None else request.budget)
+    check_weights(request)
+    model = request.model or embedded()
+    console.progress(f"loading {model} …")
+    checkpoint = find(model, allow_pickle=request.allow_pickle)
+    if memory is not None:
+        memory.check_model(checkpoint)
+    if request.system is not None:
+        check_system(checkpoint, request.system)
+    budget = request.budget or (DEFAULT_BUDGET if policy.evicts else ROOM)
+    engine = _engine(checkpoint, request, budget)
+    snapshot = None if memory is None else memory.snapshot
+    return Talk(engine, folder, place, sampling=sampling, system=request.system, memory=snapshot)
+
+
+def _memory(request: Request, place: Place) -> SavedMemory | None:
+    """The memory with which the conversation goes on or begins.
+
+    Raises:
+        InputError: the conversation has a beginning already, and the request brings another one.
+        SnapshotError: a file cannot be used.
+    """
+    if not place.is_saved:
+        return None if request.memory is None else SavedMemory.read(request.memory)
+    for flag, given in (("--memory", request.memory), ("--system", request.system)):
+        if given is not None:
+            raise InputError(
+                f"The conversation {place.name} has begun without {flag}, which is for new ones. Leave it out, or "
+                "give another name with --session."
+            )
+    return SavedMemory.read(str(place.file), shown=f"the conversation {place.name}")
+
+
+def _engine(checkpoint: Checkpoint, request: Request, budget: int) -> Engine:
+    engine = engine_for(writer_of(checkpoint, request), request, budget=budget, rows=1)
+    if checkpoint.tokenizer.chat_template is None:
+        console.note(f"{checkpoint.name} has no chat template, so it continues your messages as text")
+    return engine
+
+
+def _hold(talk: Talk) -> None:
+    """Answer messages until their end.
+
+    Raises:
+        KVKeepError: a message cannot be answered, and there is no terminal on which to try another one.
+    """
+    with Lines(talk.said()) as lines:
+        if lines.on_terminal:
+            console.err().print(console.facts(talk.greeting()))
+        while _answer_next(lines, talk):
+            pass
+
+
+def _answer_next(lines: Lines, talk: Talk) -> bool:
+    """Read a line and do what it asks for; return whether there may be more.
+
+    Raises:
+        KVKeepError: it cannot be done, and there is no terminal on which to try something else.
+    """
+    try:
+        line = lines.read()
+        if line is None:
+            return False
+        if is_command(line):
+            run(line, talk)
+        elif line.strip():
+            talk.answer(line.strip(), stoppable=lines.on_terminal)
+    except Quit:
+        return False
+    except KeyboardInterrupt:
+        if not lines.on_terminal:
+            raise
+        console.note("Ctrl-D or /quit ends the conversation")
+    except KVKeepError as error:
+        if not lines.on_terminal:
+            raise
+        console.error(str(error))
+    return True
+
+
+def _end(talk: Talk, model: str | None) -> None:
+    """Leave the conversation, and say how to go on with it."""
+    try:
+        with Uninterrupted():
+            talk.save()
+    except KVKeepError as error:
+        console.error(str(error))
+    if talk.place.is_saved:
+        words = ["kvkeep", "chat", *([] if model is None else [model]), "--session", talk.place.name]
+        console.note("the conversation is saved; to go on:")
+        console.err().print(f"    {shlex.join(words)}", soft_wrap=True)  # so that it can be copied
+    talk.close()

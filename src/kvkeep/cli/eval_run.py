@@ -1,0 +1,547 @@
+"""The work of ``kvkeep eval``: check everything, load the model, fill the grid, and show tables and plots.
+
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvkeep import plots
+from kvkeep.cli import console, eval
+from kvkeep.cli.distributed import PROCESS_BYTES, ended_with_its_cluster, interruptible, room_for, whole
+from kvkeep.cli.eval import Request
+from kvkeep.cli.files import read_text
+from kvkeep.cli.progress import EvalBar, eval_progress
+from kvkeep.errors import InputError, KVKeepError, show_bytes
+from kvkeep.evals import confidence, curves, leaderboard, records, report, tasks
+from kvkeep.evals import report as reports
+from kvkeep.evals.attention_probe import BATCH_TOKENS, Setup
+from kvkeep.evals.datasets import HUB
+from kvkeep.evals.grid import Asked, Planned, Wanted, split_arms
+from kvkeep.evals.records import Records
+from kvkeep.evals.report import grouped
+from kvkeep.evals.run import Bench, Grid, Piece, Queue, Source, as_planned, lay_out, manifest, run
+from kvkeep.evals.task import Options
+from kvkeep.models import threads
+from kvkeep.models.device import parse_device, parse_dtype
+from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.quantized_weights import check_format
+from kvkeep.models.tokenization import Writer
+from kvkeep.planning.bandwidth import measure_bandwidth
+from kvkeep.planning.model_shapes import Outline, outline
+from kvkeep.planning.plan import plan
+from kvkeep.result_files import as_text, command
+from kvkeep.scale.cluster import check_ray, joined, own_cpus
+from kvkeep.scale.worker import CELLS, ModelFacts, Refusal
+from kvkeep.scale.worker_pool import Answer, Crew, Item
+
+# ``kvkeep eval --dry-run``: what a grid costs, before weights are read.
+
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The cost of one cell.
+
+    Attributes:
+        planned: the cell.
+        tokens: tokens of its longest row, new ones included.
+        rows: rows that run at once.
+        cache_bytes, full_bytes: bytes of their caches, and of full ones.
+        peak_bytes: the most bytes at once, weights included.
+        weight_bytes: bytes of the weights.
+        decode_bytes: bytes that all its decode steps read if every reply is as long as the longest.
+    """
+
+    planned: Planned
+    tokens: int
+    rows: int
+    cache_bytes: int
+    full_bytes: int
+    peak_bytes: int
+    weight_bytes: int
+    decode_bytes: float
+
+
+def expect(grid: Grid, dtype: str) -> list[Expected]:
+    """The costs of all cells, by `kvkeep.planning`.
+
+    Raises:
+        KVKeepError: the model cannot be planned.
+    """
+    model = outline(grid.checkpoint.name)
+    return [_of(model, planned, part.task.new_tokens, dtype) for part in grid.parts for planned in part.planned]
+
+
+def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
+    longest, count = max(planned.lengths), len(planned.lengths)
+    rows = min(count, max(1, BATCH_TOKENS // longest))
+    made = plan(model, planned.policy, max(planned.budgets), context=longest + new, dtype=dtype, rows=rows)
+    return Expected(
+        planned,
+        longest + new,
+        rows,
+        rows * made.bounded.row_bytes,
+        rows * made.full.row_bytes,
+        made.bounded.peak_bytes(rows),
+        made.bounded.weight_bytes,
+        math.ceil(count / rows) * new * made.bounded.read_bytes(rows),
+    )
+
+
+def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
+    """Print the largest cell of each case, the memory and time of the whole grid, and what else there is to say."""
+    found = expect(grid, dtype)
+    screen = console.out()
+    table = console.table("case", "cells", "rows", "tokens", "at once", "caches", "full caches")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    cases = grouped(found, lambda one: f"{one.planned.cell.task} {one.planned.cell.case}")
+    for case in list(cases)[:_MOST_SHOWN]:
+        table.add_row(*_line(case, cases[case]))
+    screen.print(table)
+    if len(cases) > _MOST_SHOWN:
+        screen.print(f"and {len(cases) - _MOST_SHOWN} more cases", style="dim")
+    screen.print()
+    console.progress("measuring the memory of this machine …")
+    speed = measure_bandwidth(parse_device(device)).best
+    screen.print(
+        console.facts(
+            {
+                **about,
+                "cells": str(len(found)),
+                "tokens to read": f"{sum(sum(one.planned.lengths) for one in found):,}",
+                "peak memory": f"{show_bytes(max(one.peak_bytes for one in found))}, weights included",
+                "decoding": f"{_time(sum(one.decode_bytes for one in found) / speed)} at {speed / 1e9:.3g} GB/s",
+            }
+        )
+    )
+    console.note(
+        "nothing was run. Decoding is counted as if every reply were as long as the longest. Reading the prompts takes "
+        "time on top, which depends on arithmetic, not on memory."
+    )
+
+
+def _line(case: str, own: Sequence[Expected]) -> list[str]:
+    first = own[0]
+    bounded = [one for one in own if one.planned.policy.evicts] or own
+    return [
+        console.visible(case),
+        *(str(len(own)), str(len(first.planned.lengths)), str(first.tokens), str(first.rows)),
+        show_bytes(max(one.cache_bytes for one in bounded)),
+        show_bytes(max(one.full_bytes for one in own)),
+    ]
+
+
+def _time(seconds: float) -> str:
+    """A time with two parts at most: ``3 h 20 min``, ``4 min 10 s``, ``0.4 s``."""
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+# Tables of results in the width of a terminal.
+
+_GAP = 2
+"""Spaces between two columns."""
+
+
+def parts(found: report.Table, width: int) -> Iterator[Table]:
+    """One table, or several below each other where its columns do not fit beside each other."""
+    names = [console.visible(policy) for policy in found.rows]
+    longest = min(max(map(len, ("policy", *names))), width // 2)
+    columns = list(zip(map(console.visible, found.columns), *found.rows.values(), strict=True))
+    for some in _fitting(columns, width - longest - _GAP):
+        part = console.table("policy", *(column[0] for column in some))
+        part.columns[0].overflow, part.columns[0].max_width = "fold", longest
+        for column in part.columns[1:]:
+            column.justify, column.no_wrap = "right", True
+        for row, name in enumerate(names, 1):
+            part.add_row(name, *(column[row] for column in some))
+        yield part
+
+
+def _fitting(columns: Sequence[Sequence[str]], room: int) -> Iterator[Sequence[Sequence[str]]]:
+    """The columns, a title and its cells each, in groups that fit into so many characters."""
+    group: list[Sequence[str]] = []
+    left = room
+    for column in columns:
+        size = max(map(len, column)) + _GAP
+        if group and size > left:
+            yield group
+            group, left = [], room
+        group.append(column)
+        left -= size
+    yield group
+
+
+EMBEDDED = "embedded"
+"""Name of the embedded model in results."""
+
+_PURPOSE = "Give some text to measure on, or leave --text out for the package's own."
+
+
+@ended_with_its_cluster()
+def serve(request: Request) -> None:
+    """Measure, write the results and show them.
+
+    Raises:
+        KVKeepError: the request, the model or the folder cannot be used.
+    """
+    if request.workers is not None:
+        check_ray(request.ray_address)
+    with quiet(), threads.restored():
+        if request.dry_run:
+            grid = prepare(request)
+            for note in grid.notes:
+                console.note(note)
+            show(grid, request.dtype, request.device, eval.facts(request.recipe))
+            return
+        records = Records(request.output)
+        grid = prepare(request)
+        records.check_free()
+        records.check(manifest(grid))
+        for note in grid.notes:
+            console.note(note)
+        todo = sum(planned.cell not in records.done for planned in grid.planned)
+        if todo < len(grid.planned):
+            console.progress(f"{console.count(len(grid.planned) - todo, 'cell')} of {len(grid.planned)} already done")
+        if request.workers is None:
+            _run_here(grid, request, records, todo)
+            _show(request, records)
+        else:
+            _show(request, records, workers=run_on_ray(grid, request, records))
+
+
+def _run_here(grid: Grid, request: Request, records: Records, todo: int) -> None:
+    """Run the cells in this process."""
+    writer = Writer(
+        grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device, load_in=request.load_in)
+    )
+    threads.use(writer.model, request.threads)
+    with eval_progress(todo) as bar:
+        run(grid, writer, records, bar.begin)
+
+
+def show_report(request: Request) -> None:
+    """Show the results of a finished folder.
+
+    Raises:
+        InputError: the folder has no results, or they cannot be read.
+    """
+    records = Records(request.output)
+    if not records.rows:
+        raise InputError(
+            f"{request.output} has no results. Make some with {command('kvkeep eval --output', request.output)}."
+        )
+    _show(request, records)
+
+
+def merge(request: Request, folders: Sequence[Path]) -> None:
+    """Join folders of results, and show them.
+
+    Raises:
+        InputError: they are of different runs, or cannot be read or written.
+    """
+    records, doubled = records.merge(folders, request.output)
+    if doubled:
+        console.note(f"{console.count(doubled, 'cell')} had other scores in a later folder; the first one's stay.")
+    _show(request, records)
+
+
+def page(request: Request, folders: Sequence[Path]) -> None:
+    """Write the leaderboard of folders of results.
+
+    Raises:
+        InputError: they cannot stand in one table, or cannot be read or written.
+    """
+    paths = leaderboard.write(leaderboard.board(records.read(folders)), request.output)
+    if request.json:
+        console.write_json({"output": str(request.output), "pages": [str(path) for path in paths]})
+    else:
+        console.err().print(console.facts({"pages": ", ".join(map(str, paths))}))
+
+
+def prepare(request: Request) -> Grid:
+    """Check a request, cheap tests first, without reading weights.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used.
+    """
+    policies, kv_bits = zip(*split_arms(request.policies), strict=True)
+    kinds = tasks.find(request.tasks)
+    budgets = [Asked(ratio=b) if isinstance(b, float) else Asked(tokens=b) for b in request.budgets]
+    setup = Setup(
+        positions=request.positions,
+        layer_budget=request.layer_budget,
+        head_budget=request.head_budget,
+        kv_bits=request.kv_bits,
+        prefill_chunk=request.prefill_chunk,
+    )
+    options = _options(request)
+    parse_dtype(request.dtype)
+    check_format(request.load_in)
+    parse_device(request.device)
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle, weights=not request.dry_run)
+    wanted = Wanted(policies=policies, budgets=budgets, setup=setup, kv_bits=kv_bits)
+    grid = lay_out(checkpoint, as_text(request.model or EMBEDDED), kinds, wanted, options)
+    return grid if request.shard is None else grid.shard(*request.shard)
+
+
+def _options(request: Request) -> list[Options]:
+    """The options of tasks, once for each seed."""
+    options = Options(
+        seed=request.seeds[0],
+        limit=request.limit,
+        text=None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE),
+        contexts=request.contexts,
+        facts=request.facts,
+        documents=request.documents,
+        depths=request.depths,
+        ask=request.ask,
+        turns=request.turns,
+        window=request.window,
+        stride=request.stride,
+        data=request.data,
+        shots=request.shots,
+        parts=request.parts,
+    )
+    return [options, *(replace(options, seed=seed) for seed in request.seeds[1:])]
+
+
+def _show(request: Request, records: Records, **more: Any) -> None:
+    """Print the tables, draw the plots, and print the paths of all files.
+
+    Args:
+        request: the options of the command.
+        records: the folder.
+        more: further entries of the JSON object.
+    """
+    pictures = _draw(request, records)
+    if request.json:
+        paths = [str(path) for path in pictures]
+        sure = confidence.as_json(records.rows)
+        console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows, **sure, **more})
+        return
+    screen = console.out()
+    if request.recipe is not None:
+        eval.show_table(request.recipe, records.rows)
+    for found in [
+        *reports.tables(records.rows, confidence.of_cell),
+        *confidence.share_tables(records.rows),
+        *confidence.difference_tables(records.rows),
+    ]:
+        screen.print(console.visible(found.title), style="bold")
+        for part in parts(found, screen.width):
+            screen.print(part)
+        screen.print()
+    for note in confidence.notes(records.rows):
+        console.note(note)
+    console.err().print(console.facts(_places(request, pictures)))
+
+
+def _draw(request: Request, records: Records) -> Sequence[Path]:
+    if not request.plots:
+        return []
+    if not plots.available():
+        console.note(f"no plots: {plots.MISSING}, then {command('kvkeep eval --report', request.output)}.")
+        return []
+    try:
+        return curves.plots(records.rows, request.output)
+    except InputError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise InputError(f"{error} Leave the plots out with --no-plots.") from error
+        console.note(str(error))  # e.g. a folder of somebody else: tables are shown all the same
+        return []
+
+
+def _places(request: Request, pictures: Sequence[Path]) -> dict[str, str]:
+    drawn = {"plots": ", ".join(path.name for path in pictures)} if pictures else {}
+    return {"results": str(request.output / "results.jsonl"), **drawn}
+
+
+# An evaluation on workers of Ray: this process hands out the cells, and writes the rows as they come.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a worker needs to run cells; see `kvkeep.scale.worker.MakeModelWorker`.
+
+    Attributes:
+        request: the options of the command, with the model's whole path.
+        name: the model's name in results.
+        sources: what the parts of the grid are made from.
+    """
+
+    request: Request
+    name: str
+    sources: tuple[Source, ...]
+
+    def __call__(self) -> Bench:
+        """Load the model.
+
+        Raises:
+            KVKeepError: it cannot be used here.
+        """
+        asked = self.request
+        with quiet():
+            checkpoint = find(asked.model or embedded(), allow_pickle=asked.allow_pickle)
+            writer = Writer(checkpoint, read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in))
+        threads.use(writer.model, asked.threads)
+        return Bench(writer, self.name, self.sources)
+
+
+def run_on_ray(grid: Grid, request: Request, records: Records) -> int:
+    """Run every cell without a row on workers; return their number.
+
+    Raises:
+        KeyboardInterrupt: the user ended it; what is finished is written.
+        InputError: there is no cluster, the workers do not fit or cannot begin, the folder cannot be used, or a cell
+            cannot be run.
+    """
+    assert request.workers is not None
+    todo = sum(planned.cell not in records.done for planned in grid.planned)
+    size = min(request.workers, max(1, todo))
+    if size < request.workers:
+        console.note(f"{console.count(size, 'worker')} for {console.count(todo, 'cell')} that {_are(todo)} not done")
+    console.progress(f"starting {console.count(size, 'worker')} …")
+    cpus = own_cpus(size, request.threads)
+    with (
+        interruptible() as stopped,
+        joined(request.ray_address, cpus=cpus * size),
+        closing(_crew(grid, request, size)) as crew,
+        eval_progress(todo) as bar,
+    ):
+        crew.begin(stopped)
+        if not stopped():
+            _fill(grid, records, crew, bar, stopped)
+        if stopped():
+            raise KeyboardInterrupt
+    return size
+
+
+def _crew(grid: Grid, request: Request, size: int) -> Crew[ModelFacts]:
+    """The workers, which have not been started yet. The cluster has been joined."""
+    need, device = room_for(
+        size, _bytes(grid, request), device=request.device, threads=request.threads, address=request.ray_address
+    )
+    asked = replace(request, model=whole(request.model), device=device)
+    sources = tuple(
+        Source(type(part.task), replace(part.options, data=_folder(part.options.data)), part.task.settings())
+        for part in grid.parts
+    )
+    return Crew(CELLS, Recipe(request=asked, name=grid.name, sources=sources), size, need, tell=console.note)
+
+
+def _bytes(grid: Grid, request: Request) -> int:
+    """Main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
+    with suppress(KVKeepError):
+        less = request.load_in is not None  # nobody knows how many bytes these weights have
+        found = [one.peak_bytes - less * one.weight_bytes for one in expect(grid, request.dtype)]
+        return PROCESS_BYTES + max(found, default=0)
+    return 0
+
+
+def _folder(data: str | None) -> str | None:
+    return data if data == HUB else whole(data)
+
+
+def _fill(grid: Grid, records: Records, crew: Crew[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]) -> None:
+    """Run the cells without a row, write the rows as they come, and put them into the grid's order at the end."""
+    about = crew.facts.about
+    with records.locked():
+        records.open({**manifest(grid), **about})
+        cells = dict(enumerate(grid.planned, start=1))
+        desk = _Desk(records, cells, about["dtype"], bar)
+        crew.run(_handing(grid, cells, records), (), desk.take, lambda: stopped() or desk.refusal is not None)
+        records.arrange([planned.cell for planned in grid.planned])
+    if desk.refusal is not None:
+        raise InputError(desk.refusal)
+    if desk.failed and not stopped():
+        raise InputError(_unfinished(desk.failed, cells))
+
+
+def _handing(grid: Grid, cells: Mapping[int, Planned], records: Records) -> Callable[[int], Item | None]:
+    """A function that returns the next cell for a worker."""
+    numbers, parts = iter(cells), dict[int, int]()
+    done, todo = records.done, list[Sequence[int]]()
+    for at, part in enumerate(grid.parts):
+        own = [number for planned, number in zip(part.planned, numbers, strict=False) if planned.cell not in done]
+        parts |= dict.fromkeys(own, at)
+        todo.append(own)
+    queue = Queue(todo)
+
+    def take(worker: int) -> Item | None:
+        if (number := queue.take(worker)) is None:
+            return None
+        planned = cells[number]
+        setup = _with_whole_path(planned.setup)
+        return number, Piece(parts[number], planned.cell, setup, planned.budgets, planned.lengths)
+
+    return take
+
+
+def _with_whole_path(setup: Setup) -> Setup:
+    """The same with the whole path of a profile's file."""
+    rule, colon, file = (setup.head_budget or "").partition(":")
+    return replace(setup, head_budget=f"{rule}:{whole(file)}") if rule == "profile" and colon else setup
+
+
+@dataclass
+class _Desk:
+    """Takes the answers of workers, and writes each row once.
+
+    Attributes:
+        records: the folder.
+        cells: number → cell.
+        dtype: that of all rows in the folder.
+        bar: shows the progress.
+        refusal: why no cell can be run any more.
+        failed: number of a cell → why it has no row.
+    """
+
+    records: Records
+    cells: Mapping[int, Planned]
+    dtype: str
+    bar: EvalBar
+    refusal: str | None = None
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def take(self, answer: Answer) -> None:
+        """Write a row, or note why there is none. The crew gives one answer for each cell."""
+        if isinstance(answer, Refusal):
+            self.refusal = self.refusal or str(answer.reason)
+        elif answer.whole is None:
+            self.failed[answer.number] = str(answer.reason)
+        elif answer.whole["dtype"] != self.dtype:
+            self.refusal = f"A worker computes in {answer.whole['dtype']}, others in {self.dtype}. Give `dtype`."
+        else:
+            planned = self.cells[answer.number]
+            self.records.append(as_planned(answer.whole, planned))
+            self.bar.end(planned)
+
+
+def _unfinished(failed: Mapping[int, str], cells: Mapping[int, Planned]) -> str:
+    """The message for cells whose workers have died."""
+    first = min(failed)
+    return (
+        f"{console.count(len(failed), 'cell')} of {len(cells)} {'has' if len(failed) == 1 else 'have'} no row, first "
+        f"{cells[first].cell}: {failed[first]}. Perhaps a node has too little memory for it. All other rows are "
+        "written; the same command tries again."
+    )
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"

@@ -1,0 +1,181 @@
+"""The work of ``kvkeep explain``: run the policies, write the page, print a summary.
+
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvkeep.cli import console
+from kvkeep.cli.explain import Request, target
+from kvkeep.cli.files import read_text
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.errors import InputError
+from kvkeep.evals.grid import split_policies
+from kvkeep.explain import explanation
+from kvkeep.explain.explain import check, explain
+from kvkeep.explain.explanation import Explanation, Run
+from kvkeep.models import threads
+from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.load import embedded, find, quiet
+from kvkeep.result_files import write_whole
+
+# A record on a terminal: the text under each policy, side by side, shaded by the share of heads that hold a token.
+
+_NARROWEST = 20
+"""Columns of a text; on a narrower terminal the texts stand one above the other."""
+_STYLES = ("dim", "", "on grey23", "white on blue", "bold white on blue")
+"""For tokens that no head holds, and for a few heads up to all of them."""
+
+
+def show(screen: Console, found: Explanation) -> None:
+    """Print the texts as they are after the last token, and how to read them."""
+    aside = screen.width // len(found.runs) >= _NARROWEST
+    grid = Table.grid(expand=True, padding=(0, 1))
+    for _ in found.runs if aside else found.runs[:1]:
+        grid.add_column(ratio=1, overflow="fold")
+    heads = [Text(run.policy, "bold") for run in found.runs]
+    texts = [_shaded(found.tokens, run) for run in found.runs]
+    if aside:
+        grid.add_row(*heads)
+        grid.add_row(*texts)
+    else:
+        for head, text in zip(heads, texts, strict=True):
+            grid.add_row(head)
+            grid.add_row(text)
+    screen.print(grid)
+    screen.print(Text("· no head holds it; the darker the blue, the more heads do\n", "dim"))
+
+
+def _shaded(tokens: list[str], run: Run) -> Text:
+    """The text with the answer after it."""
+    shares = (run.ledger.dropped < 0).float().mean(dim=0).tolist()
+    shaded = Text()
+    for token, share in zip([*tokens, *run.answer], shares, strict=False):
+        text = console.printable(token)
+        level = 0 if share == 0 else 1 + min(3, int(share * 3.999))
+        shaded.append(_dots(text) if level == 0 else text, _STYLES[level])
+    return shaded
+
+
+def _dots(text: str) -> str:
+    """As many dots as the text is wide, with its white space."""
+    return "".join(letter if letter.isspace() else "·" * cell_len(letter) for letter in text)
+
+
+_SPEED_OVER_S = 600.0
+"""Seconds over which the bar averages: one chunk of a long text may take longer than rich's 30 seconds."""
+
+
+def serve(request: Request) -> None:
+    """Record a text under the policies, and write or print the record.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used, or the page cannot be written.
+        Exit: the user pressed Ctrl-C; no page was written.
+    """
+    try:
+        with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
+            _serve(request)
+    except KeyboardInterrupt as interrupt:
+        console.note("stopped; no page was written")
+        raise typer.Exit(console.INTERRUPTED) from interrupt
+
+
+def _serve(request: Request) -> None:
+    policies = split_policies(request.policies)
+    options = {"prefill_chunk": request.prefill_chunk, "max_new_tokens": request.max_new_tokens}
+    check(policies, request.budget, **options)
+    if request.plots is not None:
+        explanation.check(request.plots, overwrite=request.overwrite)
+    check_weights(request)
+    text = read_text(request.text, kind="text", purpose="Give some text to read.")
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    writer = writer_of(find(name, allow_pickle=request.allow_pickle), request)
+    with _progress() as progress:
+        found = explain(
+            writer.model,
+            text,
+            tokenizer=writer.checkpoint.tokenizer,
+            name=request.model or "the embedded model",
+            question=request.question,
+            policies=policies,
+            budget=request.budget,
+            raw=request.raw,
+            command=request.line(),
+            progress=progress,
+            **options,
+        )
+    _report(request, found)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float], None]]:
+    """A bar on standard error; nothing where that is no terminal."""
+    screen = console.err()
+    columns = (TextColumn("recording"), BarColumn(bar_width=None), TaskProgressColumn(), TimeRemainingColumn())
+    bar = Progress(
+        *columns,
+        console=screen,
+        disable=not screen.is_terminal,
+        transient=True,
+        expand=True,
+        speed_estimate_period=_SPEED_OVER_S,
+    )
+    task = bar.add_task("", total=1.0)
+    with bar:
+        yield lambda share: bar.update(task, completed=share)
+
+
+def _report(request: Request, found: Explanation) -> None:
+    """Write the page, and print what was asked for."""
+    for note in found.notes:
+        console.note(note)
+    drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
+    if request.output is not None:
+        target(str(request.output), overwrite=request.overwrite)  # somebody may have written it in the meantime
+        try:
+            write_whole(request.output, found.to_html().encode())
+        except OSError as error:
+            raise InputError(f"{request.output} cannot be written: {error.strerror}.") from error
+    if request.json:
+        console.write_text(found.to_json() + "\n")
+        return
+    screen = console.out()
+    if request.terminal:
+        show(screen, found)
+    _sum(found)
+    if request.output is not None:
+        size = console.show_bytes(request.output.stat().st_size)
+        screen.print(f"\n{console.visible(str(request.output))}: {size}, for a browser", soft_wrap=True)
+    for path in drawn:
+        screen.print(console.visible(str(path)), soft_wrap=True)
+
+
+def _sum(found: Explanation) -> None:
+    """Print each policy's answer, its agreement with the full cache's, and its bytes."""
+    figures = console.table("", "answer", "agrees", "memory", "compression")
+    for run in found.runs:
+        end = run.ledger.answered
+        figures.add_row(
+            run.policy,
+            console.printable("".join(run.answer).strip()),
+            f"{run.agreement:.0%}",
+            console.show_bytes(end.allocated_bytes),
+            console.show_factor(end.full_bytes / end.allocated_bytes),
+        )
+    full = max(run.ledger.answered.full_bytes for run in found.runs)
+    figures.add_row(
+        "full cache", console.printable("".join(found.answer).strip()), "", console.show_bytes(full), "1.0×"
+    )
+    console.out().print(figures)

@@ -1,0 +1,637 @@
+"""The work of ``kvkeep generate --input``: check every line, load the model, and run the lines that are not done."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import typer
+
+from kvkeep import budget as budgets
+from kvkeep.batch.input import Line, digest, read_lines, reason_of
+from kvkeep.batch.output import LAYOUT, Output
+from kvkeep.batch.progress import Work
+from kvkeep.batch.survey import Judge, Survey, foreign, problem, remove_bad, write_bad
+from kvkeep.cli import console, distributed
+from kvkeep.cli.distributed import ended_with_its_cluster, interruptible
+from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again, refuse_device
+from kvkeep.cli.generate import Batch, Request
+from kvkeep.cli.generate_batch_workers import Read, engine_of, reader, show_with
+from kvkeep.cli.generate_run import SavedMemory, sampling_of, with_memory_settings
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.options import MAX_TOKENS
+from kvkeep.cli.progress import BatchBar, batch_progress
+from kvkeep.config import NAME, Config
+from kvkeep.engine import Engine, Result
+from kvkeep.engine.request import checked_guard
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
+from kvkeep.kv.slot_codec import check_bits
+from kvkeep.models import tensor_parallel, threads
+from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.prepare import chosen
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
+from kvkeep.planning.plan import default_budget
+from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.policies.registry import spec
+from kvkeep.scale import remote_files
+from kvkeep.scale.cluster import check_ray, joined, own_cpus
+from kvkeep.scale.remote_files import Destination, is_foreign_output
+
+# A batch job's lines on their way through the engine, with a progress bar, and a summary at the end.
+
+STANDARD_OUTPUT = "standard output"
+INCOMPLETE = 1
+"""Exit code of a job that ended without completions for all of its lines."""
+
+
+@runtime_checkable
+class Workers(Protocol):
+    """Those who run the lines of a job.
+
+    Attributes:
+        engine: the engine in this process whose progress can be watched; ``None`` if there is none.
+        size: numbers for the summary.
+    """
+
+    engine: Engine | None
+    size: Mapping[str, int]
+
+    def run(self, output: Output, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+
+
+def run(
+    workers: Workers,
+    output: Output,
+    *,
+    todo: Mapping[int, str],
+    work: Work,
+    total: int,
+    as_json: bool,
+    set_aside: Callable[[Mapping[int, str]], object],
+) -> None:
+    """Run lines, write their completions, and print a summary.
+
+    Args:
+        workers: run the lines that are not done yet.
+        output: takes the completions.
+        todo: the numbers of these lines.
+        work: the tokens of these lines.
+        total: number of all lines, with the lines that were done before.
+        as_json: whether the summary is a JSON object.
+        set_aside: writes down lines that failed, with their reasons.
+
+    Raises:
+        Exit: the user ended the job, or lines have no completion.
+    """
+    before = len(output.done)
+    if before:
+        console.note(f"{before} of {console.count(total, 'line')} were done before")
+    start = time.perf_counter()
+    with interruptible() as stopped, batch_progress(workers.engine, work, total, before) as bar:
+        new, failed = workers.run(output, bar, stopped)
+    seconds = time.perf_counter() - start
+    kept = output.finish()
+    if failed:
+        _report(failed, set_aside)
+    found = {"lines": total, "done": len(kept), "failed": len(failed), "new_tokens": new, "seconds": seconds}
+    _summarise({**found, **workers.size}, output, as_json=as_json)
+    unread = set() if stopped() else todo.keys() - output.done.keys() - failed.keys()
+    for problem in _problems(output, kept, failed, unread, total):
+        console.error(problem)
+    if stopped() or len(kept) < total:
+        _say_how_to_resume(output, len(kept), total)
+        raise typer.Exit(console.INTERRUPTED if stopped() else INCOMPLETE)
+
+
+def _summarise(found: Mapping[str, int | float], output: Output, *, as_json: bool) -> None:
+    """Print the numbers of a job, as JSON or in words."""
+    new, seconds = found["new_tokens"], found["seconds"]
+    if as_json:
+        stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout
+        stream.write(json.dumps(found) + "\n")
+    elif new:
+        speed = f"{console.show_rate(new / seconds)} tokens/s"
+        console.note(f"{console.count(int(new), 'token')} in {console.show_seconds(seconds)}: {speed}")
+
+
+def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], object]) -> None:
+    """Write down lines that failed. Their completions are not concerned if that is not possible."""
+    try:
+        set_aside(failed)
+    except InputError as error:
+        console.error(str(error))
+
+
+def _say_how_to_resume(output: Output, done: int, total: int) -> None:
+    to_file = output.name != STANDARD_OUTPUT
+    on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
+    console.note(f"stopped after {done} of {console.count(total, 'line')}; {on}")
+
+
+def _problems(output: Output, kept: set[int], failed: Mapping[int, str], unread: set[int], total: int) -> Iterator[str]:
+    """Why lines have no completion."""
+    if failed:
+        first = min(failed)
+        yield f"{len(failed)} of {console.count(total, 'line')} failed, first line {first}: {failed[first].rstrip('.')}"
+    if unread:
+        yield (
+            f"{len(unread)} of {console.count(total, 'line')} of the input changed or went away while the job ran, "
+            f"first line {min(unread)}, and were not run"
+        )
+    if lost := output.done.keys() - kept:
+        yield (
+            f"{output.name} was removed, replaced or changed while the job ran: {len(lost)} of "
+            f"{console.count(len(output.done), 'completion')} are missing there, first that of line {min(lost)}"
+        )
+
+
+class Near:
+    """The lines of a job on their way through an engine in this process.
+
+    Args:
+        engine: runs the lines.
+        lines: the lines that are not done yet, while they are read.
+    """
+
+    engine: Engine | None
+
+    def __init__(self, engine: Engine, lines: Iterator[Line]) -> None:
+        self.engine, self._engine, self._lines = engine, engine, lines
+        self.size: Mapping[str, int] = {"rows": engine.rows, "row_bytes": engine.row_bytes}
+
+    def run(self, output: Output, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+        engine, answers = self._engine, Answers(output, bar)
+        source = ((line, place) for line in self._lines for place in range(len(line.requests)))
+        new, more = 0, True
+        while (more or answers.running) and not stopped():
+            while more and engine.has_room:
+                if more := (found := next(source, None)) is not None:
+                    answers.begin(engine, *found)
+            events = engine.step()
+            written = [event.id for event in events if event.token_id is not None]
+            bar.step(written)
+            new += len(written)
+            for event in events:
+                if event.result is not None:
+                    answers.end(event.id, event.result)
+        return new, answers.failed
+
+
+class Answers:
+    """Writes the answer of each line as soon as all its requests have ended.
+
+    A line that fails is noted with its reason, and the other lines go on.
+
+    Args:
+        output: takes the answers.
+        bar: shows the progress.
+
+    Attributes:
+        running: the engine's number of a request → its line and its place among the line's requests.
+        failed: line number → reason.
+    """
+
+    def __init__(self, output: Output, bar: BatchBar) -> None:
+        self._output, self._bar = output, bar
+        self._results: dict[int, dict[int, Result]] = {}
+        self.running: dict[int, tuple[Line, int]] = {}
+        self.failed: dict[int, str] = {}
+
+    def begin(self, engine: Engine, line: Line, place: int) -> None:
+        """Hand a request to the engine, unless another one of its line has failed."""
+        request = line.requests[place]
+        try:
+            number = None if line.number in self.failed else engine.add(request)
+        except KVKeepError as error:
+            number = None
+            self._fail(line, reason_of(error))
+        if number is None:
+            self._bar.refuse(request)
+        else:
+            self.running[number] = line, place
+            self._bar.begin(number, request)
+
+    def end(self, number: int, result: Result) -> None:
+        """Take a result, and write the line if it is the last one."""
+        line, place = self.running.pop(number)
+        self._bar.end(number, result)
+        if result.finish_reason == "error":
+            self._fail(line, str(result.error))
+        if line.number in self.failed:
+            return
+        found = self._results.setdefault(line.number, {})
+        found[place] = result
+        if len(found) == len(line.requests):
+            self._output.write(line, *(found[at] for at in sorted(found)))
+            del self._results[line.number]
+            self._bar.line()
+
+    def _fail(self, line: Line, reason: str) -> None:
+        self.failed.setdefault(line.number, reason)
+        self._results.pop(line.number, None)
+
+
+# The settings of a job, and those of ``--config``, where the command line gives none. It imports torch.
+
+
+def with_file_settings(request: Request, file: str) -> Request:
+    """The request with the settings of a ``kvkeep.toml`` in place of options that were not given.
+
+    Raises:
+        InputError: the file cannot be used, or a memory was given, which brings settings of its own.
+    """
+    if request.memory is not None:
+        raise InputError("--config and --memory were both given, and a memory has settings of its own. Leave one out.")
+    if not file:
+        raise InputError(f"--config is empty. Give the {NAME} that kvkeep tune has written, or leave it out.")
+    refuse_device(file, "configuration")
+    found = Config.read(file).settings()
+    if isinstance(weights := found.get("layer_budget"), tuple):
+        found["layer_budget"] = list(weights)
+    if "kv_bits" in found:
+        found["kv_bits"] = str(found["kv_bits"])
+    if request.keep_ratio is not None:
+        found.pop("budget", None)
+    named = request.names_policy or "policy" in found
+    return replace(
+        request, **{name: value for name, value in found.items() if _is_open(request, name)}, names_policy=named
+    )
+
+
+def _is_open(request: Request, name: str) -> bool:
+    """Whether the command line says nothing about a setting."""
+    if name == "policy":
+        return not request.names_policy
+    given: Any = getattr(request, name)
+    return given is None or (name == "dtype" and given == "auto")
+
+
+def settings_of(
+    request: Request, policy: Policy, budget: int, defaults: Sampling, memory: SavedMemory | None
+) -> dict[str, object]:
+    """The settings on which completions depend, without lines and weights; options at their defaults are left out."""
+    options: dict[str, object] = {
+        "raw": request.raw,
+        "dtype": None if request.dtype == "auto" else request.dtype,
+        "load_in": request.load_in,
+        "layer_budget": request.layer_budget,
+        "head_budget": request.head_budget,
+        "kv_bits": check_bits(request.kv_bits),
+        "positions": request.positions,
+        "prefill_chunk": request.prefill_chunk,
+        "pin_system": request.pin_system,
+        "guard": request.guard,
+        "memory": None if memory is None else memory.digest,
+    }
+    options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
+    always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
+    return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
+
+
+# Lines of a batch job without an answer: they are set aside beside the output, with the reasons.
+
+
+def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Batch) -> None:
+    """Write lines without an answer to a file beside the output; if the output is a stream, to standard error.
+
+    Args:
+        source: the input.
+        survey: knows the lines that cannot be run.
+        failed: line number → reason, of lines that have failed now.
+        batch: the options of the job.
+    """
+    to_file = batch.output != "-"
+    entries = survey.entries(read_lines(source), failed, bad=to_file or not failed)
+    if to_file:
+        if not survey.bad and os.path.lexists(beside(batch)):  # lines of an earlier run that are nowhere else
+            raise foreign(beside(batch))
+        write_bad(beside(batch), entries)
+    count = console.count(len(failed or survey.bad), "line")
+    are = "is" if len(failed or survey.bad) == 1 else "are"
+    problem = f"{count} failed" if failed else f"{count} cannot be run"
+    console.note(f"{problem} and {are} set aside {f'in {beside(batch)}' if to_file else 'below'}")
+    if not to_file:
+        sys.stderr.writelines(json.dumps(entry) + "\n" for entry in entries)
+
+
+def beside(batch: Batch) -> Path:
+    """The file for lines without an answer."""
+    return Path(f"{batch.output}.bad")
+
+
+# Inputs and outputs of batch jobs that are no local JSONL files: they are copied here, and collected here.
+
+
+def lines_of(batch: Batch) -> AbstractContextManager[Path]:
+    """A JSONL file that can be read several times, with the lines of a job's input.
+
+    Raises:
+        InputError: the input is a folder in which the output lies.
+    """
+    if not remote_files.is_foreign(batch.input):
+        return read_again(batch.input, kind="input")
+    if remote_files.is_within(batch.output, batch.input):
+        raise InputError(
+            f"The output {batch.output} lies in the folder {batch.input}, whose files are the input. If the job "
+            "stops, the next run would take its completions for lines. Give an output elsewhere."
+        )
+    return remote_files.as_lines(batch.input)
+
+
+@contextmanager
+def published(batch: Batch) -> Iterator[Batch]:
+    """The options of a job that writes to a local file, for the time of this block; its lines are published at the end.
+
+    If the block raises an error or the user ends the job, nothing is published. The local file stays until every line
+    has its completion at the destination, so the same command goes on from there.
+
+    Raises:
+        InputError: the destination cannot be written.
+    """
+    if not is_foreign_output(batch.output):
+        yield batch
+        return
+    destination = Destination(batch.output, data_folder() / "kvkeep" / "jobs")
+    with destination.held():
+        console.progress(f"collecting completions in {destination.path} …")
+        try:
+            yield replace(batch, output=str(destination.path))
+        except typer.Exit as end:
+            if end.exit_code == INCOMPLETE and destination.collected:
+                _publish(destination, complete=False)
+            raise
+        _publish(destination, complete=True)
+
+
+def _publish(destination: Destination, *, complete: bool) -> None:
+    destination.publish(complete=complete)
+    console.note(f"completions are in {destination.target}")
+
+
+# A batch job of several processes, which torchrun has started for one model.
+
+
+def together(batch: Batch) -> Batch:
+    """The options of a job that several processes run together: the first one writes, the others write nowhere.
+
+    Raises:
+        InputError: the processes cannot read the input, cannot compile, or shall start workers of Ray.
+    """
+    if distributed.processes() == 1:
+        return batch
+    if batch.compile:
+        raise InputError("--compile does not go together with a model that is split over processes.")
+    if batch.workers is not None:
+        raise InputError("--ray-workers does not go together with torchrun. Start the command without torchrun.")
+    tensor_parallel.join()
+    return batch if distributed.leads() else replace(batch, output="-")
+
+
+def tell(output: Output) -> None:
+    """Tell all processes which lines were done before, as the first one has read it in the output."""
+    done, output.made_by = distributed.told([list(output.done.items()), output.made_by])
+    output.done = dict(done)
+
+
+@ended_with_its_cluster()
+def serve(request: Request, batch: Batch) -> None:
+    """Run a batch job.
+
+    Raises:
+        KVKeepError: the request, the input, the output or the model cannot be used.
+    """
+    checked_guard(request.guard)
+    check_weights(request)
+    if batch.input == STANDARD_INPUT:
+        distributed.refuse_standard_input()
+    device = parse_device(request.device)
+    if batch.workers is not None:
+        check_ray(batch.address)
+    with (
+        quiet(),
+        threads.restored(),
+        enough_memory(device),
+        tensor_parallel.left(),
+        lines_of(batch) as source,
+        published(together(batch)) as batch,
+    ):
+        _serve(request, batch, source)
+
+
+def _serve(request: Request, batch: Batch, source: Path) -> None:
+    """Run a batch job over the lines of a local file, into another one."""
+    memory = None if request.memory is None else SavedMemory.read(request.memory)
+    request = with_memory_settings(request, memory)
+    policy = parse_policy(request.policy)
+    budgets.check(1 if request.budget is None else request.budget)
+    defaults = sampling_of(request)
+    console.progress(f"reading {batch.input} …")
+    checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
+    if memory is not None:
+        memory.check_model(checkpoint)
+    read_line = reader(checkpoint, request, defaults, memory)
+    survey = _survey(source, read_line, batch, memory)
+    with _open(batch.output) as output:
+        tell(output)
+        budget = _budget(request, policy, survey, output)
+        settings = settings_of(request, policy, budget, defaults, memory)
+        output.agree(settings)
+        output.check(survey.digests, survey.batch_lines)
+        job = _Job(request, batch, source, read_line, survey, output, settings, checkpoint)
+        if batch.workers is None:
+            _near(job, budget)
+        else:
+            _far(job, budget, None if memory is None else memory.digest)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A job whose lines have been read once, and whose output is open."""
+
+    request: Request
+    batch: Batch
+    source: Path
+    read_line: Read
+    survey: Survey
+    output: Output
+    settings: dict[str, object]
+    checkpoint: Checkpoint
+
+    def run(self, crew: Workers, todo: Mapping[int, str]) -> None:
+        """Run the lines that are not done."""
+        run(
+            crew,
+            self.output,
+            todo=todo,
+            work=self.survey.work(todo),
+            total=len(self.survey.digests),
+            as_json=self.request.json,
+            set_aside=lambda failed: set_aside(self.source, self.survey, failed, self.batch),
+        )
+
+    def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
+        """Say what holds the lines."""
+        console.progress(
+            f"{spec(parse_policy(self.request.policy))}, budget {budget}: {each}{console.count(rows, 'row')} of "
+            f"{console.show_bytes(row_bytes)}"
+        )
+
+
+def _near(job: _Job, budget: int) -> None:
+    """Run a job on one engine in this process."""
+    writer = _load(job.request, job.checkpoint, job.output, job.settings)
+    job.output.show = show_with(writer)
+    engine = _engine(writer, job, budget=budget)
+    job.output.agree({**job.output.own, LAYOUT: chosen(writer.model)})
+    _remark(job.survey, job.checkpoint, job.request.model or "embedded")
+    memory = job.survey.memory
+    todo = _todo(job, lambda shapes: [problem(shape, engine, memory) for shape in shapes])
+    job.announce(budget, engine.rows, engine.row_bytes)
+    lines = (job.read_line(number, raw) for number, raw in _lines(job.source, todo))
+    job.run(Near(engine, (line for line in lines if isinstance(line, Line))), todo)
+
+
+def _far(job: _Job, budget: int, memory: str | None) -> None:
+    """Run a job on workers of Ray."""
+    from kvkeep.cli.generate_batch_workers import Far, crew_of
+
+    batch, survey = job.batch, job.survey
+    assert batch.workers is not None
+    cpus = own_cpus(batch.workers, job.request.threads)
+    console.progress(f"starting {console.count(batch.workers, 'worker')} …")
+    with interruptible() as stopped, joined(batch.address, cpus=cpus * batch.workers):
+        lengths = {"requests": survey.requests, "longest": survey.longest}
+        like = job.output.weight_layout
+        crew = crew_of(job.request, batch, **lengths, budget=budget, memory=memory, like=like)
+        with closing(crew):
+            crew.begin(stopped)
+            if stopped():
+                raise typer.Exit(console.INTERRUPTED)
+            job.output.agree({**job.settings, "weights": crew.facts.weights, LAYOUT: crew.facts.layout})
+            _remark(survey, job.checkpoint, job.request.model or "embedded")
+            todo = _todo(job, lambda shapes: crew.ask("judge", list(shapes)))
+            each = f"{console.count(batch.workers, 'worker')}, each with "
+            job.announce(budget, crew.facts.rows, crew.facts.row_bytes, each)
+            job.run(Far(crew, _lines(job.source, todo), lambda number: survey.work([number])), todo)
+
+
+def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
+    """Print notes on lines that are long, or ask for a model that does not run."""
+    if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
+        console.note(
+            f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the model was "
+            "trained for."
+        )
+    if others := sorted(survey.models - {name}):
+        named = ", ".join(f"{console.visible(other):.60}" for other in others)
+        console.note(f"lines name the model {named}; {name} answers all lines")
+
+
+def _survey(source: Path, read_line: Read, batch: Batch, memory: SavedMemory | None) -> Survey:
+    """Read every line once. A line that cannot be run stops the job, unless such lines are set aside."""
+    survey = Survey(None if memory is None else memory.snapshot)
+    for number, raw in read_lines(source):
+        bad = survey.add(read_line(number, raw))
+        if bad and not batch.skip_bad:
+            raise _refusal(bad.number, bad.reason)
+    if not survey.digests:
+        raise _nothing_to_run(survey, batch)
+    return survey
+
+
+def _nothing_to_run(survey: Survey, batch: Batch) -> InputError:
+    """The error for an input without a line that can be run."""
+    name = "Standard input" if batch.input == STANDARD_INPUT else batch.input
+    if not survey.bad:
+        return InputError(f'{name} has no lines. Give one JSON object per line, such as {{"prompt": "…"}}.')
+    number, reason = min(survey.bad.items())
+    return InputError(f"{name} has no line that can be run. Line {number}: {reason}.")
+
+
+def _open(path: str) -> Output:
+    if path == "-":
+        return Output(open(sys.stdout.fileno(), "wb", closefd=False), STANDARD_OUTPUT)
+    return Output.open(Path(path))
+
+
+def _budget(request: Request, policy: Policy, survey: Survey, output: Output) -> int:
+    """The budget: from the request, from an earlier run of this job, or with room for the longest line."""
+    if request.budget:
+        return request.budget
+    named = []
+    for name in survey.policies:
+        with suppress(PolicyError):  # the line that names it is refused later, with its number
+            named.append(parse_policy(name))
+    default = default_budget(policy, survey.longest, named)
+    earlier = output.made_by.get("budget")
+    if type(earlier) is not int or not 1 <= earlier <= MAX_TOKENS or earlier == default:
+        return default  # an output with an impossible number is refused later
+    console.note(
+        f"budget {earlier}, with which {output.name} was begun; with another output file it would be {default}"
+    )
+    return earlier
+
+
+def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: dict[str, object]) -> Writer:
+    """The model, after a check that the output was written with the same weights."""
+    console.progress(f"loading {checkpoint.name} …")
+    writer = writer_of(checkpoint, request)
+    output.agree({**settings, "weights": fingerprint(writer.model)})
+    return writer
+
+
+def _engine(writer: Writer, job: _Job, *, budget: int) -> Engine:
+    """The engine, with no more rows than lines, on weights that are laid out as by an earlier run."""
+    request, survey = job.request, job.survey
+    try:
+        like = job.output.weight_layout
+        return engine_of(writer, request, job.batch, most=survey.requests, budget=budget, like=like)
+    except BudgetError as error:
+        if request.budget or parse_policy(request.policy).evicts:
+            raise
+        raise InputError(
+            f"Line {survey.longest_line} cannot be run: {request.policy} keeps all of its {survey.longest} tokens. "
+            f"{error} Nothing was generated. Ask for fewer new tokens in that line, or give --budget."
+        ) from error
+
+
+def _todo(job: _Job, judge: Judge) -> dict[int, str]:
+    """The lines to run now, with their fingerprints. Lines that cannot be run are set aside.
+
+    What an earlier run has set aside is removed if all of it can be run now.
+    """
+    source, survey, output, batch = job.source, job.survey, job.output, job.batch
+    new = [number for number in survey.digests if number not in output.done]
+    survey.set_aside(survey.check(judge, new))
+    if survey.bad and not batch.skip_bad:
+        raise _refusal(*min(survey.bad.items()))
+    if survey.bad:
+        set_aside(source, survey, {}, batch)
+    elif batch.output != "-":
+        remove_bad(beside(batch), survey)
+    return {number: found for number, found in survey.digests.items() if number not in output.done}
+
+
+def _refusal(number: int, reason: str) -> InputError:
+    return InputError(
+        f"Line {number} cannot be run: {reason}. Nothing was generated. Mend it, or set such lines aside with "
+        "--skip-bad."
+    )
+
+
+def _lines(source: Path, todo: Mapping[int, str]) -> Iterator[tuple[int, bytes]]:
+    """Read the lines to run once more. A line whose text has changed since the survey is left out."""
+    return ((number, raw) for number, raw in read_lines(source) if number in todo and digest(raw) == todo[number])

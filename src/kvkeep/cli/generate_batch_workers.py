@@ -1,0 +1,325 @@
+"""The prompts of a batch job's lines as token ids; after a memory, the ids that follow its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, TypeAlias, TypeGuard, cast
+
+from kvkeep.batch.input import BadLine, Line, after, parse
+from kvkeep.batch.output import Output
+from kvkeep.batch.progress import Work
+from kvkeep.cli import console, distributed
+from kvkeep.cli.distributed import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.generate import Batch, Request
+from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
+from kvkeep.cli.loading import writer_of
+from kvkeep.cli.progress import BatchBar
+from kvkeep.engine import Engine
+from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.prompt_encoding import Past, question_of
+from kvkeep.engine.request import Request as Asked
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.errors import InputError, KVKeepError
+from kvkeep.models import tokenization
+from kvkeep.models.chat_templates import system_spans
+from kvkeep.models.compile import compile_layers
+from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.fused_modules import pack_weights
+from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.prepare import chosen, prepare
+from kvkeep.models.tokenization import Writer
+from kvkeep.models.weight_hash import fingerprint
+from kvkeep.openai.requests import Prompt
+from kvkeep.openai.responses import Show
+from kvkeep.pins import Spans
+from kvkeep.planning.plan import plan
+from kvkeep.scale.worker import LINES, Built, EngineFacts
+from kvkeep.scale.worker_pool import Answer, Crew, Item, Layout
+
+Read: TypeAlias = Callable[[int, bytes], Line | BadLine]
+
+
+def reader(checkpoint: Checkpoint, request: Request, defaults: Sampling, memory: SavedMemory | None) -> Read:
+    """A function that reads a line with the model's tokenizer. Every line follows the memory, if there is one.
+
+    Raises:
+        InputError: the memory is a conversation's.
+    """
+    past = None if memory is None else _past_of(memory)
+
+    def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
+        if _are_ids(prompt):
+            return _known(checkpoint, prompt)
+        raw = raw or request.raw
+        if isinstance(prompt, str):
+            asked = Asked(prompt=prompt, raw=raw)
+        else:
+            asked = Asked(messages=cast(list[dict[str, str]], prompt))
+        return _encode(checkpoint, asked) if past is None else _encode_after(checkpoint, asked, past)
+
+    def pinned(prompt: Prompt) -> Spans:
+        return system_spans(checkpoint, prompt) if request.pin_system else ()
+
+    def read(number: int, raw: bytes) -> Line | BadLine:
+        line = parse(number, raw, encode, defaults, pinned=pinned)
+        return line if memory is None else after(line, memory.snapshot, request.policy)
+
+    return read
+
+
+def _past_of(memory: SavedMemory) -> Past:
+    """The tokens of a remembered text.
+
+    Raises:
+        InputError: the memory is a conversation's.
+    """
+    past = Past.of(memory.snapshot)
+    if past.messages:
+        raise InputError(
+            f"{memory.file} is the memory of a conversation, and a batch job asks about a text that kvkeep remember "
+            "has read. Ask it one question at a time: leave --input out, and give -p QUESTION."
+        )
+    return past
+
+
+def _are_ids(prompt: Prompt) -> TypeGuard[list[int]]:
+    return not isinstance(prompt, str) and isinstance(prompt[0], int)
+
+
+def _encode(checkpoint: Checkpoint, asked: Asked) -> list[int]:
+    if asked.messages is not None:
+        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages)[0].tolist()
+        return chat
+    found: list[int] = tokenization.encode(checkpoint, str(asked.prompt), raw=asked.raw)[0].tolist()
+    return found
+
+
+def _encode_after(checkpoint: Checkpoint, asked: Asked, past: Past) -> list[int]:
+    """The token ids that follow a remembered text, or a text that was read as it is."""
+    if past.opening is not None:
+        question, more = question_of(asked, past.opening)
+        return past.opening.rest(checkpoint, question, past.ids, more)
+    messages = asked.messages
+    if messages is None and not asked.raw and checkpoint.tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": str(asked.prompt)}]
+    if messages is not None:
+        chat: list[int] = tokenization.encode_next(checkpoint, (), messages)[0].tolist()
+        return chat
+    plain: list[int] = tokenization.encode_rest(checkpoint, str(asked.prompt))[0].tolist()
+    return plain
+
+
+def _known(checkpoint: Checkpoint, ids: list[int]) -> list[int]:
+    """Token ids, after a check that the model has all of them."""
+    vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
+    if max(ids) >= vocabulary:
+        raise InputError(f"The prompt has token {max(ids)}, and the model knows only {vocabulary}.")
+    return ids
+
+
+# The model and the engine of a batch job, in this process or in that of a worker.
+
+
+def rows_of(batch: Batch, most: int) -> int:
+    """The rows of an engine that runs a number of requests; what fits into `kv_memory` may be less."""
+    return max(1, min(most, batch.max_rows or (most if batch.kv_memory else DEFAULT_ROWS)))
+
+
+def engine_of(
+    writer: Writer, request: Request, batch: Batch, *, most: int, budget: int, like: Layout | None = None
+) -> Engine:
+    """The engine of a batch job, with no more rows than requests.
+
+    Args:
+        writer: the model.
+        request: the options of the command.
+        batch: the options of the job.
+        most: the number of requests.
+        budget: tokens kept per layer and head.
+        like: how another worker of the job has laid out the weights, see `kvkeep.models.prepare.prepare`.
+
+    Raises:
+        BudgetError: not one row fits.
+    """
+    options: dict[str, Any] = {"rows": rows_of(batch, most), "kv_memory": batch.kv_memory}
+    engine = engine_for(writer, request, budget=budget, prompts_first=True, **options)
+    if distributed.processes() > 1:  # each would choose for itself which layers to fuse, and round in another way
+        return engine
+    if not batch.compile:
+        prepare(writer.model, engine.rows, like)
+    else:
+        if like is None or like[1]:
+            pack_weights(writer.model, engine.rows, if_faster=like is None)
+        console.progress("compiling …")
+        console.note(f"{console.count(compile_layers(writer.model), 'layer')} compiled")
+    return engine
+
+
+def show_with(writer: Writer) -> Show:
+    """A function that returns the text of a token. Many tokenizers drop the white space at the beginning of a text."""
+
+    def show(before: int | None, token: int) -> str:
+        if before is not None:
+            first, both = writer.show_token(before), str(writer.checkpoint.tokenizer.decode([before, token]))
+            if both.startswith(first):
+                return both.removeprefix(first)
+        return writer.show_token(token)
+
+    return show
+
+
+_ANY_LINE = b'{"prompt": "a"}'
+
+
+@contextmanager
+def _meanwhile(work: Callable[[], object]) -> Iterator[None]:
+    """Do some work in another thread during this block. Whoever needs it later says why it fails, if it does."""
+
+    def quietly() -> None:
+        with suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=quietly, name="kvkeep-meanwhile")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a worker needs to make the engine of a job; see `kvkeep.scale.worker.Make`.
+
+    Attributes:
+        request: the options of the command, with the model's whole path.
+        batch: the options of the job.
+        most: the number of requests of a worker.
+        budget: tokens kept per layer and head.
+        memory: a fingerprint of the memory that every line follows.
+    """
+
+    request: Request
+    batch: Batch
+    most: int
+    budget: int
+    memory: str | None
+
+    def __call__(self, like: Layout | None) -> Built:
+        """Load the model, and make the engine.
+
+        Args:
+            like: how another worker has laid out the weights.
+
+        Raises:
+            KVKeepError: the model or the memory cannot be used here, or not one row fits.
+        """
+        with quiet(), enough_memory(parse_device(self.request.device)):
+            memory = None if self.request.memory is None else SavedMemory.read(self.request.memory)
+            if memory is not None and memory.digest != self.memory:
+                raise InputError(f"{self.request.memory} is another memory on a worker. Give every node the same file.")
+            checkpoint = find(self.request.model or embedded(), allow_pickle=self.request.allow_pickle)
+            read_line = reader(checkpoint, self.request, sampling_of(self.request), memory)
+            with _meanwhile(lambda: read_line(0, _ANY_LINE)):  # starts the process that fills in chat templates
+                writer = writer_of(checkpoint, self.request)
+                weights = fingerprint(writer.model)  # before layers are packed
+            engine = engine_of(writer, self.request, self.batch, most=self.most, budget=self.budget, like=like)
+        snapshot = None if memory is None else memory.snapshot
+        return Built(engine, read_line, show_with(writer), weights, chosen(writer.model), snapshot)
+
+
+# A batch job on workers of Ray: this process reads the lines, hands them out, and writes the answers.
+
+
+def crew_of(
+    request: Request,
+    batch: Batch,
+    *,
+    requests: int,
+    longest: int,
+    budget: int,
+    memory: str | None,
+    like: Layout | None = None,
+) -> Crew[EngineFacts]:
+    """The workers of a job, which have not been started yet. The cluster has been joined.
+
+    Args:
+        request: the options of the command.
+        batch: the options of the job.
+        requests: number of all requests.
+        longest: tokens of the longest one.
+        budget: tokens kept per layer and head.
+        memory: a fingerprint of the memory that every line follows.
+        like: how an earlier run of the job laid out the weights.
+
+    Raises:
+        InputError: nodes have other versions than this process, or the workers do not fit.
+    """
+    assert batch.workers is not None
+    most = ceil(requests / batch.workers)
+    need, device = room_for(
+        batch.workers,
+        _bytes(request, batch, most, longest, budget),
+        device=request.device,
+        threads=request.threads,
+        address=batch.address,
+    )
+    asked = replace(request, model=whole(request.model), memory=whole(request.memory), device=device)
+    recipe = Recipe(request=asked, batch=batch, most=most, budget=budget, memory=memory)
+    return Crew(LINES, recipe, batch.workers, need, like=like, tell=console.note)
+
+
+def _bytes(request: Request, batch: Batch, most: int, longest: int, budget: int) -> int:
+    """Main memory of a worker, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
+    names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
+    options: dict[str, Any] = {name: getattr(request, name) for name in names}
+    with suppress(KVKeepError):
+        made = plan(request.model or embedded(), request.policy, budget, context=longest, **options)
+        weights, row = made.bounded.weight_bytes, made.bounded.row_bytes
+        rows = rows_of(batch, most)
+        slots = min(rows * row, batch.kv_memory) if batch.kv_memory else rows * row
+        return PROCESS_BYTES + slots + (weights if request.load_in is None else 0)
+    return 0
+
+
+class Far:
+    """The lines of a job on their way through workers.
+
+    Args:
+        crew: the workers.
+        lines: the lines that are not done yet, while they are read.
+        work_of: returns the tokens of a line's requests.
+    """
+
+    engine: Engine | None = None
+
+    def __init__(self, crew: Crew[EngineFacts], lines: Iterator[Item], work_of: Callable[[int], Work]) -> None:
+        self._crew, self._lines, self._work_of = crew, lines, work_of
+        self.size: Mapping[str, int] = {
+            "rows": crew.facts.rows,
+            "row_bytes": crew.facts.row_bytes,
+            "workers": crew.size,
+        }
+
+    def run(self, output: Output, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+        new, failed = 0, dict[int, str]()
+
+        def take(answer: Answer) -> None:
+            nonlocal new
+            if answer.number in output.done or answer.number in failed:
+                return
+            if answer.whole is None:
+                failed[answer.number] = str(answer.reason)
+                bar.whole(self._work_of(answer.number), None)
+                return
+            output.put(answer.number, answer.digest, answer.whole)
+            new += answer.new
+            bar.whole(self._work_of(answer.number), answer.new)
+
+        self._crew.run(lambda place: next(self._lines, None), [output.own], take, stopped)
+        return new, failed

@@ -1,0 +1,649 @@
+"""Saved memories on the command line: a memory brings its settings.
+
+Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from kvkeep import budget as budgets
+from kvkeep import engine as engines
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.cli import console
+from kvkeep.cli.generate import Request
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.engine import Engine, Result
+from kvkeep.engine.admission import check_room
+from kvkeep.engine.budget_guard import levels
+from kvkeep.engine.prompt_encoding import Past
+from kvkeep.engine.request import checked_guard, json_structure
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.errors import InputError, KVKeepError, SnapshotError
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.models import tensor_parallel, threads, tokenization
+from kvkeep.models.chat_templates import system_spans
+from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.pins import Spans
+from kvkeep.planning.plan import default_budget
+from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse, spec
+from kvkeep.result_files import in_full
+from kvkeep.snapshot import Fingerprint, Snapshot
+from kvkeep.snapshot.fingerprint import hash_of_config, name_of_policy, policy_named, rule
+
+
+@dataclass(frozen=True)
+class SavedMemory:
+    """A memory from a file.
+
+    Attributes:
+        file: its name in messages.
+        snapshot: the memory.
+        digest: a hash of the file's content.
+    """
+
+    file: str
+    snapshot: Snapshot
+    digest: str
+
+    @classmethod
+    def read(cls, file: str, *, shown: str | None = None) -> SavedMemory:
+        """Read a file that ``kvkeep remember`` or ``kvkeep chat`` has written.
+
+        Args:
+            file: its name.
+            shown: its name in messages; by default the same.
+
+        Raises:
+            SnapshotError: it cannot be read, or is no memory whose tokens are known.
+        """
+        snapshot = Snapshot.load(file)
+        Past.of(snapshot)  # refuses a memory without token ids
+        with in_full(file).open("rb") as content:
+            return cls(shown or file, snapshot, hashlib.file_digest(content, "sha256").hexdigest()[:16])
+
+    def check_model(self, checkpoint: Checkpoint) -> None:
+        """Refuse another model before its weights are read.
+
+        Raises:
+            SnapshotError: the memory was made with a model of another configuration.
+        """
+        made = self.snapshot.fingerprint
+        if made.config != hash_of_config(checkpoint.config):
+            raise SnapshotError(
+                f"{self.file} is a memory of the model {made.model}, and {checkpoint.name} has another configuration. "
+                f"Give the model that it was made with, or read the text again with {checkpoint.name}."
+            )
+
+
+def with_memory_settings(request: Request, memory: SavedMemory | None) -> Request:
+    """The request with the settings of its memory, which are the only ones under which it means anything.
+
+    Raises:
+        InputError: an option was given that is not the memory's.
+        SnapshotError: its policy is not registered, and was not named.
+    """
+    if memory is None:
+        return request
+    made = memory.snapshot.fingerprint
+    for flag, given, own in _settings(request, made):
+        if given is not None and given != own:
+            shown = "none" if own is None else own
+            raise InputError(
+                f"{flag} {given} is not that of {memory.file}, {shown}, and a memory means nothing under other "
+                f"settings. Leave {flag} out."
+            )
+    if not request.names_policy:
+        policy_named(made.policy)  # a file may name any module, which the user has not named
+    return replace(
+        request,
+        policy=request.policy if request.names_policy else made.policy,
+        budget=made.budget,
+        prefill_chunk=made.chunk,
+        layer_budget=made.layer_budget if isinstance(made.layer_budget, str) else list(made.layer_budget),
+        head_budget=made.head_budget,
+        kv_bits=made.kv_bits,
+        positions="slot" if made.positions == "slot" else "true",
+        dtype=made.dtype or request.dtype,
+    )
+
+
+def _settings(request: Request, made: Fingerprint) -> list[tuple[str, object, object]]:
+    """The options that a memory decides: flag, given value, the memory's value."""
+    layer_budget = None if request.layer_budget is None else rule(request.layer_budget)
+    return [
+        ("--policy", name_of_policy(parse(request.policy)) if request.names_policy else None, made.policy),
+        ("--budget", request.budget, made.budget),
+        ("--prefill-chunk", request.prefill_chunk, made.chunk),
+        ("--layer-budget", layer_budget, made.layer_budget),
+        ("--head-budget", request.head_budget, made.head_budget),
+        ("--kv-bits", request.kv_bits, made.kv_bits or "16"),
+        ("--positions", request.positions, made.positions),
+        ("--dtype", None if request.dtype == "auto" else request.dtype, made.dtype or request.dtype),
+    ]
+
+
+# A request for one prompt, checked before weights are read, and its model.
+#
+# Importing this module imports torch and transformers.
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that has passed all checks, with its model.
+
+    Attributes:
+        request: the options of the command.
+        checkpoint: the model's configuration and tokenizer.
+        writer: the model.
+        prompt: token ids, or a text.
+        policy: the eviction policy.
+        budget: tokens per layer and head.
+        layout: how the budget is spread over the model's layers.
+        sampling: how tokens are chosen.
+        pins: spans of the prompt that are never evicted.
+        memory: the memory that the prompt follows; the prompt is then a text.
+    """
+
+    request: Request
+    checkpoint: Checkpoint
+    writer: tokenization.Writer
+    prompt: Sequence[int] | str
+    policy: Policy
+    budget: int
+    layout: Layout
+    sampling: Sampling
+    pins: Spans = ()
+    memory: SavedMemory | None = None
+
+    @property
+    def asked(self) -> engines.Request:
+        """The prompt as a request to an engine."""
+        schema = self.request.json_schema
+        form = None if schema is None else json_structure(schema)
+        if self.memory is None:
+            return engines.Request(prompt=self.prompt, sampling=self.sampling, pins=self.pins, structured_outputs=form)
+        return engines.Request(
+            prompt=self.prompt,
+            raw=self.request.raw,
+            sampling=self.sampling,
+            memory=self.memory.snapshot,
+            policy=self.policy,
+            structured_outputs=form,
+        )
+
+    @property
+    def name(self) -> str:
+        """The policy as the user would write it."""
+        return spec(self.policy)
+
+    @property
+    def position_mode(self) -> str:
+        """``true`` or ``slot``."""
+        return "true" if self.layout.rotation is None else "slot"
+
+
+def prepare(request: Request) -> Job:
+    """Check a request, cheap tests first, and load its model.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used.
+    """
+    sampling = sampling_of(request)
+    if request.json_schema is not None:
+        json_structure(request.json_schema)
+    memory = None if request.memory is None else SavedMemory.read(request.memory)
+    request = with_memory_settings(request, memory)
+    policy = parse(request.policy)
+    budgets.check(1 if request.budget is None else request.budget)
+    if request.keep_ratio is not None:
+        budgets.from_ratio(request.keep_ratio, tokens=1)
+    checked_guard(request.guard)
+    check_weights(request)
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    if memory is not None:
+        memory.check_model(checkpoint)
+    prompt = _encode(checkpoint, request) if memory is None else request.prompt
+    pins = system_spans(checkpoint, messages_of(request)) if request.pin_system else ()
+    tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # and those of the question
+    tokenization.check_length(checkpoint, tokens, sampling.max_new_tokens)
+    budget = _choose_budget(request, policy, tokens)
+    spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
+    layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
+    check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
+    layout.check_pins(budget, pins)
+    if request.guard is not None:
+        levels(layout, budget, pins)
+    writer = writer_of(checkpoint, request)
+    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
+
+
+def sampling_of(request: Request) -> Sampling:
+    """The sampling options of a request.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+    return Sampling(
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+    )
+
+
+def engine_for(writer: tokenization.Writer, request: Request, **options: Any) -> Engine:
+    """An engine for a request, for one prompt or many.
+
+    Args:
+        writer: the model.
+        request: the options of the command.
+        options: options of `Engine` that replace the request's.
+    """
+    asked = {
+        "policy": request.policy,
+        "prefill_chunk": request.prefill_chunk,
+        "layer_budget": request.layer_budget,
+        "head_budget": request.head_budget,
+        "kv_bits": request.kv_bits,
+        "positions": request.positions,
+        "guard": request.guard,
+    }
+    return Engine(writer.model, writer.checkpoint.tokenizer, **{**asked, **options})
+
+
+def _choose_budget(request: Request, policy: Policy, prompt_tokens: int) -> int:
+    if request.keep_ratio is not None:
+        return budgets.from_ratio(request.keep_ratio, prompt_tokens)
+    if request.budget is not None:
+        return request.budget
+    return default_budget(policy, prompt_tokens + request.max_new_tokens)
+
+
+def _encode(checkpoint: Checkpoint, request: Request) -> list[int]:
+    """The token ids of the prompt, after the system message if there is one.
+
+    Raises:
+        InputError: there is no chat template, or it leaves the system message out.
+    """
+    plain: list[int] = tokenization.encode(checkpoint, request.prompt, raw=request.raw)[0].tolist()
+    if request.system is None:
+        return plain
+    if checkpoint.tokenizer.chat_template is None:
+        raise InputError(
+            f"The tokenizer of {checkpoint.name} has no chat template, so --system has no place. Put its text at the "
+            "beginning of the prompt."
+        )
+    found: list[int] = tokenization.encode_chat(checkpoint, messages_of(request))[0].tolist()
+    if found == plain:
+        raise InputError(
+            f"The chat template of {checkpoint.name} leaves out system messages, so --system has no effect. Put its "
+            "text at the beginning of the prompt."
+        )
+    return found
+
+
+def messages_of(request: Request) -> list[dict[str, str]]:
+    """The conversation of a prompt after a system message."""
+    return [{"role": "system", "content": request.system or ""}, {"role": "user", "content": request.prompt}]
+
+
+# The summary of a finished prompt, and notes on it.
+
+
+def summarise(job: Job, result: Result) -> dict[str, str]:
+    """The lines of the summary: name → text."""
+    new = len(result.token_ids)
+    speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
+    end = "the model ended its text" if result.finish_reason == "stop" else "stopped at --max-new-tokens"
+    room = _budget(job, result) if job.policy.evicts else f"room for {console.count(job.budget, 'token')}"
+    lost, read = _lost(result), result.prompt_tokens - result.cached_tokens
+    after = f", after {console.count(result.cached_tokens, 'remembered token')}" if result.cached_tokens else ""
+    return {
+        "policy": f"{job.name}, {room}; {job.writer.dtype} on {job.writer.device}",
+        "prompt": f"{console.count(read, 'token')} in {console.show_seconds(result.ttft_s or 0.0)}{after}",
+        "new": f"{console.count(new, 'token')}, {speed}{end}",
+        "KV memory": _memory(job, result),
+        **({"lost": lost} if lost and not nothing_evicted(job, result) else {}),
+    }
+
+
+def _budget(job: Job, result: Result) -> str:
+    if result.budget == job.budget:
+        return f"budget {job.budget}"
+    return f"budget {result.budget} of {job.budget}, chosen by --guard"
+
+
+def _lost(result: Result) -> str:
+    """The share of attention that evicted tokens carried, as far as it is known."""
+    lost = result.lost_mass
+    parts = [] if lost.prompt is None else [f"{_percent(lost.prompt)} of the attention at the prompt's end"]
+    if lost.decode is not None:
+        parts.append(f"{_percent(lost.decode)} in each new token's step")
+    return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    if share < 1e-4:
+        return "less than 0.01 %" if share > 0 else "0 %"
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
+
+
+def remark(job: Job, result: Result) -> None:
+    """Print notes on results that the user may not expect."""
+    total = result.prompt_tokens + len(result.token_ids)
+    lost, guard = result.lost_mass.prompt, job.request.guard
+    if lost is not None and guard is not None and result.guarded is False:
+        console.note(
+            f"the whole budget of {job.budget} loses {_percent(lost)} of the attention, more than --guard {guard:g}; "
+            "raise --budget."
+        )
+    trained = job.checkpoint.trained_length
+    if trained and total > trained:
+        console.note(f"{total} tokens are more than the {trained} that the model was trained for.")
+
+
+def nothing_evicted(job: Job, result: Result) -> str | None:
+    """Why the policy evicted nothing; ``None`` if it did, or may have."""
+    fed = result.prompt_tokens + len(result.token_ids) - 1  # the last token is never fed
+    if not job.policy.evicts:
+        return f"{job.name} keeps every token"
+    if job.layout.policy.spreads or job.layout.profile:
+        return None  # a head may have less than the budget
+    room = job.layout.room(result.budget)
+    if room is None:
+        return "nothing was evicted: every layer's sliding window fits the budget"
+    if fed > room - (job.policy.grows.room if job.policy.grows else 0):
+        return None
+    return f"nothing was evicted: the text of {console.count(fed + 1, 'token')} is not longer than the budget"
+
+
+def _memory(job: Job, result: Result) -> str:
+    memory = result.memory
+    held, full = console.show_bytes(memory.allocated_bytes), console.show_bytes(memory.full_bytes)
+    if reason := nothing_evicted(job, result):
+        return f"{held} held; {reason}"
+    if memory.compression < 1:
+        return f"{held} held, {full} in a full cache: so short a text needs no budget"
+    return f"{held} held, {full} in a full cache, compression {console.show_factor(memory.compression)}"
+
+
+# Two continuations of one prompt side by side: where they differ, how far they agree, what they cost.
+
+_NARROW = 60
+"""On a terminal with fewer columns the texts are shown one above the other."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs.
+
+    Attributes:
+        name: the policy, or ``full cache``.
+        budget: tokens that it may keep, in words.
+        result: the text and its tokens.
+        held_bytes: keys, values and everything else that its cache holds.
+    """
+
+    name: str
+    budget: str
+    result: Result
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two sequences of tokens differ.
+
+    Attributes:
+        first_index: index of the first new token that differs, from 0; ``None`` if none does. It is the shorter
+            length if one sequence begins with the other.
+        bounded_token: the bounded cache's token there; ``None`` if its text had ended.
+        full_token: the full cache's token there; ``None`` if its text had ended.
+        compared_tokens: length of the shorter sequence.
+        equal_tokens: equal tokens at equal places, up to that length.
+        agreement_ratio: ``equal_tokens / compared_tokens``.
+    """
+
+    first_index: int | None
+    bounded_token: str | None
+    full_token: str | None
+    compared_tokens: int
+    equal_tokens: int
+    agreement_ratio: float
+
+
+def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[int], str]) -> Difference:
+    """Compare the new tokens of two runs; neither is empty."""
+    pairs = list(zip(bounded, full, strict=False))
+    equal = sum(a == b for a, b in pairs)
+    first = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+    def token(ids: Sequence[int]) -> str | None:
+        return show_token(ids[first]) if first < len(ids) else None
+
+    return Difference(
+        first_index=None if first == max(len(bounded), len(full)) else first,
+        bounded_token=token(bounded),
+        full_token=token(full),
+        compared_tokens=len(pairs),
+        equal_tokens=equal,
+        agreement_ratio=equal / len(pairs),
+    )
+
+
+def show(bounded: Side, full: Side, difference: Difference) -> None:
+    """Print both texts and the figures."""
+    screen = console.out()
+    screen.print(_texts(screen, bounded, full))
+    screen.print(_figures(bounded, full))
+    screen.print()
+    screen.print(console.facts(_verdict(bounded, full, difference)))
+
+
+def _texts(screen: Console, bounded: Side, full: Side) -> RenderableType:
+    common = _common_length(bounded.result.text, full.result.text)
+    panels = [
+        Panel(_marked(side.result.text, common), title=Text(side.name), subtitle=Text(side.budget))
+        for side in (bounded, full)
+    ]
+    grid = Table.grid(expand=True)
+    if screen.width < _NARROW:
+        grid.add_column()
+        for panel in panels:
+            grid.add_row(panel)
+    else:
+        grid.add_column(ratio=1)
+        grid.add_column(ratio=1)
+        grid.add_row(*panels)
+    return grid
+
+
+def _common_length(one: str, other: str) -> int:
+    """Length of the beginning that two texts share."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _marked(text: str, common: int) -> Text:
+    """The text, in colour after the common beginning."""
+    return Text.assemble(console.printable(text[:common]), (console.printable(text[common:]), "yellow"))
+
+
+def _figures(bounded: Side, full: Side) -> Table:
+    figures = console.table("", bounded.name, full.name)
+    for column in figures.columns[1:]:
+        column.justify = "right"
+    for name, values in {
+        "new tokens": [str(len(side.result.token_ids)) for side in (bounded, full)],
+        "time to first token": [console.show_seconds(side.result.ttft_s or 0.0) for side in (bounded, full)],
+        "speed after that": [console.show_speed(side.result.tpot_s) for side in (bounded, full)],
+        "KV memory": [console.show_bytes(side.held_bytes) for side in (bounded, full)],
+        "compression": [console.show_factor(full.held_bytes / side.held_bytes) for side in (bounded, full)],
+    }.items():
+        figures.add_row(name, *values)
+    return figures
+
+
+def _verdict(bounded: Side, full: Side, difference: Difference) -> dict[str, str]:
+    if difference.first_index is None:
+        return {"first difference": f"none; all {difference.compared_tokens} tokens are equal"}
+    ours, theirs = (
+        "end of text" if token is None else repr(token) for token in (difference.bounded_token, difference.full_token)
+    )
+    return {
+        "first difference": f"new token {difference.first_index + 1}: {ours} ({bounded.name}), {theirs} ({full.name})",
+        "agreement": f"{difference.agreement_ratio:.0%}: {difference.equal_tokens} of "
+        f"{console.count(difference.compared_tokens, 'token')} are equal, place by place",
+    }
+
+
+# The work of ``kvkeep generate`` for one prompt, which the engine runs as a batch of one.
+#
+# Bad input is refused before weights are read. Importing this module imports torch and transformers.
+
+
+def serve(request: Request) -> None:
+    """Continue a prompt and print the text.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used, or a step failed.
+        Exit: the user pressed Ctrl-C; the text that was printed stays.
+    """
+    try:
+        with quiet(), threads.restored(), enough_memory(parse_device(request.device)), tensor_parallel.left():
+            job = prepare(request)
+            if request.compare:
+                _serve_comparison(job)
+            else:
+                _serve_one(job)
+    except KeyboardInterrupt as interrupt:
+        console.note("stopped before the end of the text")
+        raise typer.Exit(console.INTERRUPTED) from interrupt
+
+
+def _run_bounded(job: Job, on_text: Callable[[str], object]) -> Result:
+    return _run(job.asked, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text)
+
+
+def _run_full(job: Job) -> Result:
+    """Run the same prompt with a full cache, without the request's options about the bounded one."""
+    total = len(job.prompt) + job.sampling.max_new_tokens
+    options = dict.fromkeys(("layer_budget", "head_budget", "positions", "kv_bits", "guard"))
+    asked = replace(job.asked, pins=())
+    return _run(asked, engine_for(job.writer, job.request, policy="full", budget=total, rows=1, **options), _ignore)
+
+
+def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object]) -> Result:
+    """Continue a prompt and call ``on_text`` with each piece of text as soon as it is final.
+
+    Raises:
+        KVKeepError: the engine refuses the prompt, or a step failed.
+    """
+    result = None
+    for event in engine.stream(asked):
+        if event.text:
+            on_text(event.text)
+        result = event.result
+    assert result is not None
+    if result.finish_reason == "error":
+        new = console.count(len(result.token_ids), "new token")
+        raise KVKeepError(f"The text ends after {new}, since a step failed. {result.error}")
+    return result
+
+
+def _ignore(piece: str) -> None:
+    """Print nothing."""
+
+
+def _serve_one(job: Job) -> None:
+    if job.request.json:
+        result = _run_bounded(job, _ignore)
+        console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory)})
+        return
+    with console.streamed_text() as write:
+        result = _run_bounded(job, write)
+    screen = console.err()
+    screen.print()
+    screen.print(console.facts(summarise(job, result)))
+    remark(job, result)
+
+
+def _serve_comparison(job: Job) -> None:
+    console.progress(f"running {job.name} with a budget of {job.budget} …")
+    bounded = _run_bounded(job, _ignore)
+    console.progress("running the full cache …")
+    full = _run_full(job)
+    difference = measure(bounded.token_ids, full.token_ids, job.writer.show_token)
+    full_bytes = full.memory.full_bytes  # bytes of the tokens; the run's slots had room for more
+    if job.request.json:
+        console.write_json(
+            {
+                **_describe(job),
+                **_result(bounded),
+                "memory": _measure(bounded.memory),
+                "full": {**_result(full), "memory": {"allocated_bytes": full_bytes}},
+                "comparison": asdict(difference),
+            }
+        )
+        return
+    left = Side(job.name, f"budget {bounded.budget}", bounded, bounded.memory.allocated_bytes)
+    right = Side("full cache", "keeps everything", full, full_bytes)
+    show(left, right, difference)
+    if job.policy.evicts and (reason := nothing_evicted(job, bounded)):
+        console.note(f"{reason}.")
+    remark(job, bounded)
+
+
+def _describe(job: Job) -> dict[str, object]:
+    return {
+        "model": job.checkpoint.name,
+        "dtype": job.writer.dtype,
+        "device": job.writer.device,
+        "policy": job.name,
+        "budget": job.budget,
+        "prefill_chunk": job.request.prefill_chunk,
+        "layer_budget": job.request.layer_budget or job.policy.defaults.layer_budget,
+        "head_budget": job.request.head_budget,
+        "kv_bits": job.request.kv_bits,
+        "positions": job.position_mode,
+        "pins": job.pins,
+        "guard": job.request.guard,
+        "sampling": asdict(job.sampling),
+        **({} if job.memory is None else {"memory_file": job.memory.file}),
+    }
+
+
+def _result(result: Result) -> dict[str, object]:
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "cached_tokens": result.cached_tokens,
+        "new_tokens": len(result.token_ids),
+        "ttft_s": result.ttft_s,
+        "tpot_s": result.tpot_s,
+        "budget": result.budget,
+        "lost_mass": asdict(result.lost_mass),
+        "guarded": result.guarded,
+    }
+
+
+def _measure(memory: Memory) -> dict[str, object]:
+    return {**asdict(memory), "compression": memory.compression}

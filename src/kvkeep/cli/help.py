@@ -1,0 +1,244 @@
+"""The classes of commands and groups: mistakes are one line with a remedy, and pages of help are ours."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
+
+from kvkeep.cli import console, usage_errors
+from kvkeep.cli.examples import EXAMPLES
+from kvkeep.cli.options import OUTPUT
+from kvkeep.cli.shell_completion import joined_words
+
+# Pages of ``--help``: usage, description, examples, and the options in groups, in the width of the terminal.
+
+_WIDEST = 120
+_OPTIONS, _ARGUMENTS, _COMMANDS = "Options", "Arguments", "Commands"
+ORDER = {_ARGUMENTS: -1, OUTPUT: 1, _OPTIONS: 2}
+"""Places of groups among the others, which stand in the order of the parameters."""
+
+
+def show(command: Any, ctx: Any) -> None:
+    """Print the page of a command or a group."""
+    screen = console.out()
+    screen.width = min(screen.width, _WIDEST)
+    screen.print(Text.assemble(("Usage: ", "bold"), " ".join((ctx.command_path, *pieces(command)))))
+    for paragraph in (command.help or "").split("\n\n"):
+        screen.print()
+        screen.print(_text(paragraph))
+    _show_examples(screen, examples(command, ctx.command_path.partition(" ")[2]))
+    rows: dict[str, list[tuple[Text, Text]]] = {}
+    for title, name, text in (*_commands(command), *parameters(command, ctx)):
+        rows.setdefault(title, []).append((name, text))
+    width = max((name.cell_len for found in rows.values() for name, _ in found), default=0)
+    for title in sorted(rows, key=lambda title: ORDER.get(title, 0)):
+        _show_section(screen, title, rows[title], width)
+
+
+def pieces(command: Any) -> Iterator[str]:
+    """The words after a command, as in ``[MODEL] [OPTIONS]``."""
+    if hasattr(command, "commands"):
+        yield "COMMAND"
+    for param in command.params:
+        if param.param_type_name == "argument":
+            name = param.metavar or param.name.upper()
+            yield name if param.required else f"[{name}]"
+    yield "[OPTIONS]"
+
+
+def examples(command: Any, path: str) -> Mapping[str, str]:
+    """Return lines to type for a command, named without ``kvkeep``; a command of another package brings its own."""
+    return EXAMPLES.get(path) or getattr(command, "examples", {})
+
+
+def _show_examples(screen: Console, found: Mapping[str, str]) -> None:
+    if found:
+        screen.print()
+        screen.print(Text("Examples", "bold"))
+    for line, remark in found.items():
+        screen.print(Padding(Text(f"{remark}:"), (0, 0, 0, 2), expand=False))
+        screen.print(Text(f"    {line}", "cyan"), soft_wrap=True)  # so that it can be copied
+
+
+def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]], width: int) -> None:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, width=width)
+    grid.add_column(overflow="fold")
+    for name, text in rows:
+        grid.add_row(name, text)
+    screen.print()
+    screen.print(Text(title, "bold"))
+    screen.print(Padding(grid, (0, 0, 0, 2), expand=False))
+
+
+def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
+    """The subcommands of a group: group, name, first sentence."""
+    for name, found in getattr(command, "commands", {}).items():
+        if not found.hidden:
+            first = (found.help or "").split("\n\n")[0]
+            yield getattr(found, "rich_help_panel", None) or _COMMANDS, Text(name, "cyan"), _text(first)
+
+
+def parameters(command: Any, ctx: Any) -> Iterator[tuple[str, Text, Text]]:
+    """The arguments and options of a command: group, names, description."""
+    for param in command.get_params(ctx):
+        if getattr(param, "hidden", False):
+            continue
+        if param.param_type_name == "argument":
+            yield _ARGUMENTS, Text(param.metavar or param.name.upper(), "cyan"), _text(param.help or "")
+        else:
+            panel = getattr(param, "rich_help_panel", None) or _OPTIONS
+            yield panel, _names(param), _text(" ".join(filter(None, (param.help, _default(param)))))
+
+
+def _names(param: Any) -> Text:
+    """The names of an option: ``-p, --prompt TEXT``; long names stand below each other."""
+    short = [name for name in param.opts if not name.startswith("--")]
+    long = [name for name in param.opts if name.startswith("--")]
+    first = f"{short[0]}, " if short else "    "
+    found = Text.assemble((first + " / ".join((*long, *param.secondary_opts)), "cyan"))
+    if not param.is_flag and param.metavar:
+        found.append(f" {param.metavar}", "dim")
+    return found
+
+
+def _default(param: Any) -> str:
+    """The default of an option in words; nothing for ``None``, and for flags that are off."""
+    value = getattr(param, "default", None)
+    if param.required:
+        return "Required."
+    if param.is_flag:
+        return f"Default: {param.opts[0]}." if value is True else ""
+    return "" if value is None or callable(value) or not getattr(param, "show_default", True) else f"Default: {value}."
+
+
+def _text(paragraph: str) -> Text:
+    """A paragraph with rich's marks, on one line that the terminal wraps."""
+    return Text.from_markup(" ".join(textwrap.dedent(paragraph).split()), emoji=False)
+
+
+_INSTALL = "--install-completion"
+NAME = "kvkeep"
+"""The command, also where it runs as ``python -m kvkeep``."""
+
+
+class Command(TyperCommand):
+    """A command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words after the command."""
+        if "--help" in args and not ctx.resilient_parsing:
+            args = ["--help"]  # whatever else is still missing or wrong
+        with usage_errors.explained(ctx, tuple(args)):
+            if not ctx.resilient_parsing:
+                usage_errors.check(ctx, args, group=False)
+            return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the command's page."""
+        show(self, ctx)
+
+
+class Group(TyperGroup):
+    """Commands under one name; the outermost is the application."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words up to the subcommand."""
+        with usage_errors.explained(ctx, tuple(args)):
+            if not ctx.resilient_parsing:
+                usage_errors.check(ctx, args, group=True)
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the subcommand."""
+        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            raise usage_errors.CommandLineError(usage_errors.unknown_command(self, ctx, args))
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the group's page."""
+        show(self, ctx)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line and end the process, with exit code 2 after a mistake."""
+
+        def work() -> Any:
+            return super(Group, self).main(
+                args, NAME, complete_var, standalone_mode=False, windows_expand_args=windows_expand_args, **extra
+            )
+
+        if not standalone_mode:
+            return work()
+        try:
+            with joined_words():
+                code = work()
+        except usage_errors.CommandLineError as error:
+            console.error(str(error))
+            sys.exit(console.BAD_INPUT)
+        except usage_errors.UsageError as error:
+            if said := getattr(error, "message", ""):  # otherwise help was shown for want of words
+                console.error(f"{said} See {NAME} --help.")
+            sys.exit(getattr(error, "exit_code", console.BAD_INPUT))
+        except typer.Abort:
+            sys.exit(1)
+        except OSError as error:
+            if _INSTALL not in (sys.argv if args is None else args) or error.filename is None:
+                raise
+            console.error(f"{error.filename} cannot be used: {error.strerror}. kvkeep --show-completion prints it all.")
+            sys.exit(1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+# Commands that note the words that the user gave, for the function that does the work.
+
+_GIVEN_OPTIONS: ContextVar[frozenset[str]] = ContextVar("options", default=frozenset())
+_WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
+
+
+class Noting(Command):
+    """A command that notes which options were given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words, and note the options among them."""
+        left = super().parse_args(ctx, args)
+        sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+        _GIVEN_OPTIONS.set(frozenset(name for name, source in sources.items() if source and source.name != "DEFAULT"))
+        return left
+
+
+class Passing(Command):
+    """A command that reads none of its words but ``--help`` alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Note all words."""
+        alone = not args or args in (["--help"], ["-h"]) or ctx.resilient_parsing
+        _WORDS.set(() if alone else tuple(args))
+        return super().parse_args(ctx, (args or ["--help"]) if alone else [])
+
+
+def is_given(option: str) -> bool:
+    """Whether the user gave an option, by the name of its parameter."""
+    return option in _GIVEN_OPTIONS.get()
+
+
+def words() -> tuple[str, ...]:
+    """The words after a command that passes them on."""
+    return _WORDS.get()

@@ -1,0 +1,344 @@
+"""The work of ``kvkeep plan``: make the plan and print it, as a table for people or one JSON object for programs.
+
+Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from kvkeep.cli import console
+from kvkeep.errors import show_bytes
+from kvkeep.models.device import parse_device
+from kvkeep.models.load import quiet
+from kvkeep.planning.bandwidth import BUFFER_BYTES, Bandwidth, measure_bandwidth, measure_products
+from kvkeep.planning.cost import Cost
+from kvkeep.planning.plan import Plan, Setting, name_of, plan
+from kvkeep.policies.registry import spec
+
+# What ``kvkeep plan --measure`` finds out about a device: the speed of its memory, and of products with weights.
+
+FEW, MOST = 32, 1024
+"""Rows up to which weights are too many for the processor's caches while products are measured, and the most rows."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A bandwidth and the device on which it was measured."""
+
+    bandwidth: Bandwidth
+    device: str
+
+
+def measured(made: Plan, place: torch.device) -> tuple[Plan, Measured]:
+    """A plan with the speeds of a device.
+
+    Products are measured for each number of rows that the plan speaks of. Those with quantised weights are not, since
+    packages make them that the plan does not need.
+
+    Raises:
+        InputError: the device has no room for the buffers.
+    """
+    found = Measured(measure_bandwidth(place), str(place))
+    setting = made.setting
+    width = setting.outline.shape.hidden
+    known = not (setting.scheme or setting.weights_memory)
+    rows = {n for one in (made.full, made.bounded) if known for n in rows_of(made, one)}
+    products = {n: _products(place, setting.weights_dtype, n, width) for n in sorted(rows)}
+    return replace(made, bandwidth=found.bandwidth.best, products=products), found
+
+
+def _products(place: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
+    """The speed of products with any number of rows. Where arithmetic is all that counts, it falls as rows grow."""
+    some = min(rows, MOST)
+    size = BUFFER_BYTES * FEW // max(FEW, some)
+    return measure_products(place, dtype, some, width=width, size_bytes=size) * some / rows
+
+
+def rows_of(made: Plan, one: Cost) -> list[int]:
+    """The numbers of rows of which a plan says the speed under one kind of cache."""
+    return sorted({1, made.rows or 1, most_rows(made, one) or 1})
+
+
+def most_rows(made: Plan, one: Cost) -> int:
+    """The rows that fit into the memory; 0 if it is not known."""
+    return 0 if made.memory is None else one.most_rows(made.memory)
+
+
+def speeds(made: Plan, found: Measured | None) -> dict[str, object] | None:
+    """The speeds of a device as plain data."""
+    if made.bandwidth is None:
+        return None
+    if found is None:
+        return {"bytes_per_s": made.bandwidth, "source": "given"}
+    return {
+        "bytes_per_s": made.bandwidth,
+        "source": "measured",
+        "device": found.device,
+        "read_bytes_per_s": found.bandwidth.read,
+        "copy_bytes_per_s": found.bandwidth.copy,
+        "weight_bytes_per_s": {str(rows): speed for rows, speed in made.products.items()},
+    }
+
+
+COUNTED = (
+    "weights",
+    "the cache of every row",
+    "one step's activations, keys and values, blocks of logits and last logits in the largest layer",
+)
+NOT_COUNTED = (
+    "the libraries themselves, such as CUDA's context",
+    "what an allocator holds back",
+    "float32 copies of weights on a CPU that does not compute in their dtype",
+    "the state of layers without keys and values",
+)
+
+
+def serve(*, measure: bool, device: str, json: bool, **asked: Any) -> None:
+    """Make a plan and print it.
+
+    Args:
+        measure: whether the bandwidth of the device is measured.
+        device: its name.
+        json: whether the plan is printed as a JSON object.
+        asked: arguments of `plan`.
+
+    Raises:
+        KVKeepError: an option or the model cannot be used, or not one row fits.
+    """
+    place = parse_device(device)
+    console.progress("reading the configuration of the model …")
+    with quiet():
+        made = plan(**asked)
+    found = None
+    if measure:
+        console.progress(f"measuring the memory of {place}, and products …")
+        made, found = measured(made, place)
+    show(made, found, json=json)
+
+
+def show(made: Plan, found: Measured | None, *, json: bool) -> None:
+    """Print a plan."""
+    if json:
+        console.write_json(describe(made, found))
+        return
+    screen = console.out()
+    screen.print(console.facts(_head(made, found)))
+    screen.print()
+    filled = console.table("", "full cache", f"budget {made.setting.budget}")
+    for column in filled.columns[1:]:
+        column.justify = "right"
+    for name, cell in _lines(made).items():
+        filled.add_row(name, cell(made.full), cell(made.bounded))
+    screen.print(filled)
+    screen.print()
+    if missing := _not_asked(made):
+        screen.print(Text(missing, "dim"))
+    screen.print(Text(f"counted: {'; '.join(COUNTED)}", "dim"))
+    screen.print(Text(f"not counted: {'; '.join(NOT_COUNTED)}", "dim"))
+    for line in notes(made):
+        console.note(line)
+
+
+def describe(made: Plan, found: Measured | None) -> dict[str, object]:
+    """A plan as plain data; sizes in bytes, speeds in bytes or tokens per second."""
+    setting = made.setting
+    shape = setting.outline.shape
+    return {
+        "model": setting.outline.name,
+        "parameters": shape.parameters,
+        "weights_dtype": name_of(setting.weights_dtype),
+        "weights_bytes": made.bounded.weight_bytes,
+        "weights_format": setting.weights_format,
+        "dtype": name_of(setting.dtype),
+        "token_bytes": setting.token_bytes,
+        "context_tokens": setting.context,
+        "prefill_chunk": setting.chunk,
+        "policy": spec(setting.policy),
+        "budget": setting.budget,
+        "kv_bits": setting.kv_bits,
+        "layer_budgets": setting.layer_budgets(),
+        "memory_bytes": made.memory,
+        "host_rows": made.host_rows,
+        "host_bytes": made.host_bytes,
+        "staged_bytes": made.staged_bytes,
+        "bandwidth": speeds(made, found),
+        "full": _describe_cost(made, made.full),
+        "bounded": {
+            **_describe_cost(made, made.bounded),
+            "compression": made.full.row_bytes / made.bounded.row_bytes,
+        },
+        "counted": list(COUNTED),
+        "not_counted": list(NOT_COUNTED),
+        "notes": notes(made),
+    }
+
+
+def notes(made: Plan) -> list[str]:
+    """Notes on figures that the user may not expect."""
+    setting, found = made.setting, made.setting.outline
+    said = []
+    if found.dtype is None:
+        said.append(f"{found.name} names no dtype; without --dtype it is counted as float32.")
+    if found.quantised and setting.weights_memory is None:
+        said.append(_quantised(setting))
+    if setting.policy.evicts and setting.budget >= setting.context:
+        said.append(
+            f"nothing is evicted: the budget of {setting.budget} is not smaller than the context of {setting.context}."
+        )
+    if found.trained_length and setting.context > found.trained_length:
+        said.append(
+            f"{setting.context} tokens are more than the {found.trained_length} that the model was trained for."
+        )
+    if found.other_layers:
+        said.append(f"{console.count(found.other_layers, 'layer')} without keys and values are not counted.")
+    return said
+
+
+def _quantised(setting: Setting) -> str:
+    """How the bytes of quantised weights were counted."""
+    name, rest = setting.outline.name, name_of(setting.weights_dtype)
+    if setting.scheme is None:
+        return (
+            f"{name} has quantised weights; they are counted as {rest} and take less. If you know their size, give "
+            "--weights-memory."
+        )
+    return (
+        f"quantised weights are counted from {name}'s quantization_config: linear layers in {setting.scheme}; "
+        f"embeddings, norms and what it leaves out in {rest}. The files may differ by some percent; "
+        "--weights-memory takes their size."
+    )
+
+
+def _head(made: Plan, found: Measured | None) -> dict[str, str]:
+    setting = made.setting
+    shape = setting.outline.shape
+    cells = {
+        "model": setting.outline.name,
+        "weights": f"{_show_count(shape.parameters)} parameters, {show_bytes(made.bounded.weight_bytes)} "
+        f"{setting.weights_format}",
+        "cache": f"{console.count(len(shape.layers), 'layer')}, {show_bytes(setting.token_bytes)} "
+        f"per token in {name_of(setting.dtype)}",
+        "policy": f"{spec(setting.policy)}, budget {setting.budget}{_spread(made)}{_bits(setting)}",
+        "rows": f"{setting.context} tokens each, {_reading(setting)}",
+    }
+    if made.memory is not None:
+        cells["memory"] = f"{show_bytes(made.memory)} ({made.memory / 2**30:.4g} GiB)"
+    if made.host_rows:
+        cells["host rows"] = (
+            f"{made.host_rows}, {show_bytes(made.host_bytes)} of main memory while they wait; on CUDA "
+            f"{show_bytes(made.staged_bytes)} beside the rows while they are copied"
+        )
+    if made.bandwidth is not None:
+        how = "given" if found is None else f"measured on {found.device}"
+        cells["bandwidth"] = f"{show_bytes(round(made.bandwidth))}/s, {how}"
+    if made.products:
+        cells["products"] = f"read {show_bytes(round(made.products[1]))}/s of weights with 1 row"
+    return cells
+
+
+def _not_asked(made: Plan) -> str:
+    """Options that would make the plan say more."""
+    hints = []
+    if made.memory is None:
+        hints.append("how many rows fit: --memory 24GiB")
+    if made.bandwidth is None:
+        hints.append("how fast they are at most: --bandwidth 100GB/s, or --measure")
+    return "; ".join(hints)
+
+
+def _show_count(number: int) -> str:
+    """A large number in words: ``8.03 billion``."""
+    return f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
+
+
+def _reading(setting: Setting) -> str:
+    """How prompts are read."""
+    return "prompts read whole" if setting.reads_whole else f"prompts in chunks of {setting.chunk}"
+
+
+def _bits(setting: Setting) -> str:
+    """The bits of keys and values, unless slots have the cache's dtype."""
+    return "" if setting.kv_bits is None else f", kv_bits {setting.kv_bits}"
+
+
+def _spread(made: Plan) -> str:
+    per_layer = made.setting.layer_budgets()
+    return f" ({min(per_layer)} to {max(per_layer)} by layer)" if len(set(per_layer)) > 1 else ""
+
+
+def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
+    """The lines of the table: the name of each, and its cell for one kind of cache."""
+    fed = "prompt" if made.setting.reads_whole else "prompt's chunk"
+    lines: dict[str, Callable[[Cost], str]] = {
+        "cache of a row": lambda one: show_bytes(one.row_bytes),
+        "compression": lambda one: console.show_factor(made.full.row_bytes / one.row_bytes),
+        f"working memory of a {fed}": lambda one: show_bytes(one.prompt_bytes),
+    }
+    if made.memory is not None:
+        lines["rows that fit"] = lambda one: f"{most_rows(made, one)}"
+    if made.rows is not None:
+        lines[f"memory for {console.count(made.rows, 'row')}"] = lambda one: _fits(made, one, made.rows or 0)
+    lines["a step reads more cache than weights from"] = lambda one: console.count(one.crossover_rows, "row")
+    limit = "" if made.products else " at most"
+    for name, rows in _speeds(made).items():
+        lines[f"tokens/s{limit}, {name}"] = _speed_of(made, rows)
+    return lines
+
+
+def _speed_of(made: Plan, rows: Callable[[Cost], int]) -> Callable[[Cost], str]:
+    """The cell of the speed of a number of rows."""
+    return lambda one: _speed(made, one, rows(one))
+
+
+def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:
+    """The numbers of rows whose speed is shown."""
+    if made.bandwidth is None:
+        return {}
+    cases: dict[str, Callable[[Cost], int]] = {"1 row": lambda one: 1}
+    if made.memory is not None:
+        cases["all that fit"] = lambda one: most_rows(made, one)
+    if made.rows is not None and made.rows > 1:
+        cases[f"{made.rows} rows"] = lambda one: made.rows or 0
+    return cases
+
+
+def _fits(made: Plan, one: Cost, rows: int) -> str:
+    peak = one.peak_bytes(rows)
+    verdict = "" if made.memory is None else ", fits" if peak <= made.memory else ", too much"
+    return f"{show_bytes(peak)}{verdict}"
+
+
+def _speed(made: Plan, one: Cost, rows: int) -> str:
+    """Tokens per second; a dash for rows that do not fit."""
+    found = made.tokens_per_s(one, rows) if rows else None
+    if found is None or (made.memory is not None and rows > most_rows(made, one)):
+        return "–"
+    return console.show_rate(found)
+
+
+def _describe_cost(made: Plan, one: Cost) -> dict[str, object]:
+    """One kind of cache as plain data: bytes of a row, then peaks and speeds of some numbers of rows."""
+    most = None if made.memory is None else most_rows(made, one)
+    return {
+        "row_bytes": one.row_bytes,
+        "prompt_bytes": one.prompt_bytes,
+        "step_bytes": one.step_bytes,
+        "crossover_rows": one.crossover_rows,
+        "rows": most,
+        "with_rows": [
+            {
+                "rows": rows,
+                "peak_bytes": one.peak_bytes(rows),
+                "fits": None if most is None else rows <= most,
+                "read_bytes": round(one.read_bytes(rows)),
+                "tokens_per_s": made.tokens_per_s(one, rows),
+            }
+            for rows in rows_of(made, one)
+        ],
+    }

@@ -1,0 +1,183 @@
+"""The work of ``kvkeep remember``: a text is read once, and its memory is written to a file.
+
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from shlex import quote as quoted
+from typing import Any
+
+import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.cli import console
+from kvkeep.cli.files import read_text
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.remember import Request, target
+from kvkeep.engine import Engine, Result
+from kvkeep.engine.admission import check_room
+from kvkeep.models import threads
+from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.document_prompt import Opening, noted, opened
+from kvkeep.models.load import Checkpoint, Model, embedded, find, quiet, watched
+from kvkeep.models.tokenization import Writer, check_length
+from kvkeep.planning.plan import DEFAULT_BUDGET
+from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse, spec
+
+ROOM = 2048
+"""Tokens of questions and answers for which a policy that keeps everything has room by default."""
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text that has passed all checks, with its tokens.
+
+    Attributes:
+        ids: its token ids.
+        opening: how questions follow it.
+        policy: the eviction policy.
+        budget: tokens per layer and head.
+        position_mode: ``true`` or ``slot``.
+    """
+
+    ids: list[int]
+    opening: Opening
+    policy: Policy
+    budget: int
+    position_mode: str
+
+
+def serve(request: Request) -> None:
+    """Read a text and write its memory to a file.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used, a step failed, or the file cannot be written.
+        Exit: the user pressed Ctrl-C; no file was written.
+    """
+    try:
+        with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
+            _serve(request)
+    except KeyboardInterrupt as interrupt:
+        console.note(f"stopped; {request.output} was not written")
+        raise typer.Exit(console.INTERRUPTED) from interrupt
+
+
+def _serve(request: Request) -> None:
+    policy = parse(request.policy)
+    budgets.check(1 if request.budget is None else request.budget)
+    check_weights(request)
+    content = read_text(request.text, kind="text", purpose="Give the model some text to remember.")
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    text = _prepare(checkpoint, request, policy, content)
+    writer = writer_of(checkpoint, request)
+    engine = Engine(
+        writer.model,
+        checkpoint.tokenizer,
+        policy=policy,
+        budget=text.budget,
+        rows=1,
+        prefill_chunk=request.prefill_chunk,
+        layer_budget=request.layer_budget,
+        head_budget=request.head_budget,
+        kv_bits=request.kv_bits,
+        positions=request.positions,
+    )
+    start = time.perf_counter()
+    with engine.session() as session, _progress(writer.model, len(text.ids)):
+        result = session.read(text.ids)
+        snapshot = noted(session.snapshot(), text.opening)
+    seconds = time.perf_counter() - start
+    target(str(request.output), overwrite=request.overwrite)  # somebody may have written it in the meantime
+    snapshot.save(request.output)
+    _report(request, writer, text, result, seconds)
+
+
+def _prepare(checkpoint: Checkpoint, request: Request, policy: Policy, content: str) -> _Text:
+    """The tokens of the text, after a check that the model and the budget have room for them.
+
+    Raises:
+        KVKeepError: they have not, or the text cannot be encoded.
+    """
+    ids, opening = opened(checkpoint, content, system=request.system, raw=request.raw)
+    check_length(checkpoint, len(ids), 1)
+    budget = request.budget or (DEFAULT_BUDGET if policy.evicts else len(ids) + ROOM)
+    spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
+    layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
+    check_room(layout, budget, len(ids), 1)
+    mode = "true" if layout.rotation is None else "slot"
+    trained = checkpoint.trained_length
+    if trained and len(ids) > trained and mode == "true":
+        console.note(
+            f"{len(ids)} tokens are more than the {trained} that the model was trained for. --positions slot gives "
+            "tokens their rank in the memory instead."
+        )
+    return _Text(ids, opening, policy, budget, mode)
+
+
+@contextmanager
+def _progress(model: Model, tokens: int) -> Iterator[None]:
+    """A bar on standard error that moves while the model reads; nothing where that is no terminal."""
+    screen = console.err()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("reading"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True, expand=True)
+    task = bar.add_task("", total=tokens, count=console.count(tokens, "token"))
+    with bar, watched(model, lambda read: bar.advance(task, read)):
+        yield
+
+
+def _report(request: Request, writer: Writer, text: _Text, result: Result, seconds: float) -> None:
+    """Print what was written."""
+    size, memory = request.output.stat().st_size, result.memory
+    if request.json:
+        console.write_json(
+            {
+                "file": str(request.output),
+                "file_bytes": size,
+                "model": writer.checkpoint.name,
+                "dtype": writer.dtype,
+                "device": writer.device,
+                "policy": spec(text.policy),
+                "budget": text.budget,
+                "prefill_chunk": request.prefill_chunk,
+                "layer_budget": request.layer_budget or text.policy.defaults.layer_budget,
+                "head_budget": request.head_budget,
+                "kv_bits": request.kv_bits,
+                "positions": text.position_mode,
+                "tokens": len(text.ids),
+                "seconds": seconds,
+                "memory": {**asdict(memory), "compression": memory.compression},
+            }
+        )
+        return
+    full = console.show_bytes(memory.full_bytes)
+    kept = f"compression {console.show_factor(memory.full_bytes / size)}" if memory.full_bytes > size else "all is kept"
+    model = "" if request.model is None else f"{quoted(request.model)} "
+    screen = console.out()
+    screen.print(
+        console.facts(
+            {
+                "text": f"{console.count(len(text.ids), 'token')} read in {console.show_seconds(seconds)}",
+                "policy": f"{spec(text.policy)}, budget {text.budget}; {writer.dtype} on {writer.device}",
+                "memory": f"{console.show_bytes(size)} in {request.output}; {full} in a full cache, {kept}",
+            }
+        )
+    )
+    file = quoted(str(request.output))
+    screen.print(f"\n    kvkeep generate {model}--memory {file} -p QUESTION", soft_wrap=True)  # to be copied

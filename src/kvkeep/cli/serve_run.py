@@ -1,0 +1,410 @@
+"""The work of ``kvkeep serve``: check the settings, load the model, and serve until a signal ends it.
+
+Importing this module imports torch, transformers and fastapi.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import typer
+
+from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.cli import console
+from kvkeep.cli.distributed import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.files import refuse_device
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.serve import Request
+from kvkeep.engine import Engine
+from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.prefix_cache import check_prefix_memory
+from kvkeep.engine.request import checked_guard
+from kvkeep.engine.sampling_params import Sampling, whole_within
+from kvkeep.engine.swapping import MOST_HOST_ROWS
+from kvkeep.errors import InputError, KVKeepError
+from kvkeep.models import threads
+from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.openai.messages import ToolUse
+from kvkeep.planning.plan import plan
+from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.result_files import in_full
+from kvkeep.scale.cluster import Need, check_ray, joined, last_words, own_cpus
+from kvkeep.scale.ray_serve import deployment, need_serve
+from kvkeep.scale.ray_serve_replica import Facts, Recipe
+from kvkeep.server.app import make_app
+from kvkeep.server.middleware import log
+from kvkeep.server.model import Served, tool_use_of
+from kvkeep.server.router import make_front
+from kvkeep.server.run import Place, Server, check_tls, listen, settle
+from kvkeep.server.settings import Keys, Settings, owner_of
+
+# ``kvkeep serve --ray-replicas``: engines are replicas on Ray Serve, and this process is the router before them.
+
+_OURS = re.compile(r"kvkeep\.errors\.\w+: (.+)")
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """Answers requests until a signal ends it."""
+
+    def __call__(self, app: Any, name: str, rows: int, row_bytes: int, more: str = "") -> bool:
+        """Answer; return whether Ctrl-C has ended it.
+
+        Args:
+            app: the application.
+            name: the model's name.
+            rows, row_bytes: how many conversations run at once, and the bytes of each.
+            more: said about them.
+        """
+
+
+def engine_options(request: Request) -> dict[str, Any]:
+    """The options of the engine."""
+    slots = ("policy", "budget", "kv_memory", "prefill_chunk", "layer_budget", "head_budget", "kv_bits", "positions")
+    rest = ("guard", "host_rows", "prefix_memory", "session_memory", "session_dir")
+    return {"rows": request.max_rows, **{name: getattr(request, name) for name in (*slots, *rest)}}
+
+
+def serve_far(request: Request, settings: Settings, *, longest: int | None, answer: Answering) -> bool:
+    """Serve with replicas; return whether Ctrl-C has ended it.
+
+    Args:
+        request: the options of the command.
+        settings: of the server.
+        longest: the most tokens of a sequence.
+        answer: answers requests.
+
+    Raises:
+        InputError: there is no cluster, its nodes have other versions, or the replicas do not fit or cannot start.
+    """
+    assert request.replicas is not None
+    least, _ = request.replicas
+    console.progress(f"starting {console.count(least, 'replica')} …")
+    cpus = own_cpus(request.replicas[1], request.threads) * request.replicas[1]
+    with joined(request.ray_address, cpus=cpus):
+        need, device = _need(request, longest)
+        if settings.session_dir is not None:
+            settings = replace(settings, session_dir=str(in_full(settings.session_dir).resolve()))
+        with _running(request, _recipe(request, settings, device), need) as handle:
+            replicas, facts = asyncio.run(_begun(handle))
+            front = make_front(replicas, settings, request.allow_origin, prefixes=request.prefix_memory > 0)
+            more = f" on each of {console.count(least, 'replica')}"
+            return answer(front, settings.name, facts.rows, facts.row_bytes, more)
+
+
+def _need(request: Request, longest: int | None) -> tuple[Need, str]:
+    """What a replica takes, and the device that it uses, after a check that all replicas fit.
+
+    Raises:
+        InputError: nodes have other versions than this process, or the replicas do not fit.
+    """
+    assert request.replicas is not None
+    return room_for(
+        request.replicas[1],
+        _bytes(request, longest),
+        device=request.device,
+        threads=request.threads,
+        address=request.ray_address,
+        what="replica",
+        option="ray_replicas",
+    )
+
+
+def _bytes(request: Request, longest: int | None) -> int:
+    """Main memory of a replica, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
+    names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
+    options: dict[str, Any] = {name: getattr(request, name) for name in names}
+    try:
+        made = plan(request.model or embedded(), request.policy, request.budget, context=longest, **options)
+    except KVKeepError:
+        return 0
+    slots = request.kv_memory or (request.max_rows or DEFAULT_ROWS) * made.bounded.row_bytes
+    kept = (request.session_memory or 0) + request.prefix_memory
+    return PROCESS_BYTES + slots + kept + (made.bounded.weight_bytes if request.load_in is None else 0)
+
+
+def _recipe(request: Request, settings: Settings, device: str) -> Recipe:
+    """What replicas are made from."""
+    options = engine_options(request)
+    del options["session_dir"]
+    return Recipe(
+        model=whole(request.model),
+        settings=settings,
+        engine=options,
+        dtype=request.dtype,
+        device=device,
+        load_in=request.load_in,
+        threads=request.threads,
+        allow_pickle=request.allow_pickle,
+        tool_form=request.tool_form,
+    )
+
+
+@contextmanager
+def _running(request: Request, recipe: Recipe, need: Need) -> Iterator[Any]:
+    """The handle of replicas that run until the block ends.
+
+    Raises:
+        InputError: replicas of this name run already, or they cannot start.
+    """
+    assert request.replicas is not None
+    serve, name = need_serve(), f"kvkeep-{re.sub('[^A-Za-z0-9_.-]', '-', recipe.settings.name)}"
+    resources: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus}
+    resources |= {"memory": need.memory} if need.memory else {}
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # what a user must know, errors and answers say
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+    if name in serve.status().applications:
+        raise InputError(
+            f"The cluster runs an application {name} already. End the command that serves it, or give another "
+            f"`served_name`. If that command was killed, end what it has left with serve.delete({name!r}) in Python."
+        )
+    made = deployment(request.replicas, resources=resources, grace_s=request.grace).bind(recipe)
+    try:
+        try:
+            handle = serve.run(made, name=name, route_prefix=None, logging_config={"log_level": "ERROR"})
+        except RuntimeError as error:
+            raise InputError(f"The replicas cannot start: {_reason(serve, name, error)}") from error
+        yield handle
+    finally:
+        serve.delete(name)
+
+
+def _reason(serve: Any, name: str, error: RuntimeError) -> str:
+    """Why replicas have not started: what kvkeep says of it, or the end of a traceback."""
+    status = serve.status().applications.get(name)
+    said = [one.message for one in status.deployments.values()] if status else []
+    found = [reason for text in (*said, str(error)) for reason in _OURS.findall(text)]
+    return str(found[-1]) if found else f"{last_words(error)}. Ray's logs of the nodes say more."
+
+
+async def _begun(handle: Any) -> tuple[Any, Facts]:
+    """The replicas, and what one says of itself, after a check that all have the same weights.
+
+    Raises:
+        InputError: they have not.
+    """
+    from kvkeep.scale.ray_serve_router import RayReplicas
+
+    replicas = RayReplicas(handle)
+    first, *others = await replicas.facts()
+    for one in others:
+        if one.weights != first.weights:
+            raise InputError("Replicas have different weights under one name. Give every node the same files.")
+    return replicas, first
+
+
+# API keys from a file and from the environment.
+
+VARIABLE = "KVKEEP_API_KEY"
+_SHORTEST = 8
+
+
+def read_keys(file: str | None) -> Keys:
+    """The keys of a file, one per line as KEY or NAME KEY, and the one of the environment.
+
+    Raises:
+        InputError: the file cannot be read, has no key, or a line is neither.
+    """
+    found: dict[str, str] = {}
+    if (key := os.environ.get(VARIABLE)) is not None:
+        if not key.strip():
+            raise InputError(f"{VARIABLE} is empty. Unset it, or give a key of {_SHORTEST} characters or more.")
+        found[_checked(key.strip(), VARIABLE)] = owner_of(key.strip())
+    if file is None:
+        return Keys(found)
+    refuse_device(file, "file of keys")
+    try:
+        lines = in_full(file).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"--key-file {file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"--key-file {file} is not UTF-8 text.") from error
+    before = len(found)
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) > 2:
+            raise InputError(f"--key-file {file}, line {number}: write KEY, or NAME KEY.")
+        key = _checked(words[-1], f"--key-file {file}, line {number}")
+        found[key] = words[0] if len(words) == 2 else owner_of(key)
+    if len(found) == before:
+        raise InputError(f"--key-file {file} has no key. Write one per line, or leave the option out.")
+    return Keys(found)
+
+
+def _checked(key: str, where: str) -> str:
+    if len(key) < _SHORTEST or not key.isascii() or not key.isprintable():
+        raise InputError(f"{where}: a key has {_SHORTEST} or more ASCII characters.")
+    return key
+
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def run(request: Request) -> None:
+    """Serve a model.
+
+    Raises:
+        KVKeepError: a setting, the model or the address cannot be used.
+    """
+    _check_numbers(request)
+    place, keys = _place(request), read_keys(request.key_file)
+    if request.replicas is not None:
+        check_ray(request.ray_address)
+        need_serve()
+    with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
+        checkpoint, limit = _checkpoint(request)
+        tool_use = tool_use_of(checkpoint, request.tool_form)
+        settings = _settings(request, keys, limit)
+        if request.check:
+            typer.echo("The settings can be used.")
+            return
+        _remark(request, settings)
+        socket = listen(place)
+        with socket:
+            if request.replicas is None:
+                interrupted = _serve_here(checkpoint, tool_use, settings, place, socket, request)
+            else:
+                interrupted = serve_far(request, settings, longest=limit, answer=_answer(place, socket, request))
+    if interrupted:
+        raise typer.Exit(console.INTERRUPTED)
+
+
+def _serve_here(
+    checkpoint: Checkpoint, tool_use: ToolUse, settings: Settings, place: Place, socket: Any, request: Request
+) -> bool:
+    """Serve with an engine in this process; return whether Ctrl-C has ended it."""
+    writer = writer_of(checkpoint, request)
+    with Engine(writer.model, checkpoint.tokenizer, **engine_options(request)) as engine:
+        app = make_app(Served(engine, checkpoint, tool_use=tool_use), settings, request.allow_origin)
+        return _answer(place, socket, request)(app, settings.name, engine.rows, engine.row_bytes)
+
+
+def _answer(place: Place, socket: Any, request: Request) -> Answering:
+    """A function that answers requests until a signal ends it."""
+
+    def answer(app: Any, name: str, rows: int, row_bytes: int, more: str = "") -> bool:
+        _log(request.access_log)
+        port = 0 if place.unix_socket else socket.getsockname()[1]
+
+        def ready() -> None:
+            size = f"{console.count(rows, 'conversation')} of {console.show_bytes(row_bytes)} at once{more}"
+            console.err().print(f"{name} at {place.url(port)}/v1: {size}. Ctrl-C ends.", soft_wrap=True)
+
+        server = Server(app, place, ready)
+        settle()
+        asyncio.run(server.serve([socket]))
+        return server.interrupted
+
+    return answer
+
+
+def _check_numbers(request: Request) -> None:
+    """Refuse numbers that are out of range.
+
+    Raises:
+        InputError: one is.
+    """
+    seconds = {"queue_timeout": request.queue_timeout, "request_timeout": request.request_timeout}
+    for name, value in (seconds | {"read_timeout": request.read_timeout, "grace": request.grace}).items():
+        if not 0 < value < 10**9:
+            raise InputError(f"{name}={value:g} is no time; give seconds above 0.")
+    least = {"max_queue": (request.max_queue, 0), "key_requests": (request.key_requests, 1)}
+    least |= {"key_tokens": (request.key_tokens, 1), "max_model_len": (request.max_model_len, 2)}
+    for name, (number, low) in least.items():
+        if number is not None and number < low:
+            raise InputError(f"{name}={number} is less than {low}.")
+    if not 0 <= request.port <= 65535:
+        raise InputError(f"port={request.port} is outside 0 … 65535; 0 takes any free one.")
+    Sampling(max_new_tokens=request.max_new_tokens)
+
+
+def _settings(request: Request, keys: Keys, limit: int | None) -> Settings:
+    """The settings of the web side."""
+    return Settings(
+        name=request.served_name or request.model or "embedded",
+        keys=keys,
+        max_new_tokens=request.max_new_tokens,
+        max_model_len=limit,
+        max_queue=request.max_queue,
+        queue_timeout_s=request.queue_timeout,
+        request_timeout_s=request.request_timeout,
+        read_timeout_s=request.read_timeout,
+        max_body_bytes=request.max_body,
+        key_requests=request.key_requests,
+        key_tokens=request.key_tokens,
+        session_dir=request.session_dir,
+        page=request.page,
+    )
+
+
+def _place(request: Request) -> Place:
+    place = Place(
+        host=request.host,
+        port=request.port,
+        unix_socket=request.unix_socket,
+        tls_cert=request.tls_cert,
+        tls_key=request.tls_key,
+        grace_s=request.grace,
+        read_timeout_s=request.read_timeout,
+    )
+    check_tls(place)
+    return place
+
+
+def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
+    """The model's configuration and tokenizer, after all checks that need no weights, and the longest sequence.
+
+    Raises:
+        KVKeepError: something cannot be used.
+    """
+    policy = parse_policy(request.policy)
+    numbers = {"max_rows": request.max_rows, "kv_memory": request.kv_memory}
+    for name, number in numbers.items():
+        if number is not None:
+            budgets.check_one(number, name)
+    budgets.check_one(request.budget)
+    checked_guard(request.guard)
+    whole_within("host_rows", request.host_rows, 0, MOST_HOST_ROWS)
+    check_prefix_memory(request.prefix_memory, request.prefill_chunk)
+    check_weights(request)
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    layout = Layout.of(
+        *(checkpoint.config, policy),
+        layer_budget=request.layer_budget,
+        head_budget=request.head_budget,
+        kv_bits=request.kv_bits,
+        positions=request.positions,
+    )
+    layout.slots(request.budget)
+    trained = checkpoint.trained_length if layout.rotation is None else None
+    return checkpoint, request.max_model_len or trained
+
+
+def _remark(request: Request, settings: Settings) -> None:
+    """Print a note where anybody in the network could use the model."""
+    if request.unix_socket is None and request.host not in _LOOPBACK and not settings.keys.owners:
+        console.note(f"anybody who reaches {request.host} can use the model; --key-file asks for keys")
+
+
+def _log(access: bool) -> None:
+    """Write the log to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.handlers[:] = [handler]
+    log.propagate = False
+    log.setLevel(logging.INFO if access else logging.ERROR)
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)

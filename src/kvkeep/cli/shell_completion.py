@@ -1,0 +1,180 @@
+"""Completions for shells: names of policies and their options, models that are at hand, and words of other options.
+
+Only options of a policy import torch; everything else answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+Completion = tuple[str, str]
+"""A word and a remark on it."""
+
+_WORDS, _NUMBER = "COMP_WORDS", "COMP_CWORD"
+_REMARK = 60
+_BREAKS = (":", "=")
+"""Characters at which bash ends a word, though they belong to it."""
+
+
+def policies(incomplete: str) -> list[Completion]:
+    """Names of policies; after a name and a colon, its options with their values."""
+    name, colon, tail = incomplete.partition(":")
+    return _options(name, tail) if colon else [(one, "") for one in _policy_names() if one.startswith(incomplete)]
+
+
+def policy_list(incomplete: str) -> list[Completion]:
+    """The same for the last item of a list."""
+    items = incomplete.split(",")
+    starts = [len(items) - 1]
+    with_options = [i for i, item in enumerate(items[:-1]) if ":" in item]
+    if with_options and all("=" in item for item in items[with_options[-1] : -1]):
+        starts.append(with_options[-1])  # the comma may stand between two options of that policy
+    found = []
+    for start in starts:
+        before = "".join(f"{item}," for item in items[:start])
+        found += [(before + word, remark) for word, remark in policies(",".join(items[start:]))]
+    return found
+
+
+def models(incomplete: str) -> list[Completion]:
+    """Folders with a model, below the typed folder, and models of the hub that are in the local cache."""
+    typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
+    found: list[Completion] = []
+    with contextlib.suppress(OSError):
+        inside = [path for path in sorted(typed.expanduser().iterdir()) if path.is_dir()]
+        for path in (one for top in inside for one in (top, *_folders(top))):
+            if (path / "config.json").is_file():
+                found.append((_as_typed(path, incomplete), "folder"))
+    found += [(name, "in the local cache") for name in _cached_models()]
+    return [(name, remark) for name, remark in found if name.startswith(incomplete)]
+
+
+def snapshots(incomplete: str) -> list[Completion]:
+    """Files of saved memory in the typed folder, and folders to go on in."""
+    typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
+    found: list[Completion] = []
+    with contextlib.suppress(OSError):
+        for path in sorted(typed.expanduser().iterdir()):
+            if path.suffix == ".kvkeep" or (path.is_dir() and not path.name.startswith(".")):
+                found.append((_as_typed(path, incomplete) + "/" * path.is_dir(), ""))
+    return [(name, remark) for name, remark in found if name.startswith(incomplete)]
+
+
+def words(*known: str) -> Callable[[str], list[Completion]]:
+    """A completion from a fixed list."""
+
+    def complete(incomplete: str) -> list[Completion]:
+        return [(word, "") for word in known if word.startswith(incomplete)]
+
+    return complete
+
+
+@contextlib.contextmanager
+def joined_words() -> Iterator[None]:
+    """Join the words that bash has split at colons and equals signs, and print completions as bash expects them.
+
+    Bash replaces only what follows the last of these characters.
+    """
+    number = os.environ.get(_NUMBER, "")
+    if os.environ.get("_KVKEEP_COMPLETE") != "complete_bash" or _WORDS not in os.environ or not number.isdecimal():
+        yield
+        return
+    joined = _join(os.environ[_WORDS].split("\n")[: int(number) + 1])
+    os.environ[_WORDS], os.environ[_NUMBER] = "\n".join(joined), str(len(joined) - 1)
+    current = joined[-1]
+    cut = max(current.rfind(character) for character in _BREAKS) + 1
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield
+    finally:
+        for line in said.getvalue().splitlines():
+            sys.stdout.write(f"{line[cut:] if line.startswith(current[:cut]) else line}\n")
+
+
+def _join(given: list[str]) -> list[str]:
+    joined: list[str] = []
+    broken = False
+    for word in given:
+        is_break = word != "" and not word.strip("".join(_BREAKS))
+        if joined and (is_break or (broken and word)):
+            joined[-1] += word
+        else:
+            joined.append(word)
+        broken = is_break
+    return joined
+
+
+def _policy_names() -> list[str]:
+    """The names of all policies, without importing one."""
+    from kvkeep import policies as home
+
+    own = [info.name for info in pkgutil.iter_modules(home.__path__)]
+    others = [point.name for point in entry_points(group="kvkeep.policies")]
+    return [name for name in own if name not in ("base", "abilities") and not name.startswith("_")] + others
+
+
+def _options(name: str, tail: str) -> list[Completion]:
+    """``name:preset`` for the presets of a policy, ``name:option=value`` for its options that are not yet given."""
+    import dataclasses
+
+    from kvkeep.errors import PolicyError
+    from kvkeep.policies.registry import class_of
+
+    try:
+        cls = class_of(name)
+    except PolicyError:
+        return []
+    fields = dataclasses.fields(cls)
+    done, comma, part = tail.rpartition(",")
+    given = re.findall(r"(\w+)=", done)
+    found = [(f"{name}:{preset}", _short(meaning)) for preset, meaning in cls.presets.items()]
+    for field in fields:
+        if field.name in given or not field.name.startswith(part.partition("=")[0]):
+            continue
+        for value in _values(str(field.type), field.default):
+            found.append((f"{name}:{done}{comma}{field.name}={value}", _short(str(field.metadata.get("help", "")))))
+    return [one for one in found if one[0].startswith(f"{name}:{tail}")]
+
+
+def _values(kind: str, default: object) -> list[str]:
+    """Values of an option: all of them if they are few, otherwise its default."""
+    if "Literal" in kind:
+        return re.findall(r"['\"]([^'\"]+)['\"]", kind)
+    if isinstance(default, bool):
+        return ["true", "false"]
+    return ["" if default is None else str(default)]
+
+
+def _short(remark: str) -> str:
+    """A remark that fits beside its word; shells take no line breaks."""
+    return remark if len(remark) <= _REMARK else f"{remark[: _REMARK - 1].rstrip()}…"
+
+
+def _folders(path: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return [one for one in sorted(path.iterdir()) if one.is_dir()]
+    return []
+
+
+def _as_typed(path: Path, incomplete: str) -> str:
+    """A path as the user has begun to write it."""
+    if incomplete.startswith("~"):
+        with contextlib.suppress(ValueError, RuntimeError):
+            return f"~/{path.relative_to(Path.home())}"
+    return f"./{path}" if incomplete.startswith("./") else str(path)
+
+
+def _cached_models() -> list[str]:
+    """Hub names of the models in the local cache."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or home) / "hub"
+    return sorted(path.name.removeprefix("models--").replace("--", "/") for path in Path(cache).glob("models--*"))

@@ -1,0 +1,204 @@
+"""The work of ``kvkeep tune``: check everything, load the model, search, and write the settings that were found.
+
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from kvkeep import config, plots
+from kvkeep.cli import console
+from kvkeep.cli.files import read_text
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.options import ModelRequest
+from kvkeep.cli.progress import resumable
+from kvkeep.errors import InputError
+from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.tune import report
+from kvkeep.evals.tune.documents import read_questions
+from kvkeep.evals.tune.plan import Plan, Wanted, lay_out
+from kvkeep.evals.tune.search import CURVE, OnBlock, Progress, Records, Result, sizes_of, tune
+from kvkeep.models import threads
+from kvkeep.models.device import enough_memory, parse_device, parse_dtype
+from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.weight_hash import fingerprint
+from kvkeep.result_files import as_text, command
+from kvkeep.version import __version__
+
+_PURPOSE = "Give some text to plant facts in, or leave --text out for the package's own."
+_EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(ModelRequest):
+    """The options of ``kvkeep tune``. Numbers are read; lists of names and files are not.
+
+    Attributes:
+        budgets: each a share of the text (a float) or a number of tokens (an int); empty for the default.
+    """
+
+    case: str
+    target: float
+    text: str | None
+    questions: str | None
+    context: int | None
+    facts: int
+    limit: int | None
+    seed: int
+    policies: str | None
+    budgets: tuple[float | int, ...]
+    prefill_chunk: int | None
+    layer_budget: str | tuple[float, ...] | None
+    head_budgets: tuple[str | None, ...]
+    positions: Literal["true", "slot"] | None
+    output: Path
+    plots: bool
+    json: bool
+
+
+def serve(request: Request) -> None:
+    """Search, write the settings that were found and show them.
+
+    Raises:
+        KVKeepError: the request, the model or the folder cannot be used, or nothing reaches the target.
+    """
+    with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
+        records = Records(request.output)
+        check_weights(request)
+        wanted = _wanted(request)
+        name = request.model or embedded()
+        console.progress(f"loading {name} …")
+        checkpoint = find(name, allow_pickle=request.allow_pickle)
+        dtype = parse_dtype(request.dtype)
+        known = as_text(request.model or _EMBEDDED)
+        plan = lay_out(checkpoint, known, wanted, dtype if isinstance(dtype, torch.dtype) else None)
+        sizes = sizes_of(plan.measure, request.target, request.limit)
+        records.check_free()
+        records.check(plan.settings)
+        for note in plan.notes:
+            console.note(note)
+        if not sizes.fresh:
+            console.note(
+                "the questions are too few to keep some for the confirmation: the same ones choose and confirm."
+            )
+        writer = writer_of(checkpoint, request)
+        with records.locked():
+            records.open({**plan.settings, "weights": fingerprint(writer.model), "dtype": writer.dtype})
+            with _progress() as on_block:
+                result = tune(
+                    plan.measure,
+                    plan.ladders,
+                    writer,
+                    records,
+                    target=request.target,
+                    limit=request.limit,
+                    on_block=on_block,
+                )
+            _show(request, plan, result, records)
+
+
+def _wanted(request: Request) -> Wanted:
+    """The search that a request asks for, with its files read."""
+    text = None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE)
+    questions = []
+    if request.questions is not None:
+        purpose = "Give one JSON object per line."
+        content = read_text(request.questions, kind="file of questions", purpose=purpose)
+        questions = read_questions(content, request.questions, text)
+    if request.limit is not None and request.limit < 1:
+        raise InputError(f"limit={request.limit} leaves nothing to measure; give 1 or more.")
+    setup = Setup(positions=request.positions, layer_budget=request.layer_budget, prefill_chunk=request.prefill_chunk)
+    return Wanted(
+        case=request.case,
+        text=text,
+        questions=questions,
+        context=request.context,
+        facts=request.facts,
+        seed=request.seed,
+        policies=request.policies,
+        budgets=request.budgets,
+        setup=setup,
+        head_budgets=request.head_budgets,
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[OnBlock]:
+    """A line with the present candidate; after Ctrl-C, a note on how to resume."""
+    screen = console.err()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    bar = Bar(*columns, console=screen, disable=not screen.is_terminal, transient=True)
+    line = bar.add_task("starting", total=None)
+
+    def on_block(progress: Progress) -> None:
+        at = "the full cache" if progress.budget is None else f"{progress.arm} at {progress.budget}"
+        room = max(20, screen.width - 40)
+        bar.update(line, description=f"{console.visible(at):.{room}}, {progress.units} documents read", refresh=True)
+
+    with resumable(), bar:
+        yield on_block
+
+
+def _show(request: Request, plan: Plan, result: Result, records: Records) -> None:
+    """Print the table, draw the curve, write the settings, and print the answer.
+
+    Raises:
+        InputError: nothing reaches the target.
+    """
+    drawn = _draw(request, plan, result)
+    chosen = result.found.chosen
+    if chosen is not None:
+        _write(request, plan, result, records)
+    if request.json:
+        told = {"output": str(request.output), "config": None if chosen is None else str(request.output / config.NAME)}
+        console.write_json({**told, "case": plan.case, **report.everything(result, plan.full_bytes)})
+    else:
+        _print(plan, result)
+    if chosen is None:
+        raise InputError(report.failure(result))
+    if not request.json:
+        console.out().print(report.answer(result, plan.full_bytes), soft_wrap=False)
+        file = request.output / config.NAME
+        shown = {"settings": str(file), **({"curve": str(drawn)} if drawn else {})}
+        console.err().print(console.facts({**shown, "use": command("kvkeep generate --config", file, "-f") + " FILE"}))
+
+
+def _print(plan: Plan, result: Result) -> None:
+    screen = console.out()
+    screen.print(report.title(result, plan.case, plan.measure.kind), style="bold")
+    filled = console.table(*report.COLUMNS)
+    for column in filled.columns[1:-1]:
+        column.justify, column.no_wrap = "right", True
+    for row in report.lines(result, plan.full_bytes):
+        filled.add_row(*map(console.visible, row))
+    screen.print(filled)
+    screen.print()
+
+
+def _write(request: Request, plan: Plan, result: Result, records: Records) -> None:
+    heading = f"Written by kvkeep {__version__} tune.\n{report.answer(result, plan.full_bytes)}"
+    found = report.config(result.found, request.model)
+    text = found.text(heading, report.notes(result, plan.case, plan.full_bytes))
+    records.write_bytes(config.NAME, text.encode())
+
+
+def _draw(request: Request, plan: Plan, result: Result) -> Path | None:
+    if not request.plots:
+        return None
+    if not plots.available():
+        console.note(f"no curve: {plots.MISSING}, then run the same command again.")
+        return None
+    try:
+        return plots.draw(request.output / CURVE, [report.curve(result, plan.full_bytes, plan.case)])
+    except InputError as error:
+        console.note(str(error))
+        return None

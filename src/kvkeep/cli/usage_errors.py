@@ -1,0 +1,311 @@
+"""Mistakes in a command line: each becomes one line that says what is wrong and what to type instead."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvkeep.cli.console import count
+from kvkeep.errors import KVKeepError
+
+# Values of options as the user gave them, for messages about them.
+
+
+def given(param: Any, words: Sequence[str], ctx: Any) -> str:
+    """The last value that was given for a parameter: in the command line, a variable, or a file of settings."""
+    found = ""
+    for word, following in zip(words, (*words[1:], ""), strict=False):
+        for name in param.opts:
+            if word == name:
+                found = following
+            elif word.startswith(f"{name}=") or (len(name) == 2 and word.startswith(name)):
+                found = word.removeprefix(name).removeprefix("=")
+    prefix = getattr(ctx, "auto_envvar_prefix", None)
+    variable = os.environ.get(f"{prefix}_{param.name.upper()}", "") if prefix else ""
+    return found or variable or str((ctx.default_map or {}).get(param.name, ""))
+
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""The base of typer's errors about words of the command line."""
+
+_BREAKS = ("–", "—", "−")
+"""Dashes that word processors write for two hyphens."""
+_CURLY = "“”„‘’"
+"""Quotes of word processors, which shells do not know."""
+_MOST_SHOWN = 40
+_ALIKE = 0.7
+"""How alike two options must be for one to be a misspelling of the other."""
+_NEARLY_EQUAL = 0.9
+"""The same, where another command has an option of the misspelt name."""
+
+_OTHER_NAMES = {
+    "--batch-size": "--max-rows",
+    "--bf16": "--dtype bfloat16",
+    "--cache-size": "--budget",
+    "--compression-ratio": "--keep-ratio",
+    "--cpu": "--device cpu",
+    "--cuda": "--device cuda",
+    "--file": "--prompt-file",
+    "--fp16": "--dtype float16",
+    "--gpu": "--device cuda",
+    "--kv-budget": "--budget",
+    "--load-in-4bit": "--load-in 4bit",
+    "--load-in-8bit": "--load-in 8bit",
+    "--max-length": "--max-new-tokens",
+    "--max-tokens": "--max-new-tokens",
+    "--memory": "--kv-memory",
+    "--output-dir": "--output",
+    "--system-prompt": "--system",
+    "--text": "--prompt",
+    "--verbose": "--debug",
+}
+"""Names of options in other tools."""
+
+_OTHER_COMMANDS = {
+    "analyse": "kvkeep analyze",
+    "bench": "kvkeep eval",
+    "benchmark": "kvkeep eval",
+    "complete": "kvkeep generate",
+    "help": "kvkeep --help",
+    "info": "kvkeep env",
+    "list": "kvkeep policies",
+    "read": "kvkeep remember",
+    "run": "kvkeep generate",
+    "talk": "kvkeep chat",
+    "test": "kvkeep eval",
+    "version": "kvkeep --version",
+}
+"""Names of commands in other tools."""
+
+
+class CommandLineError(KVKeepError):
+    """The words of the command line cannot be used; the message names the remedy."""
+
+
+@contextmanager
+def explained(ctx: Any, words: Sequence[str]) -> Iterator[None]:
+    """Turn typer's errors about the words of a command into a `CommandLineError`.
+
+    Args:
+        ctx: the context of the command.
+        words: all words after the command.
+    """
+    if ctx.resilient_parsing:  # a shell asks for completions
+        yield
+        return
+    try:
+        yield
+    except UsageError as error:
+        if not getattr(error, "message", "") and not hasattr(error, "param"):
+            raise  # a command without words shows its help
+        raise CommandLineError(message(error, ctx, words)) from error
+
+
+def message(error: Any, ctx: Any, words: Sequence[str]) -> str:
+    """One of typer's errors in our words."""
+    said = str(error.message).rstrip(".")
+    if hasattr(error, "possibilities"):
+        return _unknown_option(error.option_name, ctx)
+    if hasattr(error, "option_name"):
+        return _bad_value(error.option_name, ctx)
+    if "unexpected extra argument" in said:
+        return _unexpected(ctx, words)
+    param = getattr(error, "param", None)
+    if param is None:
+        return f"{said}. {_see(ctx)}"
+    if hasattr(error, "param_type"):
+        return f"{ctx.command_path} needs {_missing(ctx)}. {_see(ctx)}"
+    return (
+        _bad_number(param, said, given(param, words, ctx))
+        or f"{_name(param)}: {said}{'' if said.endswith('?') else '.'}"
+    )
+
+
+def check(ctx: Any, words: Sequence[str], *, group: bool) -> None:
+    """Refuse words that typer would misread: long options with one hyphen, other dashes, options without a value.
+
+    Args:
+        ctx: the context of the command.
+        words: all words after the command.
+        group: whether a subcommand follows, whose options are not known here.
+
+    Raises:
+        CommandLineError: there is such a word.
+    """
+    known = dict(_options(ctx))
+    waiting = None
+    for word in words:
+        name = word.partition("=")[0]
+        if word == "--" or (group and not word.startswith(("-", *_BREAKS))):
+            return
+        if waiting:
+            if word in known:
+                example = f"{waiting} {known[waiting].metavar or 'VALUE'}"
+                raise CommandLineError(f"{waiting} has no value, since {word} follows it. Write {example}.")
+            waiting = None
+        elif word in known:
+            waiting = None if known[word].is_flag else word
+        elif len(name) == 2 and name in known and word != name:
+            raise CommandLineError(f"Names of one letter take no equals sign: write {name} {quoted(word[3:])}")
+        elif word.startswith(_BREAKS) and _undashed(word)[:1].isalpha():
+            raise CommandLineError(f"{word} begins with a dash. Write options with hyphens: --{_undashed(word)}.")
+        elif len(name) > 2 and f"-{name}" in known:
+            raise CommandLineError(f"{name} needs two hyphens: -{word}.")
+
+
+def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
+    """A word that should be a command, with the likely one."""
+    name, path = words[0], ctx.command_path
+    begun = [command for command in group.commands if name and command.startswith(name.lower())]
+    close = begun or difflib.get_close_matches(name.lower(), list(group.commands), n=1)
+    said = f"{path} has no command {shown(name)}."
+    if close:
+        return f"{said} Did you mean {path} {close[0]}?"
+    if ctx.parent is not None:
+        return f"{said} Did you mean {path} show {quoted(name)}?"
+    if remedy := _OTHER_COMMANDS.get(name.lower()):
+        return f"{said} Did you mean {remedy}?"
+    if exists(name, folder=False):
+        return f"{said} To continue the text of that file: kvkeep generate --prompt-file {quoted(name)}"
+    if exists(name) or ("/" in name and " " not in name):
+        return f"{said} To run that model: kvkeep generate {quoted(name)} -p TEXT"
+    if " " in name or len(words) > 1:
+        return f"{said} To continue a text: kvkeep generate -p {quoted(' '.join(words) if ' ' not in name else name)}"
+    return f"{said} kvkeep --help lists all commands."
+
+
+def text_of(words: Sequence[str]) -> str | None:
+    """The words after ``--prompt`` that shells have split for want of quotes; ``None`` if there are none."""
+    start = next((i + 1 for i, word in enumerate(words) if word in ("-p", "--prompt")), None)
+    if start is None:
+        return None
+    end = next((i for i in range(start, len(words)) if words[i].startswith("-")), len(words))
+    return " ".join(words[start:end])
+
+
+def quotes_missing(text: str) -> str:
+    """The remedy for a prompt that shells have split."""
+    return f"Text of several words needs quotes: -p {quoted(text.strip(_CURLY))}"
+
+
+def exists(name: str, *, folder: bool = True) -> bool:
+    """Whether there is a file of this name, or a folder if that counts."""
+    try:
+        return name != "" and (Path(name).is_file() or (folder and Path(name).is_dir()))
+    except (OSError, ValueError):  # too long for a name, or no text
+        return False
+
+
+def shown(word: str) -> str:
+    """A word in quotes, without its end if it is long; an option without quotes."""
+    short = word if len(word) <= _MOST_SHOWN else f"{word[: _MOST_SHOWN - 1]}…"
+    return short if word.startswith("-") and " " not in word else repr(short)
+
+
+def quoted(text: str) -> str:
+    """A text as a shell takes it, without its end if it is long."""
+    return shlex.quote(text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…")
+
+
+def _unknown_option(name: str, ctx: Any) -> str:
+    path, own = ctx.command_path, dict(_options(ctx))
+    said = f"{path} has no option {shown(name)}."
+    other = _OTHER_NAMES.get(name, "")
+    if other.partition(" ")[0] in own:
+        return f"{said} Here it is called {other}."
+    if name in ("--model", "-m") and any(param.name == "model" for param in ctx.command.params):
+        return f"{said} The model is the first word: {path} MODEL"
+    if ctx.parent is not None and name in _names(ctx.find_root().command):
+        return f"{said} It belongs to kvkeep alone: kvkeep {name}"
+    having = [f"kvkeep {word}" for word, command in _commands(ctx) if name in _names(command)]
+    if having and ctx.parent is None:
+        return f"{said} Options follow the command: {having[0]} {name}"
+    alike = _NEARLY_EQUAL if having else _ALIKE
+    if close := difflib.get_close_matches(name.replace("_", "-").lower(), own, n=1, cutoff=alike):
+        return f"{said} Did you mean {close[0]}?"
+    if having:
+        return f"{said} It belongs to {' and '.join(having[:2])}."
+    return f"{said} {_see(ctx)}"
+
+
+def _bad_value(name: str, ctx: Any) -> str:
+    """An option without its value, or with one that it does not take."""
+    param = dict(_options(ctx)).get(name)
+    if param is None or param.is_flag:
+        return f"{name} takes no value: write {name} alone."
+    return f"{name} needs a value: {name} {param.metavar or 'VALUE'}"
+
+
+def _bad_number(param: Any, said: str, value: str) -> str | None:
+    """The message about a value that is no number, or out of range; ``None`` if it is about something else."""
+    name = _name(param)
+    if "integer" in said:
+        return f"{name} {shown(value)} is not a whole number; write e.g. {name} 8"
+    if "number" in said or "float" in said:
+        return f"{name} {shown(value)} is not a number; write e.g. {name} 0.5"
+    if "greater than" in said or "less than" in said or "range" in said:
+        return f"{name} {value} is out of range: {said[:1].lower()}{said[1:]}."
+    return None
+
+
+def _unexpected(ctx: Any, words: Sequence[str]) -> str:
+    """Words that the command has no use for."""
+    above = getattr(ctx.parent.command, "commands", {})
+    if named := [word for word in words if word in above]:
+        return f"Options follow the command: {ctx.parent.command_path} {named[0]} … {words[0]}"
+    text = text_of(words) or " ".join(word for word in words if not word.startswith("-"))
+    if "--prompt" in dict(_options(ctx)) and " " in text:
+        return quotes_missing(text)
+    taken = sum(param.param_type_name == "argument" for param in ctx.command.params)
+    place = "nothing but options" if not taken else f"{count(taken, 'word')} and options"
+    return f"{ctx.command_path} takes {place}. {_see(ctx)}"
+
+
+def _missing(ctx: Any) -> str:
+    """All that the command needs and does not have: ``--text FILE and --output DIR``."""
+    wanted = [param for param in ctx.command.params if param.required and ctx.params.get(param.name) is None]
+    named = [
+        param.metavar or param.name.upper()
+        if param.param_type_name == "argument"
+        else f"{_name(param)} {param.metavar or 'VALUE'}"
+        for param in wanted
+    ]
+    return " and ".join(named)
+
+
+def _options(ctx: Any) -> Iterator[tuple[str, Any]]:
+    """The options of a command by each of their names."""
+    for param in ctx.command.get_params(ctx):
+        if param.param_type_name == "option":
+            yield from ((name, param) for name in (*param.opts, *param.secondary_opts))
+
+
+def _commands(ctx: Any) -> Iterator[tuple[str, Any]]:
+    """The commands of the application."""
+    yield from getattr(ctx.find_root().command, "commands", {}).items()
+
+
+def _names(command: Any) -> set[str]:
+    return {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+
+
+def _name(param: Any) -> str:
+    """A parameter as it is typed: the longest name of an option, the metavar of an argument."""
+    if param.param_type_name == "argument":
+        return str(param.metavar or param.name.upper())
+    return str(max(param.opts, key=len))
+
+
+def _see(ctx: Any) -> str:
+    return f"See {ctx.command_path} --help."
+
+
+def _undashed(word: str) -> str:
+    return word.lstrip("-" + "".join(_BREAKS))

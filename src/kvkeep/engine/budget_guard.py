@@ -1,0 +1,407 @@
+"""The trial of smaller budgets at the end of a prompt, and the reduction of a row to the one that was chosen.
+
+A prompt that is read in one piece is attended to in full before anything is evicted. So the cuts of smaller budgets are
+known from the same scores, without a second run of the model. The row is cut to the largest budget in every layer; when
+the model has run, the loss is the mean over all layers, and the row is reduced to the tokens of the budget that is
+chosen. It is then what it would have been under that budget from the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.budget import Number, largest
+from kvkeep.cache.eviction import head_budgets, kept, scored, shielded
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.shared_budget import positions_of, shared_budgets
+from kvkeep.engine.input_batch import Batch
+from kvkeep.engine.kv_manager import Rows, Segment
+from kvkeep.engine.sequence import Generation
+from kvkeep.errors import BudgetError, InputError, PolicyError, one_line
+from kvkeep.kv import lost_mass, ranking
+from kvkeep.kv.block import Block
+from kvkeep.kv.joint_block import give
+from kvkeep.kv.slot_codec import Tokens
+from kvkeep.kv.store import inference
+from kvkeep.pins import Spans
+from kvkeep.policies.base import Policy
+from kvkeep.types import EMPTY, Phase, Report, State, View
+
+# The choice of a budget at the end of a prompt: the smallest one at which the prompt's cut loses little attention.
+#
+# Which budgets there are, and for which policies; `kvkeep.engine.budget_guard` tries them.
+
+SHARES = (4, 2)
+"""Divisors of a budget that give the smaller ones."""
+
+
+def refusal(policy: Policy, levels: Sequence[int]) -> str | None:
+    """Return why no budget can be chosen for a policy at the end of a prompt, or ``None`` if one can be."""
+    if not policy.evicts:
+        return "it keeps every token"
+    if policy.bursts or policy.grows or policy.cascades:
+        return "its cuts are no plain choice of the best tokens of each head"
+    if policy.rates_by_budget:
+        return "how it rates tokens depends on the budget"
+    try:
+        asked = [policy.wants(_end_of_prompt(10 * max(levels), level)) for level in levels]
+    except Exception as error:  # a policy of other code
+        return f"what it asks of attention cannot be told beforehand ({one_line(error)})"
+    if "mass" not in asked[0].fields:
+        return "its statistic shows no attention mass"
+    if not all(_same(asked[0], one) for one in asked[1:]):
+        return "what it asks of attention depends on the budget"
+    return None
+
+
+def _end_of_prompt(tokens: int, budget: int) -> View:
+    """The view that a policy gets of a prompt at its end; its slots hold nothing of interest."""
+    seen, nothing = torch.tensor([tokens]), torch.zeros(1, 1, 1, 1)
+    return View(
+        positions=torch.zeros(1, 1, 1, dtype=torch.int32),
+        keys=nothing,
+        values=nothing,
+        seen=seen,
+        budget=budget,
+        new=seen,
+        prompt=seen,
+        phase=Phase.PREFILL,
+        layer=0,
+        sequences=torch.zeros(1, dtype=torch.int64),
+        past=torch.zeros(1, 0),
+        alive=torch.zeros(1, 0, dtype=torch.bool),
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two statistics, or parts of them, are equal."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return type(one) is type(other) and all(_same(getattr(one, name), getattr(other, name)) for name in names)
+    return bool(one == other)
+
+
+def measure(one: Generation, rows: Rows, row: int) -> None:
+    """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
+    one.memory, one.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
+
+
+def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
+    """Return the budgets among which a request chooses, in order: those that hold what is protected and pinned.
+
+    Raises:
+        InputError: no budget can be chosen for the policy.
+    """
+    found = []
+    for share in SHARES:
+        number = max(1, budget // share)
+        with suppress(BudgetError):
+            layout.check_pins(number, pins)
+            found.append(number)
+    found = sorted({*found, budget})
+    reason = "its heads have budgets of their own" if layout.profile else refusal(layout.policy, found)
+    if reason:
+        raise InputError(
+            f"`guard` chooses a budget by the attention that a prompt's cut loses, which fails under {layout.policy}: "
+            f"{reason}. Leave `guard` out, or give another policy, such as h2o or snapkv."
+        )
+    return tuple(found)
+
+
+def chosen(layout: Layout, budget: int, held: Sequence[Number]) -> int:
+    """Return the budget of a memory: the one that it was asked for, or a smaller one that a guard has chosen.
+
+    Args:
+        layout: the memory's policy, and how budgets are spread over the layers.
+        budget: the budget that it was asked for.
+        held: the budgets of its layers.
+    """
+    for number in (budget, *(max(1, budget // share) for share in SHARES)):
+        with suppress(BudgetError):
+            if _totals(layout, held) == _totals(layout, layout.slots(number)):
+                return number
+    return budget
+
+
+def _totals(layout: Layout, budgets: Sequence[Number]) -> list[Fraction]:
+    """What the heads of each layer have on average; of all layers that share a budget, where some do."""
+    each = [Fraction(number) if isinstance(number, int) else Fraction(sum(number), len(number)) for number in budgets]
+    shares = [own.shares_layers for own in layout.policies]
+    pairs = list(zip(each, shares, strict=False))  # a memory of another model has other layers
+    joint = sum((number for number, joint in pairs if joint), Fraction())
+    return [joint, *(number for number, joint in pairs if not joint)]
+
+
+_LATER = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The cut of a smaller budget in one layer, for some rows.
+
+    Attributes:
+        positions: the tokens that would stay, in order, then `EMPTY`.
+        gone: mass of the other tokens in each head.
+        budget: of each head, where heads share one; ``None``: the row's.
+    """
+
+    positions: Int[Tensor, "B Hk n"]
+    gone: Float[Tensor, "B Hk"]
+    budget: Int[Tensor, "B Hk"] | None
+
+    @classmethod
+    def of(cls, view: View, stays: Bool[Tensor, "B Hk S"], mass: Float[Tensor, "B Hk S"], *, divided: bool) -> Cut:
+        """The cut after which these tokens stay; ``divided``: whether the view has the budgets of heads."""
+        gone = mass.masked_fill(stays | (view.positions < 0), 0.0).sum(dim=-1)
+        budget = cast(Tensor, view.budget) if divided else None
+        return cls(_in_order(view.positions, stays), gone, budget)
+
+    def row(self, row: int) -> Cut:
+        """The cut of one row."""
+        mine = slice(row, row + 1)
+        return Cut(self.positions[mine], self.gone[mine], None if self.budget is None else self.budget[mine])
+
+
+@dataclass(frozen=True, eq=False)
+class Rated:
+    """A layer's tokens under a smaller budget that it shares with other layers, for some rows.
+
+    Attributes:
+        layer: the layer's number among those with slots.
+        policy: the policy of all of them.
+        view: the tokens, without keys and values.
+        score: of each token.
+        mass: attention mass of each token.
+    """
+
+    layer: int
+    policy: Policy
+    view: View
+    score: Float[Tensor, "B Hk S"]
+    mass: Float[Tensor, "B Hk S"]
+
+
+@Policy.register
+class Watched:
+    """A policy whose step over the end of a prompt is noted before it scores; otherwise it is that policy.
+
+    Args:
+        policy: the policy.
+        note: is given the view, the state before the step, the report, and the state after it.
+    """
+
+    def __init__(self, policy: Policy, note: Callable[[View, State, Report, State], None]) -> None:
+        self._policy, self._note = policy, note
+        self._observed: tuple[State, Report] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def __str__(self) -> str:
+        return str(self._policy)
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """The policy's state after a step."""
+        self._observed = state, report
+        return self._policy.observe(state, view, report)
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The policy's scores."""
+        if self._observed is not None:  # heads that share a budget are scored twice
+            (before, report), self._observed = self._observed, None
+            self._note(view, before, report, state)
+        return self._policy.score(view, state)
+
+
+class Trial:
+    """Watches a batch of prompts in every layer, and reduces its guarded rows afterwards.
+
+    Args:
+        batch: whole prompts.
+        rows: the rows of the engine.
+    """
+
+    def __init__(self, batch: Batch, rows: Rows) -> None:
+        self._rows = rows
+        self._guarded = {one.row: one for one in batch.requests if len(one.levels) > 1 and one.row is not None}
+        self._cuts: dict[tuple[int, int], list[Cut]] = {}
+        self._rated: dict[tuple[int, int], list[Rated]] = {}
+
+    @classmethod
+    def of(cls, batch: Batch, rows: Rows) -> Trial | None:
+        """Return the trial of a batch; ``None`` if no row of it has a budget to choose."""
+        return cls(batch, rows) if batch.fresh and any(one.levels for one in batch.requests) else None
+
+    def watch(self, layer: int, segment: Segment, policy: Policy) -> Policy:
+        """Return the policy of some rows of a layer, which notes the cuts of smaller budgets when asked for scores."""
+        if not any(segment.start <= row < segment.stop for row in self._guarded):
+            return policy
+        return cast(Policy, Watched(policy, partial(self._note, layer, segment, policy)))
+
+    def _note(
+        self, layer: int, segment: Segment, policy: Policy, view: View, before: State, report: Report, after: State
+    ) -> None:
+        """Note the cuts of one layer.
+
+        Raises:
+            PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.
+        """
+        last = _kept(policy, view, after)[1] if policy.spreads is None else None
+        for place in reversed(range(len(SHARES))):
+            numbers = [self._number(row, place, layer) for row in range(segment.start, segment.stop)]
+            column = torch.tensor(numbers, device=view.seen.device)[:, None]
+            asked = dataclasses.replace(view, budget=torch.minimum(column, torch.as_tensor(view.budget).to(column)))
+            same = _same_state(policy.observe(before, asked, report), after)
+            if same and policy.shares_layers:
+                rated = Rated(layer, policy, positions_of(asked), scored(policy, asked, after), report.mass)
+                self._rated.setdefault((place, segment.start), []).append(rated)
+                continue
+            asked, stays = _kept(policy, asked, after)
+            if not same or (last is not None and bool((stays & ~last).any())):
+                raise PolicyError(
+                    f"{policy} keeps tokens under a smaller budget that it evicts under a larger one, or rates them "
+                    "otherwise, so no budget can be chosen for it. Leave `guard` out, or give another policy."
+                )
+            last = None if last is None else stays
+            cut = Cut.of(asked, stays, report.mass, divided=policy.spreads is not None)
+            self._cuts.setdefault((layer, segment.start), []).insert(0, cut)
+
+    def _number(self, row: int, place: int, layer: int) -> int:
+        """The budget of one row in one layer at one of the smaller budgets; without any, more than it has."""
+        one = self._guarded.get(row)
+        if one is None or place >= len(one.levels) - 1:
+            return _LATER
+        return largest([self._rows.numbers(one.policy, one.levels[place])[layer]])
+
+    @inference
+    def settle(self) -> None:
+        """Choose the budgets of the guarded rows, and reduce the rows to the tokens of these budgets."""
+        self._cut_together()
+        for row, one in self._guarded.items():
+            found = [self._loss(row, place) for place in range(len(one.levels) - 1)]
+            guard = cast(float, one.request.guard)
+            fits = (place for place, lost in enumerate(found) if lost is not None and lost <= guard)
+            place = next((place for place in fits if self._holds(row, place)), None)
+            if place is not None:
+                one.budget = one.levels[place]
+                self._reduce(row, one)
+
+    def _holds(self, row: int, place: int) -> bool:
+        """Whether a row holds the tokens of a smaller budget. Where heads share one, a head may get more of less."""
+        pairs = zip(self._rows.blocks_of(row), self._of(row, place), strict=True)
+        divided = [(block, cut) for block, (_, cut) in pairs if cut.budget is not None]
+        missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
+        return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
+
+    def _reduce(self, row: int, one: Generation) -> None:
+        """Reduce a row to the tokens of the budget that was chosen."""
+        cuts = [cut for _, cut in self._of(row, one.levels.index(one.budget))]
+        held = [Reduced.of(block, cut) for block, cut in zip(self._rows.blocks_of(row), cuts, strict=True)]
+        self._rows.limit_row(row, one.policy, one.budget)
+        blocks = self._rows.blocks_of(row)
+        give(blocks, [cut.budget for cut in cuts])
+        for block, cut, tokens in zip(blocks, cuts, held, strict=True):
+            tokens.put(block)
+            block.lost[..., 0] = cut.gone
+
+    def _cut_together(self) -> None:
+        """Cut the layers that share a budget, once all of them have attended."""
+        for (_, start), layers in sorted(self._rated.items(), key=lambda item: item[0]):
+            policy = layers[0].policy
+            budgets = shared_budgets(policy, [(one.view, one.score) for one in layers]).chunk(len(layers), dim=1)
+            for one, budget in zip(layers, budgets, strict=True):
+                view = dataclasses.replace(one.view, budget=budget)
+                stays = kept(policy, view, {}, one.score)
+                cut = Cut.of(view, stays, one.mass, divided=True)
+                self._cuts.setdefault((one.layer, start), []).append(cut)
+
+    def _of(self, row: int, place: int) -> list[tuple[int, Cut]]:
+        """The cut of one row at a smaller budget in each layer."""
+        start = max(start for _, start in self._cuts if start <= row)
+        layers = sorted(layer for layer, first in self._cuts if first == start)
+        return [(layer, self._cuts[layer, start][place].row(row - start)) for layer in layers]
+
+    def _loss(self, row: int, place: int) -> float | None:
+        """The share that one row loses at a smaller budget."""
+        sums = self._rows.lost_of(row)
+        for layer, cut in self._of(row, place):
+            sums[layer][..., 0] = self._rows.heads.all(cut.gone)[0]
+        return lost_mass.mean(sums).prompt
+
+
+def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, "B Hk S"]]:
+    """The view with the budgets of heads that share one, and whether each token stays; see `kvkeep.cache.eviction.cut`."""
+    if policy.spreads is not None:
+        view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
+    return view, ranking.keep(shielded(policy, view, state), view.positions, view.budget)
+
+
+def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk n"]:
+    """The positions of the tokens that stay, in order, then `EMPTY`."""
+    most = int(stays.sum(dim=-1).max())
+    found = positions.masked_fill(~stays, _LATER).sort(dim=-1).values[..., :most]
+    return found.masked_fill(found == _LATER, EMPTY)
+
+
+def _places(
+    held: Int[Tensor, "1 Hk S"], positions: Int[Tensor, "1 Hk n"]
+) -> tuple[Int[Tensor, "1 Hk n"], Bool[Tensor, "1 Hk n"]]:
+    """The slot of each position, and whether no slot has it."""
+    ordered, order = held.masked_fill(held < 0, _LATER).sort(dim=-1)
+    wanted = positions.masked_fill(positions < 0, _LATER).contiguous()
+    place = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)
+    return order.gather(-1, place), (ordered.gather(-1, place) != wanted) & (positions >= 0)
+
+
+def _same_state(one: State, other: State) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """Some of the tokens of a block of one row, taken out of its slots.
+
+    Attributes:
+        positions: of the tokens, in order, then `EMPTY`.
+        tokens: their keys and values.
+        state: the policy's state of these tokens.
+    """
+
+    positions: Int[Tensor, "1 Hk n"]
+    tokens: Tokens
+    state: State
+
+    @classmethod
+    def of(cls, block: Block, cut: Cut) -> Reduced:
+        """The tokens of a cut. Slots of codes do not hold a key that is not finite; its place stays empty."""
+        opened = block.opened()
+        store, n = opened.store, int((cut.positions >= 0).sum(dim=-1).max())
+        positions = cut.positions[..., :n]
+        index, missing = _places(store.positions, positions)
+        tokens = store.tokens(store.slots(), used=store.positions.shape[-1]).chosen(index)
+        return cls(
+            positions.masked_fill(missing, EMPTY),
+            tokens,
+            {name: x.gather(-1, index) for name, x in opened.of_slots().items()},
+        )
+
+    def put(self, block: Block) -> None:
+        """Fill the slots of a block of one row with the tokens."""
+        opened, n = block.opened(), self.positions.shape[-1]
+        order = torch.arange(n, device=self.positions.device).expand(self.positions.shape)
+        opened.store.take(self.tokens, self.positions, order)
+        for name, held in opened.of_slots().items():
+            held[..., :n] = self.state[name]
+        block.close(opened)

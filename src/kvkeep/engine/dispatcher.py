@@ -1,0 +1,371 @@
+"""Several threads and coroutines on one engine: who may touch it, who steps it, and where its events go.
+
+A single listener steps the engine itself, in its own thread. As soon as there are several, or one that must not block,
+a thread of its own steps the engine until all of them have ended, and the listeners wait for their events.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import signal
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from kvkeep.engine.request import Event
+from kvkeep.engine.sequence import Generation
+from kvkeep.errors import InputError
+
+# A lock that threads get in the order in which they ask.
+
+
+class Turn:
+    """A lock that threads get in the order in which they ask. Its owner may take it again.
+
+    A plain lock would let a thread that steps in a loop keep out everybody else.
+
+    Attributes:
+        lost: whether the thread that would pass it on was left behind in another process.
+    """
+
+    lost = False
+
+    def __init__(self) -> None:
+        self._inner = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._taken = False
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def taken(self) -> bool:
+        """Whether some thread has the turn."""
+        return self._taken
+
+    def __enter__(self) -> None:
+        """Wait for the turn, and take it.
+
+        Raises:
+            InputError: it is lost.
+        """
+        if self.lost:
+            raise InputError(
+                "This process was forked while the engine was at work, and the engine's threads stayed behind. Make an "
+                "engine in the new process, or start it with multiprocessing's method 'spawn'."
+            )
+        if not self.mine:
+            self._take()
+            self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._pass_on()
+
+    def _take(self) -> None:
+        with self._inner:
+            if not self._taken:
+                self._taken = True
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+        try:
+            gate.acquire()  # until it is opened by the thread that had the turn before
+        except BaseException:
+            with self._inner:
+                given = gate not in self._waiting
+                if not given:
+                    self._waiting.remove(gate)
+            if given:
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        with self._inner:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._taken = False
+
+
+# Ctrl-C and failures in a step: an interrupt waits for the step's end, and a failure ends the requests it touched.
+
+
+class Uninterrupted:
+    """A context that holds back Ctrl-C until its end; a second Ctrl-C interrupts at once.
+
+    An interrupt in the middle of a step would leave no way to tell which parts of the step were done. So the step is
+    brought to its end first. Signals reach the main thread only; in other threads this context does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._held = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):  # neither ignored nor left to the system
+                self._before = before
+                signal.signal(signal.SIGINT, self._hold)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        if self._held:
+            self._before(signal.SIGINT, None)
+
+    def _hold(self, number: int, frame: object) -> None:
+        self._held = True
+        signal.signal(signal.SIGINT, self._before)
+
+
+class Guard:
+    """A context that recovers from failures. An interrupt is passed on to the caller after the recovery.
+
+    Args:
+        recover: called with the exception and the requests that it touched.
+        touched: returns these requests; called when something fails.
+    """
+
+    def __init__(
+        self,
+        recover: Callable[[BaseException, Sequence[Generation]], None],
+        touched: Callable[[], Sequence[Generation]],
+    ) -> None:
+        self._recover, self._touched = recover, touched
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None or isinstance(error, GeneratorExit):
+            return False
+        self._recover(error, self._touched())
+        return isinstance(error, Exception)
+
+
+_T = TypeVar("_T")
+_END: Any = object()
+
+
+class Box:
+    """Events on their way to one listener.
+
+    Attributes:
+        open: numbers of the requests of which more events come.
+        left: whether the listener has gone.
+        blocks: whether the listener may wait for a step in its own thread.
+    """
+
+    blocks = True
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self.open: set[int] = set()
+        self.left = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether no event is there yet."""
+        return self._events.empty()
+
+    def put(self, event: Event | BaseException) -> None:
+        """Append an event, or the failure that ends all requests of this listener."""
+        self._events.put(event)
+
+    def wake(self) -> None:
+        """Tell the listener that there are events, if `put` has not done so."""
+
+    def take(self) -> Event:
+        """Wait for the next event and return it.
+
+        Raises:
+            BaseException: the failure of a step.
+        """
+        return self.opened(self._events.get())
+
+    def opened(self, event: Event | BaseException) -> Event:
+        """Return an event that was taken out, or raise the failure."""
+        if isinstance(event, BaseException):
+            self.open.clear()
+            raise event
+        if event.result:
+            self.open.discard(event.id)
+        return event
+
+
+class Service:
+    """Hands the events of an engine to those who listen.
+
+    Attributes:
+        turn: whoever touches the engine has it.
+    """
+
+    def __init__(self) -> None:
+        self.turn = Turn()
+        _services.add(self)
+        self._boxes: dict[int, Box] = {}
+        self._left: deque[Box] = deque()
+        self._fresh: list[Box] = []
+        self._serves = False  # a step runs in the thread that steps
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread steps, or somebody has the turn."""
+        return self._thread is not None or self.turn.taken
+
+    def listen(self, number: int, box: Box, step: Callable[[], object]) -> None:
+        """Send the events of a request to a box from now on. The caller has the turn.
+
+        Args:
+            number: the request's number.
+            box: the listener's.
+            step: brings the engine one step further.
+        """
+        box.open.add(number)
+        self._boxes[number] = box
+        if self._thread is None and (not box.blocks or any(one is not box for one in self._boxes.values())):
+            thread = threading.Thread(target=self._serve, args=(step,), name="kvkeep-engine", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def deliver(self, event: Event) -> bool:
+        """Put an event into its listener's box; return whether there is one. The caller has the turn."""
+        box = self._boxes.pop(event.id, None) if event.result else self._boxes.get(event.id)
+        if box is not None:
+            self._put(box, event)
+        return box is not None
+
+    def refuse(self, number: int, error: Exception) -> None:
+        """Raise an error in the listener of a request, of which no more events come. The caller has the turn."""
+        box = self._boxes.pop(number, None)
+        if box is not None:
+            self._put(box, error)
+
+    def wake(self) -> None:
+        """Wake the listeners of all events since the last call. The caller has the turn."""
+        for box in self._fresh:
+            box.wake()
+            if box.left:
+                self._left.append(box)
+        self._fresh.clear()
+
+    def _put(self, box: Box, event: Event | BaseException) -> None:
+        """Put an event into a box. In the thread that steps its listener wakes later, with all others."""
+        box.put(event)
+        self._fresh.append(box)
+        if not self._serves:
+            self.wake()
+
+    def events(self, box: Box, step: Callable[[], object]) -> Iterator[Event]:
+        """Yield the next events of a box: all that are there, at least one. Without a thread that steps, step."""
+        while box.empty and box.open and self._thread is None:
+            step()
+        while box.open:
+            yield box.take()
+            if box.empty:
+                return
+
+    def drain(
+        self,
+        source: Iterator[_T],
+        add: Callable[[_T, Box], object],
+        has_room: Callable[[], bool],
+        *,
+        step: Callable[[], object],
+        end: Callable[[int], object],
+    ) -> Iterator[Event]:
+        """Add requests as there is room for them, and yield their events until all have ended.
+
+        Args:
+            source: the requests.
+            add: queues one, with the box of its events.
+            has_room: returns whether it is time to add more.
+            step: brings the engine one step further.
+            end: cancels the request of a number.
+        """
+        box, more = Box(), True
+        try:
+            while more or box.open:
+                while more and (not box.open or has_room()):
+                    if more := (one := next(source, _END)) is not _END:
+                        add(one, box)
+                yield from self.events(box, step)
+        finally:  # a caller that stops listening wants no more tokens
+            self.leave(box)
+            if not (
+                self.turn.mine or self.turn.lost
+            ):  # otherwise it was collected in the middle of a step, which sweeps at its end
+                with Uninterrupted(), self.turn:
+                    self.sweep(end)
+
+    def leave(self, box: Box) -> None:
+        """Note that nobody listens to a box any more; its requests end at the next `sweep`. Never waits."""
+        box.left = True
+        self._left.append(box)
+
+    def sweep(self, end: Callable[[int], object]) -> None:
+        """End the requests to which nobody listens any more. The caller has the turn."""
+        while self._left:
+            box = self._left.popleft()
+            for number in [number for number, one in self._boxes.items() if one is box]:
+                del self._boxes[number]
+                end(number)
+
+    def wait(self) -> None:
+        """Wait until the thread that steps has ended, after everybody has stopped listening."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and not self.turn.mine:
+            thread.join()
+
+    def _serve(self, step: Callable[[], object]) -> None:
+        """Step until nobody listens. A failure reaches all who listen, and the engine goes on without them."""
+        while True:
+            with self.turn:
+                if not self._boxes:
+                    self._thread = None
+                    return
+                self._serves = True
+                try:
+                    step()
+                except BaseException as error:
+                    for box in set(self._boxes.values()):
+                        self.leave(box)
+                        self._put(box, error)
+                finally:
+                    self._serves = False
+                    self.wake()
+
+
+_services: weakref.WeakSet[Service] = weakref.WeakSet()
+
+
+def _leave_behind() -> None:
+    """Give up engines that were at work when this process was forked: the parent's threads do not exist here."""
+    for service in list(_services):
+        service.turn.lost = service.busy
+    _services.clear()
+
+
+os.register_at_fork(after_in_child=_leave_behind)
+
+
+@atexit.register
+def _stop() -> None:
+    """Take the turn of every engine, for good: torch ends the process with an error if Python ends during a step."""
+    for service in list(_services):
+        service.turn.__enter__()

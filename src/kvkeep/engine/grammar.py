@@ -1,0 +1,311 @@
+"""Grammars for a tokenizer: tried in a process of their own, compiled once, and kept for later requests.
+
+The grammar engine bounds most of its work, but not all: ``{"multipleOf": 1234567}`` takes it 40 seconds and 1 GB. So
+every new grammar is first compiled in a process with bounded time and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.engine.request import NAMES, Request, Structure
+from kvkeep.errors import InputError, KVKeepError, pip_install
+from kvkeep.models.load import Tokenizer
+from kvkeep.models.sandbox import Worker
+
+if TYPE_CHECKING:
+    from kvkeep.engine.sequence import Generation
+
+# The tokens that may come next in an answer of a given form: a state per request, and a mask over all rows.
+
+_BITS = 32
+TOO_COMPLEX = "The grammar of the answer became too complex"
+
+
+class Constraint:
+    """The place in a grammar that a request has reached.
+
+    Args:
+        matcher: llguidance's state.
+        vocabulary: the number of tokens that it knows.
+        avoided: tokens that end a text, and are allowed only where nothing else is.
+
+    Attributes:
+        error: why no token can follow, if the grammar engine has failed.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, avoided: Sequence[int] = ()) -> None:
+        self._matcher, self.vocabulary, self._avoided = matcher, vocabulary, avoided
+        self.error: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer can have no further token."""
+        return bool(self._matcher.is_stopped())
+
+    def fill(self, words: Int[Tensor, " words"]) -> None:
+        """Set the bits of the tokens that may follow; none if the grammar engine fails.
+
+        Args:
+            words: a row of int32 in main memory, a bit for each token.
+        """
+        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
+        if self._matcher.is_error():
+            self.error = self._matcher.get_error()
+            words.zero_()
+            return
+        before = words.clone() if self._avoided else words
+        for token in self._avoided:
+            words[token // _BITS] &= ~_bit(token)
+        if self._avoided and not words.any():
+            words.copy_(before)
+
+    def take(self, token: int) -> None:
+        """Go on after a token.
+
+        Raises:
+            KVKeepError: the grammar does not allow it.
+        """
+        if not self._matcher.consume_token(token):
+            raise KVKeepError(failure(self._matcher.get_error()))
+
+
+def failure(error: str) -> str:
+    """The message of a request whose grammar engine has failed."""
+    why = " ".join(error.partition("<state>")[0].split())
+    return f"{TOO_COMPLEX} ({why:.100}). Use a simpler one."
+
+
+def masked(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+    """Return the logits with minus infinity for tokens that the requests' grammars do not allow."""
+    bound = [(i, one.constraint) for i, one in enumerate(generations) if one.constraint is not None]
+    if not bound:
+        return logits
+    V = logits.shape[-1]
+    words = torch.zeros(len(bound), -(-bound[0][1].vocabulary // _BITS), dtype=torch.int32)
+    for row, (_, constraint) in zip(words, bound, strict=True):
+        constraint.fill(row)
+    index = torch.tensor([i for i, _ in bound], device=logits.device)
+    allowed = _bits(words.to(logits.device))[:, :V]
+    return logits.index_copy(0, index, logits[index].masked_fill(~allowed, -torch.inf))
+
+
+def _bits(words: Int[Tensor, "n words"]) -> Bool[Tensor, "n V"]:
+    """Return the bits of whole numbers, the lowest one first."""
+    places = torch.arange(8, dtype=torch.uint8, device=words.device)
+    return (words.view(torch.uint8)[..., None] >> places & 1).bool().flatten(1)
+
+
+def _bit(token: int) -> int:
+    """Return a whole number of 32 bits with the bit of a token."""
+    found = 1 << token % _BITS
+    return found - (1 << _BITS) if token % _BITS == _BITS - 1 else found
+
+
+TIMEOUT_S = 5.0
+MEMORY_BYTES = 2**27
+MOST = 32
+"""Grammars that are kept."""
+MOST_WAITING = 8
+"""New grammars that may wait to be compiled."""
+
+_START_S = 60.0
+_LONGEST = 160
+_MOST_TRIED = 200
+"""Grammars that one process tries, since its memory fills up."""
+_STATES = 50_000
+"""Most states of a grammar's lexer, of 1 to 2 kB each."""
+
+
+class FormError(InputError):
+    """The form of an answer cannot be used.
+
+    Attributes:
+        param: the field of a request that names the form.
+    """
+
+    param = "structured_outputs"
+
+
+class Grammars:
+    """The grammars that answers of one tokenizer have followed lately.
+
+    Args:
+        tokenizer: the engine's, if it has one.
+        vocabulary: the number of tokens that the model knows.
+        ends: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int, ends: Collection[int]) -> None:
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, tuple(sorted(ends))
+        self._found: OrderedDict[Structure, Any] = OrderedDict()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._waiting = 0
+        self._known: Any = None
+        self._worker = Worker(Path(__file__).with_name("try_grammar.py"), MEMORY_BYTES)
+        self._tried = 0
+        weakref.finalize(self, self._worker.end)
+
+    def prepared(self, request: Request) -> Request:
+        """Return a request after its grammar was compiled, which may take seconds.
+
+        Raises:
+            FormError: see `constraint`.
+        """
+        self.constraint(request)
+        return request
+
+    def constraint(self, request: Request) -> Constraint | None:
+        """Return what a request's next token may be, at its beginning; ``None`` if it may be any.
+
+        Raises:
+            FormError: llguidance is not installed, or cannot use the tokenizer or the grammar.
+        """
+        asked = request.structured_outputs
+        if asked is None:
+            return None
+        assert isinstance(asked, Structure)
+        matcher = self._kept(asked)
+        if matcher is None:
+            with self._place(), self._compiling:
+                matcher = self._kept(asked) or self._compile(asked)
+            self._keep(asked, matcher)
+        return Constraint(matcher.deep_copy(), self._known.vocab_size, self._ends if request.ignore_end else ())
+
+    def close(self) -> None:
+        """End the process, and forget all grammars."""
+        with self._compiling, self._lock:
+            self._worker.end()
+            self._found.clear()
+
+    def _kept(self, asked: Structure) -> Any:
+        """Return the matcher of a grammar that was compiled before; never waits for another one."""
+        with self._lock:
+            if asked in self._found:
+                self._found.move_to_end(asked)
+            return self._found.get(asked)
+
+    def _keep(self, asked: Structure, matcher: Any) -> None:
+        """Keep a matcher in place of the one that was asked for the longest time ago."""
+        with self._lock:
+            self._found[asked] = matcher
+            while len(self._found) > MOST:
+                self._found.popitem(last=False)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among the grammars that wait to be compiled, so that slow ones do not hold many threads.
+
+        Raises:
+            InputError: there is none.
+        """
+        with self._lock:
+            if self._waiting >= MOST_WAITING:
+                raise InputError(
+                    f"{self._waiting} new grammars wait to be compiled already. Try again in some seconds."
+                )
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _compile(self, asked: Structure) -> Any:
+        """Return the matcher of a grammar after it was tried."""
+        known = self._tokens()
+        import llguidance
+
+        grammar = self._grammar(asked)
+        limits = llguidance.LLParserLimits(max_lexer_states=_STATES)
+        return llguidance.LLMatcher(known, grammar, log_level=0, limits=limits)
+
+    def _tokens(self) -> Any:
+        """Return the tokenizer as llguidance knows it.
+
+        Raises:
+            FormError: see `constraint`.
+        """
+        if self._known is None:
+            try:
+                import llguidance
+            except ImportError as error:
+                raise FormError(
+                    f"Structured output needs llguidance, which is not installed: {pip_install('structured')}."
+                ) from error
+            try:
+                self._known = llguidance.LLTokenizer(*self._description)
+            except (AttributeError, ValueError, TypeError) as error:
+                raise FormError(
+                    "Structured output needs a fast tokenizer with an end token, and the one of this model cannot be "
+                    f"used ({error!s:.100}). Leave `structured_outputs` out."
+                ) from error
+        return self._known
+
+    @property
+    def _description(self) -> tuple[str, int, list[int]]:
+        """The tokenizer's file, the number of tokens, and the tokens that end a text.
+
+        Raises:
+            AttributeError: there is no fast tokenizer.
+        """
+        backend: Any = self._tokenizer.backend_tokenizer if self._tokenizer is not None else None
+        ends = self._ends or (getattr(self._tokenizer, "eos_token_id", None),)
+        size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
+        return backend.to_str(), size, [one for one in ends if one is not None]
+
+    def _grammar(self, asked: Structure) -> str:
+        """Return the grammar of a form, as the process that tries it understands it.
+
+        Raises:
+            FormError: it cannot be used.
+        """
+        what = NAMES[asked.kind]
+        found = self._ask({"kind": asked.kind, "text": asked.text})
+        if found is None:
+            raise FormError(
+                f"The {what} takes more than {TIMEOUT_S:g} s or {MEMORY_BYTES >> 20} MiB to compile. Use a simpler one."
+            )
+        if "error" in found:
+            raise FormError(f"The {what} cannot be used: {_shown(found['error'])}.")
+        grammar: str = found["grammar"]
+        return grammar
+
+    def _ask(self, asked: dict[str, str]) -> dict[str, Any] | None:
+        """Return the answer of the process, which knows the tokenizer.
+
+        Raises:
+            FormError: it does not start.
+        """
+        if self._tried >= _MOST_TRIED:
+            self._worker.end()
+        try:
+            if not self._worker.runs:
+                self._tried = 0
+                tokenizer, vocabulary, ends = self._description
+                about = {"tokenizer": tokenizer, "vocabulary": vocabulary, "ends": ends}
+                if self._worker.ask(json.dumps(about), _START_S) is None:
+                    raise OSError("it does not read the tokenizer")
+            self._tried += 1
+            return self._worker.ask(json.dumps(asked), TIMEOUT_S)
+        except OSError as error:
+            raise FormError(f"The process that tries grammars cannot be used ({error!s:.160}).") from error
+
+
+def _shown(error: str) -> str:
+    """The first words of an error of the grammar engine, in one line."""
+    known = re.search(r"regex parse error:.*\nerror: (.+)", error, flags=re.DOTALL)
+    line = " ".join((known[1] if known else error.partition("<state>")[0]).split("\n   1 |")[0].split())
+    return (line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …").rstrip(".")

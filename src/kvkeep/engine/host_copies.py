@@ -1,0 +1,383 @@
+"""Copies of rows on their way to and from main memory, beside the steps of a model on a CUDA device.
+
+A sequence that gives up its row is copied within the device, and the row is free at once. From there it goes into
+pinned main memory while steps run. The sequence whose turn comes next is brought to the device in the same way ahead of
+its turn, and then copied into its row within the device. So steps wait for copies within the device only, unless main
+memory is slower than a turn is long.
+
+On other devices nothing of this exists. A model that is split over processes has no turns at all, see
+`kvkeep.engine.tensor_parallel.check_split`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.store import inference
+from kvkeep.snapshot import Contents
+
+# Copies between a device and main memory that take place beside the steps of a model.
+#
+# A queue has few operations, so that tests on a CPU can have one whose copies come as late as they may.
+
+Bytes: TypeAlias = Tensor
+"""A contiguous tensor of uint8 with one axis."""
+
+
+@runtime_checkable
+class Event(Protocol):
+    """The end of some copies; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+@runtime_checkable
+class CopyQueue(Protocol):
+    """Copies between a device and main memory that take place beside the steps, in the order of their calls.
+
+    Attributes:
+        device: the device.
+    """
+
+    device: torch.device
+
+    def empty(self, nbytes: int) -> Bytes:
+        """Return new memory on the device."""
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """Return new main memory that the device can read and write by itself."""
+
+    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> Event:
+        """Copy each first tensor into the second one, once the device has done what the steps have asked for so far.
+
+        Their memory is not given to others before the copies have ended, even if nobody holds the tensors.
+        """
+
+    def hold(self, event: Event) -> None:
+        """Let the device do what the steps ask for from now on only after an event."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that the steps have asked for. Copies of this queue may go on."""
+
+
+class CudaCopyQueue:
+    """A queue of copies on a stream of its own.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._stream = device, torch.cuda.Stream(device)
+
+    def empty(self, nbytes: int) -> Bytes:
+        """See `CopyQueue`. The memory belongs to the stream of the steps."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """See `CopyQueue`."""
+        with torch.cuda.device(self.device):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> Event:
+        """See `CopyQueue`. torch notes by itself that the stream uses pinned memory."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            for source, target in pairs:
+                for one in (source, target):
+                    if one.is_cuda:
+                        one.record_stream(self._stream)
+                target.copy_(source, non_blocking=True)
+            ended: torch.cuda.Event = self._stream.record_event()
+        return ended
+
+    def hold(self, event: Event) -> None:
+        """See `CopyQueue`."""
+        torch.cuda.current_stream(self.device).wait_event(cast(torch.cuda.Event, event))
+
+    def synchronize(self) -> None:
+        """See `CopyQueue`."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+
+COPIES = 2
+"""Most copies of rows that lie on the device: one that leaves, and one that comes."""
+
+_ALIGNED = 64
+"""Tensors begin at multiples of so many bytes."""
+
+_PAGE = 4096
+"""Bytes of the smallest block of pinned memory."""
+
+_BLOCKS = 5
+"""A sequence takes fewer than 2 to this power blocks, so less than a sixteenth of its bytes is lost at the end."""
+
+_log = logging.getLogger(__name__)
+
+
+class _View(NamedTuple):
+    """A tensor in some bytes: the place and the length of its storage there, and how it lies in its storage."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def over(self, flat: Bytes) -> Tensor:
+        """The tensor."""
+        storage = flat[self.start : self.start + self.nbytes].view(self.dtype)
+        return storage.as_strided(self.shape, self.stride, storage.storage_offset() + self.offset)
+
+
+class _Layout:
+    """Where the tensors of a memory lie if the storages that they share lie one after the other.
+
+    Args:
+        contents: the memory.
+
+    Attributes:
+        storages: the place of each storage, and its bytes.
+        nbytes: bytes of all of them.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self.storages: list[tuple[int, Bytes]] = []
+        self.nbytes = 0
+        self._views: list[_View] = []
+        self._starts: dict[int, int] = {}
+        self._like = contents.each(self._note)
+
+    def over(self, flat: Bytes) -> Contents:
+        """The memory whose bytes these are."""
+        views = iter(self._views)
+        return self._like.each(lambda _: next(views).over(flat))
+
+    def _note(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self._starts:
+            self._starts[storage.data_ptr()] = self.nbytes
+            whole = x.as_strided((storage.nbytes() // x.element_size(),), (1,), 0).view(torch.uint8)
+            self.storages.append((self.nbytes, whole))
+            self.nbytes += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+        start, offset = self._starts[storage.data_ptr()], int(x.storage_offset())
+        self._views.append(_View(start, storage.nbytes(), x.dtype, tuple(x.shape), x.stride(), offset))
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+class Pinned:
+    """The memory of a sequence in blocks of pinned main memory.
+
+    Args:
+        layout: where its tensors lie.
+        blocks: the blocks, of equal size.
+        written: the end of the copies into the blocks.
+        queue: of these copies.
+
+    Attributes:
+        staged: its copy on the device, and the end of its way there; ``None`` while there is none.
+        stays: whether it could not be brought to the device ahead of its turn.
+    """
+
+    def __init__(self, layout: _Layout, blocks: Sequence[Bytes], written: Event, queue: CopyQueue) -> None:
+        self._layout, self._blocks, self._written, self._queue = layout, blocks, written, queue
+        self.staged: tuple[Bytes, Event] | None = None
+        self.stays = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its blocks."""
+        return sum(map(len, self._blocks))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that it needs on the device."""
+        return self._layout.nbytes
+
+    @inference
+    def load(self) -> Contents:
+        """Return the memory: on the device if it is there or on its way, else in main memory, once it is there."""
+        if self.staged is not None:
+            try:
+                self._queue.hold(self.staged[1])
+                return self._layout.over(self.staged[0])
+            except Exception as error:
+                _log.debug("A sequence comes from main memory after all.", exc_info=error)
+                self.staged = None
+        self._written.synchronize()
+        return self._layout.over(torch.cat(list(self._blocks)))
+
+    def stage(self) -> Event:
+        """Begin to bring the memory to the device."""
+        flat = self._queue.empty(self._layout.nbytes)
+        parts = zip(self._blocks, flat.split(len(self._blocks[0])), strict=True)
+        pairs = [(block[: len(part)], part) for block, part in parts]
+        self.staged = flat, (arrived := self._queue.copy(pairs))
+        return arrived
+
+
+class _Leaving(NamedTuple):
+    """A copy of a row on the device whose way to main memory has begun, and its end."""
+
+    contents: Contents
+    nbytes: int
+    written: Event
+
+
+class Staging:
+    """The copies of rows on the device: at most one that leaves, and at most one that comes.
+
+    Whatever fails here, most likely for lack of memory, is done in the blocking way instead.
+
+    Args:
+        queue: copies beside the steps.
+
+    Attributes:
+        most_bytes: the most that all copies may take on the device; ``None``: no limit but their number.
+    """
+
+    def __init__(self, queue: CopyQueue) -> None:
+        self._queue = queue
+        self.most_bytes: int | None = None
+        self._leaving: _Leaving | None = None
+        self._coming: weakref.ref[Pinned] | None = None
+        self._arrived: Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies on the device; one that has left in the meantime counts until the end of a step."""
+        leaving, one = self._leaving, self._staged()  # other threads may ask
+        staged = None if one is None else one.staged
+        return (leaving.nbytes if leaving else 0) + (len(staged[0]) if staged else 0)
+
+    @inference
+    def take(self, rows: Rows, row: int, memory: Memory) -> Pinned | Contents:
+        """Copy the memory of a row into main memory. The row may be overwritten at once.
+
+        Args:
+            rows: the rows.
+            row: which.
+            memory: the bytes of the row.
+        """
+        try:
+            found = self._leave(rows, row, memory)
+        except Exception as error:
+            _log.debug("A sequence leaves without staging.", exc_info=error)
+            found = None
+        return rows.take(row) if found is None else found
+
+    def _leave(self, rows: Rows, row: int, memory: Memory) -> Pinned | None:
+        """Begin to copy a row into main memory; return ``None`` if it must be done in the blocking way."""
+        self.settle(wait=True)
+        if not self._fits(bound(memory.allocated_bytes)):
+            return None
+        layout = _Layout(contents := rows.take(row, None))
+        if any(storage.device != self._queue.device for _, storage in layout.storages):
+            return None  # layers on several devices
+        size = block_bytes(layout.nbytes)
+        blocks = [self._queue.pinned(size) for _ in range(0, layout.nbytes, size)]
+        written = self._queue.copy(list(_pieces(layout.storages, blocks)))
+        self._leaving = _Leaving(contents, sum(len(storage) for _, storage in layout.storages), written)
+        layout.storages = []  # they would hold the device's memory
+        return Pinned(layout, blocks, written, self._queue)
+
+    @inference
+    def prefetch(self, one: Pinned | None) -> bool:
+        """Begin to bring the sequence to the device that comes next, and give up another one that is there.
+
+        Args:
+            one: its memory; ``None``: no sequence in pinned memory waits.
+
+        Returns:
+            Whether there was anything to begin.
+        """
+        self.settle()
+        if (other := self._staged()) is not None and other is not one:
+            other.staged = None
+        if one is None or one.staged or one.stays:
+            return False
+        try:
+            if not self._fits(one.device_bytes) or not (self._arrived is None or self._arrived.query()):
+                return False
+            self._coming = weakref.ref(one)
+            self._arrived = one.stage()
+        except Exception as error:
+            _log.debug("A sequence is not brought to the device ahead of its turn.", exc_info=error)
+            one.stays = True
+        return True
+
+    def clear(self) -> None:
+        """Give up the memory on the device, once no copy uses it."""
+        self.settle(wait=True)
+        if (one := self._staged()) is not None:
+            one.staged = None
+        try:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+        except Exception as error:
+            _log.debug("A copy may not have arrived.", exc_info=error)
+        self._coming = self._arrived = None
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that the steps have asked for."""
+        self._queue.synchronize()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Give up the copy that leaves if it has arrived; ``wait``: once it has."""
+        if self._leaving is None:
+            return
+        try:
+            if wait:
+                self._leaving.written.synchronize()
+            elif not self._leaving.written.query():
+                return
+        except Exception as error:  # whoever loads the copy will be told
+            _log.debug("A copy may not have arrived.", exc_info=error)
+        self._leaving = None
+
+    def _staged(self) -> Pinned | None:
+        one = self._coming() if self._coming else None
+        return one if one is not None and one.staged else None
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.most_bytes is None or self.nbytes + nbytes <= self.most_bytes
+
+
+def staging_for(device: torch.device) -> Staging | None:
+    """Staging for a model on a device; ``None`` if the device has none."""
+    return Staging(CudaCopyQueue(device)) if device.type == "cuda" else None
+
+
+def bound(row_bytes: int) -> int:
+    """The most bytes of a row's copy, which has its positions twice."""
+    return row_bytes * 9 // 8 + _PAGE
+
+
+def block_bytes(nbytes: int) -> int:
+    """The size of the blocks of pinned memory for some bytes: a power of two, to which torch would round it up."""
+    return max(_PAGE, 1 << max(0, nbytes.bit_length() - _BLOCKS))
+
+
+def _pieces(storages: Sequence[tuple[int, Bytes]], blocks: Sequence[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
+    """Pairs of storages, or their parts, and the parts of blocks where they belong."""
+    size = len(blocks[0])
+    for start, storage in storages:
+        at = 0
+        while at < len(storage):
+            block, inside = divmod(start + at, size)
+            n = min(len(storage) - at, size - inside)
+            yield storage[at : at + n], blocks[block][inside : inside + n]
+            at += n

@@ -1,0 +1,87 @@
+"""The input of one run of the model: new tokens of some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvkeep.engine.sequence import Generation
+from kvkeep.types import Phase
+
+
+@dataclass(frozen=True)
+class Batch:
+    """New tokens of neighbouring rows, padded to one length. No request changes before `commit`.
+
+    Attributes:
+        start: the first row.
+        rows: the request in each row from ``start`` on; ``None`` for a row that is fed nothing.
+        tokens: the tokens that each row is fed; empty for ``None``.
+        positions: the position of each row's first token in its sequence.
+        phase: whether the tokens belong to prompts or were generated.
+        fresh: whether every row begins its prompt.
+    """
+
+    start: int
+    rows: Sequence[Generation | None]
+    tokens: Sequence[Sequence[int]]
+    positions: Sequence[int]
+    phase: Phase
+    fresh: bool = False
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + len(self.rows)
+
+    @property
+    def requests(self) -> list[Generation]:
+        """The requests that are fed."""
+        return [one for one in self.rows if one is not None]
+
+    def commit(self) -> list[tuple[int, Generation]]:
+        """Note that the model has seen the tokens.
+
+        Returns:
+            The requests whose next token follows from this run, each with its place in the batch.
+        """
+        for one, tokens in zip(self.rows, self.tokens, strict=True):
+            if one is not None:
+                one.fed += len(tokens)
+        return [(i, one) for i, one in enumerate(self.rows) if one is not None and one.prompt_left == 0]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the model over one or several batches, whose rows need not be neighbours.
+
+    The model gets the tokens of several batches as one sequence, so its matrices are read once. Each layer attends and
+    evicts batch by batch.
+
+    Attributes:
+        batches: the batches, in the order of their tokens.
+    """
+
+    batches: Sequence[Batch]
+
+    @property
+    def reads(self) -> bool:
+        """Whether the batch has tokens of prompts. They come before generated tokens."""
+        return self.batches[0].phase is Phase.PREFILL
+
+    @property
+    def requests(self) -> list[Generation]:
+        """The requests that are fed."""
+        return [one for batch in self.batches for one in batch.requests]
+
+    def commit(self) -> list[tuple[int, Generation]]:
+        """Note that the model has seen the tokens.
+
+        Returns:
+            The requests whose next token follows from this run, each with its place among the rows of all batches.
+        """
+        ready, before = [], 0
+        for batch in self.batches:
+            ready += [(before + place, one) for place, one in batch.commit()]
+            before += len(batch.rows)
+        return ready

@@ -1,0 +1,335 @@
+"""The slots of the engine's rows: one block for each layer of the model, shared by sequences of several policies.
+
+Layers of equal shape lie one after the other in the rows of one block, a stack. So one operation per tensor copies,
+empties or measures a row in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.budget import Number, by_head
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import handed, state_part
+from kvkeep.cache.layer import reach, store_for
+from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
+from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.kv.block import Block, add_state, lacks, shared
+from kvkeep.kv.cascade import Cascade
+from kvkeep.kv.joint_block import JointBlock, check_together
+from kvkeep.kv.memory_usage import Memory, bytes_of
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
+from kvkeep.models.attention import Decoder
+from kvkeep.models.device import device_of
+from kvkeep.pins import Spans
+from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import StateCopy, put_beside, take_beside
+from kvkeep.types import Slots
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers of equal shape in one block.
+
+    Attributes:
+        block: it has the rows of the first layer, then the rows of the second one, and so on. If the heads of all
+            layers share a pool, it has the heads of all layers in each row.
+        layers: the numbers of the layers, counted among those with slots.
+        count: rows of each layer.
+    """
+
+    block: Block
+    layers: Sequence[int]
+    count: int
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether heads of this block share a pool: those of one layer, or of all."""
+        return isinstance(self.block.store, PooledStore)
+
+    def of(self, row: int) -> slice:
+        """One row of all layers, among the rows of the block."""
+        return slice(row, None, self.count)
+
+    def parts(self) -> Iterator[tuple[int, Block]]:
+        """The number and the block of each layer. The blocks share the stack's memory."""
+        for place, layer in enumerate(self.layers):
+            rows = place * self.count, (place + 1) * self.count
+            yield layer, self.block.layer(place) if isinstance(self.block, JointBlock) else self.block.part(*rows)
+
+    def under(self, policy: Policy) -> Stack:
+        """The same layers for another policy, see `Block.under`."""
+        return replace(self, block=self.block.under(policy.slots, policy.summaries))
+
+    def lost(self, row: int) -> Iterator[tuple[int, Tensor]]:
+        """The number of each layer, and a copy of one row's sums of attention mass in it."""
+        return zip(self.layers, self.block.lost[self.of(row)].clone().view(len(self.layers), -1, 4), strict=True)
+
+
+class Blocks:
+    """The blocks of all layers with slots, in order. There are none before `allocate`.
+
+    Args:
+        policies: the policy of each layer, which differ in how heads share a budget.
+        like: slots of each layer, which show shapes, dtype and device.
+        kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the dtype of
+        ``like``.
+        among: which KV heads this process holds; by default all.
+
+    Attributes:
+        version: incremented before tensors are replaced or added.
+    """
+
+    def __init__(
+        self, policies: Sequence[Policy], like: Sequence[Slots], *, kv_bits: str | None = None, among: Heads = ALONE
+    ) -> None:
+        self._policies, self._like, self._kv_bits, self.version = policies, like, kv_bits, 0
+        self._among = among
+        if len({_kinds(one) for one, policy in zip(like, policies, strict=True) if policy.shares_layers}) > 1:
+            raise UnsupportedOperationError(
+                "`head_budget=global` needs layers with heads of one shape and dtype on one device, and those of this "
+                "model differ. Use `head_budget=ada` or a profile."
+            )
+        self._stacks: list[Stack] = []
+        self._blocks: list[Block] = []
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks)
+
+    def __getitem__(self, index: int) -> Block:
+        return self._blocks[index]
+
+    @property
+    def pooled(self) -> bool:
+        """Whether heads share pools of slots."""
+        return any(isinstance(block.store, PooledStore) for block in self._blocks)
+
+    def row_bytes(self, budgets: Sequence[Number]) -> int:
+        """The bytes of one row in all layers, counted on tensors that have shapes but no memory."""
+        blocks = [self._block(1, layers, budgets, device="meta") for layers in self._alike(budgets)]
+        return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
+
+    def allocate(self, count: int, budgets: Sequence[Number]) -> None:
+        """Allocate ``count`` empty rows with these budgets of the layers."""
+        self.version += 1
+        self._blocks, self._stacks = [], []  # the old memory is freed before new memory is allocated
+        for layers in self._alike(budgets):
+            self._stacks.append(Stack(self._block(count, layers, budgets), layers, count))
+        self._divide()
+
+    def _alike(self, budgets: Sequence[Number]) -> list[list[int]]:
+        """The layers of each stack: those whose heads share one budget, equal ones without pools, each other one."""
+        found: dict[object, list[int]] = {}
+        for layer, (policy, budget, like) in enumerate(zip(self._policies, budgets, self._like, strict=True)):
+            alone = issubclass(store_for(policy, [budget]), PooledStore)
+            kind = "joint" if policy.shares_layers else (budget, *_kinds(like), layer if alone else None)
+            found.setdefault(kind, []).append(layer)
+        return list(found.values())
+
+    def _divide(self) -> None:
+        """Make the blocks of the layers, after tensors of a stack were replaced or added."""
+        found = dict(pair for stack in self._stacks for pair in stack.parts())
+        self._blocks = [found[layer] for layer in sorted(found)]
+
+    def _block(
+        self, count: int, layers: Sequence[int], budgets: Sequence[Number], *, device: str | None = None
+    ) -> Block:
+        """The slots of some rows in the layers of a stack, empty; on the device of the layers if none is given."""
+        policy, like, budget = self._policies[layers[0]], self._like[layers[0]], budgets[layers[0]]
+        rows = count if policy.shares_layers else count * len(layers)
+        keys, values = (x[:, :, :1].to(device).expand(rows, -1, -1, -1) for x in (like.keys, like.values))
+        given: dict[str, Any] = {
+            "numbers": [budget],
+            "starts": {str(i): 0.0 for i in range(len(policy.slots))},  # a new token's state is written with it
+            "heads": shared(policy.summaries),
+            "store": store_for(policy, [budget], self._kv_bits),
+        }
+        if policy.shares_layers:
+            return JointBlock(keys, values, layers=len(layers), **given)
+        block = Block(keys, values, room=self._among.ranks if policy.spreads else 1, **given)
+        reach(block, policy, [budget], self._among)
+        return block
+
+    def lacks(self, policy: Policy) -> int:
+        """The bytes that another policy's state adds to all rows."""
+        return sum(lacks(stack.block, policy.slots, policy.summaries) for stack in self._stacks)
+
+    def begin(self, row: int, policy: Policy, sequence: int) -> None:
+        """Empty a row for a sequence under a policy, and add the state that its policy lacks."""
+        if self.lacks(policy):
+            self.version += 1
+            for stack in self._stacks:
+                add_state(stack.block, policy.slots, policy.summaries)
+            self._divide()
+        for stack in self._stacks:
+            stack.block.sequences[stack.of(row)] = sequence
+        self.clear(row)
+
+    def clear(self, row: int) -> None:
+        """Empty a row."""
+        for stack in self._stacks:
+            stack.block.clear_row(stack.of(row))
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row over another one."""
+        for stack in self._stacks:
+            stack.block.move_row(stack.of(source), stack.of(target))
+
+    def pin(self, row: int, pins: Spans) -> None:
+        """Protect spans of positions in a row."""
+        if pins and sum(pin_row(stack.block, stack.of(row), pins) for stack in self._stacks):
+            self.version += 1
+            self._divide()
+
+    def limit(self, row: int, budgets: Sequence[Number]) -> None:
+        """Give a row a budget in each layer. A row whose heads share a pool must be empty."""
+        for stack in self._stacks:
+            block, mine, rows = stack.block, [budgets[layer] for layer in stack.layers], stack.of(row)
+            if isinstance(block.budget, int) and any(budget != block.budget for budget in mine):
+                self.version += 1
+                block.budget = block.seen.new_full((len(block.seen), 1), block.budget)
+                self._divide()
+            if isinstance(block.budget, Tensor):
+                each = [[budget] if isinstance(budget, int) else budget for budget in mine]
+                if isinstance(block, JointBlock):
+                    each = [[one for layer in by_head(mine, block.lost.shape[1] // block.layers) for one in layer]]
+                block.budget[rows] = block.budget.new_tensor(each)
+                if isinstance(block.store, PooledStore):
+                    block.store.divide(block.budget[rows] + 1, rows)
+
+    def take(self, row: int, policy: Policy, device: torch.device | None) -> tuple[RowCopy, ...]:
+        """Copy a row of a policy's sequence to a device. ``None``: where it is."""
+        found: dict[int, RowCopy] = {}
+        for stack in self._stacks:
+            mine = stack.under(policy)
+            if stack.is_pool:
+                found |= {layer: take_row(block, row, device) for layer, block in mine.parts()}
+            else:
+                found |= zip(stack.layers, take_rows(mine.block, stack.of(row), device), strict=True)
+        return tuple(found[layer] for layer in sorted(found))
+
+    def check(self, copies: Sequence[RowCopy], policy: Policy) -> None:
+        """Refuse copies of a row that do not fit the blocks as a policy sees them.
+
+        Raises:
+            ShapeError: they belong to another model or policy.
+            BudgetError: heads have budgets of their own, which the policy does not give them.
+        """
+        if len(copies) != len(self._blocks):
+            raise ShapeError(f"The memory of {len(copies)} layers was given to rows of {len(self._blocks)} layers.")
+        for stack in self._stacks:
+            block, mine = stack.block.under(policy.slots, policy.summaries), [copies[layer] for layer in stack.layers]
+            if stack.is_pool:
+                blocks = [part for _, part in stack.under(policy).parts()]
+                for part, copy in zip(blocks, mine, strict=True):
+                    check_row(part, copy)
+                check_together(blocks, mine)
+                continue
+            if any(isinstance(copy.budget, tuple) for copy in mine):
+                raise BudgetError(
+                    f"The memory has a budget for each KV head, and under {policy} all heads of a layer have the same. "
+                    "Use the policy that the memory was made under, or read the text again."
+                )
+            check_rows(block, mine)
+
+    def put(self, row: int, copies: Sequence[RowCopy], policy: Policy) -> None:
+        """Overwrite a row with copies that `check` has accepted, apart from their pins."""
+        self.limit(row, [copy.budget for copy in copies])
+        for stack in self._stacks:
+            if stack.is_pool:
+                for layer, part in stack.under(policy).parts():
+                    put_row(part, row, copies[layer])
+            else:
+                put_rows(stack.under(policy).block, stack.of(row), [copies[layer] for layer in stack.layers])
+
+    def memory_of(self, row: int) -> Memory:
+        """Bytes of a row in all layers."""
+        return sum((self._row(stack, row).memory() for stack in self._stacks), Memory())
+
+    def lost_of(self, row: int) -> list[Tensor]:
+        """Copies of a row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
+        found: dict[int, Tensor] = {}
+        for stack in self._stacks:
+            found |= stack.lost(row)
+        mine = [found[layer] for layer in sorted(found)]
+        return mine if self._among == ALONE else list(self._among.all(torch.stack(mine)).unbind())
+
+    def _row(self, stack: Stack, row: int) -> Block:
+        """One row of all layers of a stack as a block whose rows are the layers."""
+        return stack.block.over({name: x[stack.of(row)] for name, x in stack.block.per_row().items()})
+
+
+def _kinds(like: Slots) -> tuple[object, ...]:
+    """The shapes, dtypes and devices of a layer's heads."""
+    return tuple((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)
+
+
+# The memory of one sequence beside its slots: tables of a cascade, and layers with a state of fixed size.
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """Memory that belongs to one sequence and is released with it.
+
+    Attributes:
+        cascade: the tables that the layers share under a policy that prunes through them.
+        states: transformers' layers with a state (state-space, convolution), by their number in the model.
+    """
+
+    cascade: Cascade | None
+    states: Mapping[int, Any]
+
+    def take(self, device: torch.device | None) -> tuple[dict[str, Tensor], dict[int, StateCopy]]:
+        """Copy the memory: `Contents.shared` and `Contents.states`."""
+        return take_beside(0, cascade=self.cascade, states=self.states, device=device)
+
+    def put(self, contents: Contents, like: Block | None) -> None:
+        """Overwrite the memory with that of contents that fit.
+
+        Args:
+            contents: the memory of the sequence.
+            like: the block of the first layer with slots, if there is one.
+        """
+        put_beside(contents, like, 0, rows=1, cascade=self.cascade, states=self.states)
+
+    def memory(self) -> Memory:
+        """Bytes of the tables and the states. A full cache would hold the states, too."""
+        shared = 0 if self.cascade is None else self.cascade.bytes(self.cascade.first)
+        held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
+        return Memory(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
+
+
+def keeps_states(model: Decoder) -> bool:
+    """Whether a model has layers with a state. Such a model runs one row at a time and reads every prompt whole.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+    return bool(states_of(BoundedCache(model.config, "full", 1)))
+
+
+def probed(model: Decoder) -> BoundedCache:
+    """A cache that one token has gone through, which shows the shapes of every layer."""
+    cache = BoundedCache(model.config, "full", 1)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device_of(model)), **handed(model, cache))
+    return cache
+
+
+def states_of(cache: BoundedCache) -> dict[int, Any]:
+    """The layers of a cache that have a state, or the state beside a layer's slots, by their number in the model."""
+    return {i: state for i, layer in enumerate(cache.layers) if (state := state_part(layer)) is not None}
+
+
+def _tensors(layer: object) -> Iterator[Tensor]:
+    """The tensors of a layer with a state. Some layers hold several of a kind in a dictionary."""
+    for value in vars(layer).values():
+        parts = value.values() if isinstance(value, dict) else [value]
+        yield from (part for part in parts if isinstance(part, Tensor))

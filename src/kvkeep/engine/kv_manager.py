@@ -1,0 +1,370 @@
+"""The KV memory of the engine: one row per running sequence, all rows allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvkeep.budget import Number
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import HandingLayer, PhasedCache, beside_state
+from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import Layout, caches_latents
+from kvkeep.cache.shared_budget import Together
+from kvkeep.engine.kv_blocks import Blocks, Own, probed, states_of
+from kvkeep.kv.block import Block
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.row_copy import has_room
+from kvkeep.kv.store import inference
+from kvkeep.models.attention import Decoder
+from kvkeep.pins import Spans, spans
+from kvkeep.policies._head_budgets import refusal
+from kvkeep.policies.base import Policy
+from kvkeep.snapshot.contents import Contents, check_beside, mine, whole
+from kvkeep.types import AttentionOptions, Phase, Stepper
+
+# Neighbouring rows of several owners: one run of the model, and in each layer one step for each owner.
+
+
+class Owner(NamedTuple):
+    """How a row's steps are taken.
+
+    Attributes:
+        policy: the eviction policy.
+        pinned: whether the row has pins. A kernel for whole steps knows nothing of them.
+    """
+
+    policy: Policy
+    pinned: bool = False
+
+
+class Segment(NamedTuple):
+    """Neighbouring rows of equal owners."""
+
+    owner: Owner
+    start: int
+    stop: int
+
+
+def segments(owners: Sequence[Owner | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
+    """Cut a range of rows where the owner changes. A row without an owner joins the rows before it."""
+    first = next((one for one in owners[start:stop] if one is not None), Owner(default))
+    found = [Segment(first, start, start)]
+    for row, owner in enumerate(owners[start:stop], start):
+        if owner is not None and owner != found[-1].owner:
+            found.append(Segment(owner, row, row))
+        found[-1] = found[-1]._replace(stop=row + 1)
+    return tuple(found)
+
+
+class Segments:
+    """Takes the steps of neighbouring rows that have layers of their own, and holds nothing itself.
+
+    The model's matrices are read once for all rows; attention, statistics and eviction run once for each part.
+
+    Args:
+        parts: the rows of each part, counted from the first part's first row, and the part's layer.
+    """
+
+    def __init__(self, parts: Sequence[tuple[slice, Stepper]]) -> None:
+        self._parts = parts
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """`kvkeep.Layer.step` of each part on its own rows."""
+        done = []
+        for rows, part in self._parts:
+            mine = None if real is None else real[rows]
+            done.append(part.step(query[rows], keys[rows], values[rows], options=options, phase=phase, real=mine))
+        return torch.cat(done)
+
+
+def joined(parts: Sequence[tuple[Segment, Stepper]]) -> Stepper:
+    """The layers of neighbouring segments as one."""
+    start = parts[0][0].start
+    steppers = [(slice(one.start - start, one.stop - start), layer) for one, layer in parts]
+    return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
+
+
+Watch: TypeAlias = Callable[[int, Segment, Policy], Policy]
+"""Is given some rows in a layer and their policy. Returns this policy, or one around it that watches."""
+
+_MAIN = torch.device("cpu")
+
+_MOST = 64
+"""Number of row ranges, and of policies, whose layers are remembered. Others are made again when they are needed."""
+
+
+class Rows:
+    """Rows of slots in all layers of a model. They are made for one policy; others share them if they fit.
+
+    Args:
+        model: the model, attached.
+        policy: the policy that the rows are made for.
+        budget: the largest budget of a row; every row has memory for it.
+        options: ``layer_budget``, ``head_budget``, ``positions``, ``kv_bits``, and for a model that reads prompts whole
+            ``prefill_chunk``; see `BoundedCache`.
+
+    Attributes:
+        count: rows that are allocated; 0 before `allocate`.
+        dtype: the name of the dtype of keys; ``None`` if the model has none.
+        heads: which KV heads this process holds.
+        row_bytes: bytes of one row under the policy that the rows are made for.
+        alone: whether a run of the model may have only one row.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+
+    def __init__(self, model: Decoder, policy: Policy, budget: int, **options: Any) -> None:
+        self._config = model.config
+        self._budget, self._options = budget, options
+        self._layouts: dict[Policy, Layout] = {}
+        self.policy = policy = self.ruled(policy)
+        self._layers: dict[Policy, list[Layer]] = {}
+        self._owners: list[Owner | None] = []
+        self._own: list[Own | None] = []
+        self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
+        self._renewals = self._parts_version = 0
+        layers = (probe := probed(model)).bounded_layers()
+        self._first = min(layers, default=0)
+        like = [layer.store.slots() for layer in layers.values()]
+        self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
+        layout = self._layout(policy)
+        self.heads = layout.heads
+        self._blocks = Blocks(layout.policies, like, kv_bits=layout.kv_bits, among=layout.heads)
+        self._windows = {index: layer.window for index, layer in layers.items()}
+        self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
+        self._has_states = bool(states_of(probe))
+        self.alone = policy.cascades is not None or self._has_states
+        self.row_bytes = self._blocks.row_bytes(self.numbers(policy, budget)) + self._state_bytes
+        self.allocate(0)
+
+    @inference
+    def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
+        """Allocate ``count`` empty rows. Policies with more state may add to them, up to ``most_bytes`` in all."""
+        self.renew()
+        self._layers.clear()
+        self.count = count
+        self._most_bytes = most_bytes
+        self._owners = [None] * count
+        self._own = [None] * count
+        try:
+            self._blocks.allocate(count, self.numbers(self.policy, self._budget))
+        except BaseException:
+            self.count = 0
+            raise
+
+    def takes(self, policy: Policy) -> bool:
+        """Whether a sequence under this policy can have a row while other rows run under other policies."""
+        if policy == self.policy:
+            return True
+        if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
+            return False  # tables of the whole batch; heads that hold equally many tokens
+        layers = zip(self._blocks, self.numbers(policy, self._budget), self._layout(policy).policies, strict=True)
+        if not all(has_room(block, number, own.spreads is not None) for block, number, own in layers):
+            return False
+        more = self._blocks.lacks(policy)
+        if self._most_bytes is None or not more:
+            return True
+        held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
+        return held + more <= self._most_bytes
+
+    @inference
+    def begin(
+        self,
+        row: int,
+        *,
+        budget: int,
+        policy: Policy | None = None,
+        sequence: int = 0,
+        pins: Spans = (),
+        contents: Contents | None = None,
+    ) -> None:
+        """Empty a row for a new sequence, or continue one whose memory was taken before.
+
+        Args:
+            row: which.
+            budget: the sequence's budget.
+            policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
+            sequence: the sequence's identity for randomness; its memory brings its own.
+            pins: spans of positions that may not be evicted, besides those of its memory.
+            contents: its memory.
+
+        Raises:
+            BudgetError: the policy protects more than the budget, or does not give heads the budgets of the contents.
+            ShapeError: the contents belong to another model or policy.
+        """
+        policy = self.policy if policy is None else policy
+        held = contents.layers[0].pins if contents is not None and contents.layers else ()
+        pins = spans((*held, *pins))
+        self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
+        self._own[row] = self._new_own(policy)
+        self._blocks.begin(row, policy, sequence)
+        self._blocks.limit(row, self.numbers(policy, budget))
+        if contents is not None:
+            contents = mine(contents, self.heads)
+            own = self._own[row] or Own(None, {})
+            check_beside(contents, len(self._windows), own.states)
+            self._blocks.check(contents.layers, policy)
+            self._blocks.put(row, contents.layers, policy)
+            own.put(contents, self._blocks[0] if self._windows else None)
+        self._blocks.pin(row, pins)
+
+    def limit_row(self, row: int, policy: Policy, budget: int) -> None:
+        """Give a row a budget, which holds from the next step on."""
+        self._blocks.limit(row, self.numbers(policy, budget))
+
+    @inference
+    def take(self, row: int, device: torch.device | None = _MAIN) -> Contents:
+        """Copy the memory of a row, with all heads, to a device; by default into main memory. ``None``: where it is."""
+        owner, own = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {})
+        return whole(Contents(self._blocks.take(row, owner.policy, device), *own.take(device)), self.heads)
+
+    @inference
+    def end(self, row: int) -> None:
+        """Release and empty a row. It may then be part of a run under any policy."""
+        if (own := self._own[row]) is not None:
+            self._parts = {key: part for key, part in self._parts.items() if key[1] is not own}
+        self._owners[row] = self._own[row] = None
+        self._blocks.clear(row)
+
+    @inference
+    def move(self, source: int, target: int) -> None:
+        """Move a sequence to another row."""
+        self._owners[target], self._own[target] = self._owners[source], self._own[source]
+        self._blocks.move(source, target)
+        self.end(source)
+
+    def sole(self, start: int, stop: int) -> Owner | None:
+        """The owner of all rows of a range; ``None`` if there are several."""
+        found = segments(self._owners, start, stop, self.policy)
+        return found[0].owner if len(found) == 1 else None
+
+    def part(
+        self, start: int, stop: int, phase: Phase, *, fresh: bool = False, watch: Watch | None = None
+    ) -> PhasedCache:
+        """A range of rows as the cache of one run of the model. If rows run alone, the range has one row.
+
+        Args:
+            start: the first row.
+            stop: the row after the last one.
+            phase: what the tokens of the run are.
+            fresh: whether all rows begin a new prompt.
+            watch: returns the policy to use for some rows of a layer, if they begin a new prompt.
+        """
+        if self._parts_version != self.version:
+            self._parts.clear()
+            self._parts_version = self.version
+        found = segments(self._owners, start, stop, self.policy)
+        key = (found, self._own[start], phase)  # a recorded step keeps its part, so the part's phase must not change
+        if fresh:
+            part = self._cache_of(found, columns=0, watch=watch)
+        elif key in self._parts:
+            part = self._parts[key]
+        else:
+            _make_room(self._parts)
+            part = self._parts[key] = self._cache_of(found, columns=1)  # not 0: the slots hold tokens
+        part.phase = phase
+        return part
+
+    def renew(self) -> None:
+        """Forget the caches made from the rows' tensors: these will be replaced, or a step failed on them."""
+        self._parts.clear()
+        self._renewals += 1
+
+    @property
+    def version(self) -> int:
+        """Incremented whenever row tensors, or the caches made from them, are replaced."""
+        return self._renewals + self._blocks.version
+
+    def numbers(self, policy: Policy, budget: int) -> list[Number]:
+        """A budget, spread over the layers.
+
+        Raises:
+            BudgetError: the policy protects more than the budget.
+        """
+        return self._layout(policy).slots(budget)
+
+    def ruled(self, policy: Policy) -> Policy:
+        """The policy under the rows' rule for heads."""
+        return self._layout(policy).policy
+
+    def _layout(self, policy: Policy) -> Layout:
+        if policy not in self._layouts:
+            _make_room(self._layouts)
+            self._layouts[policy] = Layout.of(self._config, policy, **self._options)
+        return self._layouts[policy]
+
+    def memory(self) -> Memory:
+        """Bytes over all rows and layers, summed over real tensors. A free row has nothing but its slots."""
+        beside = (own.memory() for own in self._own if own is not None)
+        return sum((*(block.memory() for block in self._blocks), *beside), Memory())
+
+    def blocks_of(self, row: int) -> list[Block]:
+        """One row of all layers, as blocks that share the rows' memory."""
+        return [block.part(row, row + 1) for block in self._blocks]
+
+    def memory_of(self, row: int) -> Memory:
+        """Bytes of one row over all layers."""
+        return self._blocks.memory_of(row) + (self._own[row] or Own(None, {})).memory()
+
+    def lost_of(self, row: int) -> list[Tensor]:
+        """Copies of one row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
+        return self._blocks.lost_of(row)
+
+    def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
+        """Some rows of all layers, as a cache for the model."""
+        own = self._own[parts[0].start]
+        layers: dict[int, Any] = dict(own.states) if own else {}
+        shared = {one: Together.by_layer(self._layout(one.owner.policy).sharing) for one in parts}
+        for i, (index, window) in enumerate(self._windows.items()):
+            steps = joined([(one, self._layer(i, one, columns, watch, shared[one].get(index))) for one in parts])
+            layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
+        cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
+        cache.latent = caches_latents(self._config)
+        return cache
+
+    def _layer(self, index: int, one: Segment, columns: int, watch: Watch | None, shared: Together | None) -> Layer:
+        """Some rows of one layer and one owner."""
+        policy = one.owner.policy
+        if policy not in self._layers:
+            _make_room(self._layers)
+            self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
+        block = self._blocks[index].under(policy.slots, policy.summaries).part(one.start, one.stop)
+        if not one.owner.pinned:
+            block.pins = None
+        own = self._own[one.start]
+        given: dict[str, Any] = {"columns": columns, "cascade": own.cascade if own else None, "together": shared}
+        layer = self._layers[policy][index].over(block, **given)
+        if watch is not None:
+            layer.policy = watch(index, one, layer.policy)
+        return layer
+
+    def _new_own(self, policy: Policy) -> Own | None:
+        """The memory beside its slots of a new sequence under a policy; ``None`` if there is none."""
+        if not policy.cascades and not self._has_states:
+            return None
+        states = states_of(self._cache(policy, self._budget)) if self._has_states else {}
+        return Own(policy.cascades(self._first) if policy.cascades else None, states)
+
+    def _cache(self, policy: Policy, budget: int) -> BoundedCache:
+        return BoundedCache(self._config, policy, budget, **self._options)
+
+
+def _make_room(remembered: dict[Any, Any]) -> None:
+    """Forget everything if `_MOST` entries are remembered."""
+    if len(remembered) >= _MOST:
+        remembered.clear()

@@ -1,0 +1,228 @@
+"""One run of the model over some rows, through the same cache and attention as ``generate``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.cache.hf_layers import HandingLayer, PhasedCache, handed
+from kvkeep.engine.budget_guard import Trial
+from kvkeep.engine.cuda_graphs import Graphs
+from kvkeep.engine.input_batch import Batch, Run
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampler import is_scored, score
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.device import device_of
+from kvkeep.models.load import Model
+from kvkeep.types import AttentionOptions, Phase, Stepper
+
+# One run of the model over several batches: each layer steps batch by batch.
+
+
+class Part(NamedTuple):
+    """A batch within the tokens of a run.
+
+    Attributes:
+        rows: number of rows.
+        length: tokens of each row, padding included.
+        real: which tokens are real; ``None``: all.
+        cache: the batch's rows.
+    """
+
+    rows: int
+    length: int
+    real: Bool[Tensor, "n T"] | None
+    cache: PhasedCache
+
+
+class Joined:
+    """Takes the steps of batches whose tokens lie one after the other in a single row, and holds nothing itself.
+
+    Args:
+        parts: the batches, in the order of their tokens.
+        steppers: the layer of each batch.
+    """
+
+    def __init__(self, parts: Sequence[Part], steppers: Sequence[Stepper]) -> None:
+        self._parts, self._steppers = parts, steppers
+
+    def step(
+        self,
+        query: Float[Tensor, "1 Hq N D"],
+        keys: Float[Tensor, "1 Hk N D"],
+        values: Float[Tensor, "1 Hk N E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "1 N"] | None = None,
+    ) -> Float[Tensor, "1 Hq N E"]:
+        """`kvkeep.Layer.step` of each batch on its own tokens, in its own phase."""
+        done, start = [], 0
+        for part, stepper in zip(self._parts, self._steppers, strict=True):
+            stop = start + part.rows * part.length
+            mine = (_rows(tensor[:, :, start:stop], part.rows) for tensor in (query, keys, values))
+            out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
+            done.append(out.transpose(0, 1).flatten(1, 2)[None])
+            start = stop
+        return torch.cat(done, dim=2)
+
+
+def _rows(tensor: Float[Tensor, "1 H N D"], rows: int) -> Float[Tensor, "n H T D"]:
+    """Cut a row of tokens into rows of equal length."""
+    _, H, N, D = tensor.shape
+    return tensor.view(H, rows, N // rows, D).transpose(0, 1)
+
+
+def joined(parts: Sequence[Part]) -> PhasedCache:
+    """Return a cache for one run of the model over all batches. Their layers have slots, and no other state."""
+    layers: list[Any] = []
+    for same in zip(*(part.cache.layers for part in parts), strict=True):
+        layers.append(HandingLayer(Joined(parts, [layer.stepper for layer in same]), same[0].window))
+    cache = PhasedCache(layers=layers)
+    cache.phase, cache.latent = parts[0].cache.phase, parts[0].cache.latent
+    return cache
+
+
+_ALONE = {
+    "kosmos-2.5": "counts positions in a way of its own",
+    "recurrent_gemma": "keeps the state of a sequence in the model instead of the cache",
+}
+"""Model types that cannot run several sequences at once, and why."""
+
+
+class Runner:
+    """Runs a model over batches.
+
+    Args:
+        model: the model, attached.
+        graphs: whether decode steps are recorded as CUDA graphs. On other devices nothing is recorded, but steps run
+            as they would be recorded.
+
+    Attributes:
+        graphs: the recorded steps, or ``None``.
+
+    Raises:
+        UnsupportedModelError: the model's forward cannot run sequences of different lengths at once.
+    """
+
+    def __init__(self, model: Model, *, graphs: bool = False) -> None:
+        self._model = model
+        known = inspect.signature(model.forward).parameters
+        why = _ALONE.get(model.config.model_type, None if "position_ids" in known else "takes no position_ids")
+        if why is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} {why}, so an engine cannot run sequences of different lengths on it. Use "
+                "model.generate with a BoundedCache."
+            )
+        keeps = known.get("logits_to_keep")
+        self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
+        self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
+        self.graphs = Graphs(model, self._options) if graphs else None
+
+    @torch.inference_mode()
+    def run(self, run: Run, rows: Rows) -> Float[Tensor, "n V"]:
+        """Run the model and return the logits after each row's last token; the next run may overwrite them."""
+        graphs = self.graphs if len(run.batches) == 1 else None
+        if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
+            return logits
+        trials = [Trial.of(batch, rows) for batch in run.batches]
+        caches = [_part(batch, rows, trial) for batch, trial in zip(run.batches, trials, strict=True)]
+        given = [_Input.of(batch, device_of(self._model)) for batch in run.batches]
+        last = self._last(given, caches, run if is_scored(run) else None)
+        for trial in trials:
+            if trial is not None:
+                trial.settle()
+        return last
+
+    def _last(self, given: Sequence[_Input], caches: Sequence[PhasedCache], scored: Run | None) -> Float[Tensor, "n V"]:
+        """Return the logits after each row's last token; several batches are one sequence to the model.
+
+        Args:
+            given: the tokens of each batch.
+            caches: the rows of each batch.
+            scored: the run, if log-probabilities of its prompts are asked for.
+        """
+        if len(given) == 1:
+            options = {} if scored else self._options
+            logits = self._logits(given[0], caches[0], options)
+            if scored:
+                score(scored, logits)
+            return logits[:, -1]
+        parts = [
+            Part(len(one.ids), one.ids.shape[1], one.real, cache) for one, cache in zip(given, caches, strict=True)
+        ]
+        ids = torch.cat([one.ids.flatten() for one in given])
+        positions = torch.cat([one.positions.flatten() for one in given])
+        together, ends = _Input(ids[None], positions[None], None), _last_tokens(parts, ids.device)
+        if self._keeps_any and not scored:
+            return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]
+        logits = self._logits(together, joined(parts), {})
+        if scored:
+            score(scored, logits)
+        return logits[0, ends]
+
+    def _logits(self, given: _Input, cache: PhasedCache, options: dict[str, Any]) -> Float[Tensor, "n T V"]:
+        """Run the model."""
+        out: Tensor = self._model(
+            input_ids=given.ids,
+            position_ids=given.positions,
+            attention_mask=given.real,
+            **handed(self._model, cache),
+            use_cache=True,
+            **options,
+        ).logits
+        return out
+
+    def forget(self) -> None:
+        """Drop all recorded steps, because the rows that they read and write are about to go."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+
+class _Input(NamedTuple):
+    """The tokens of a batch as tensors.
+
+    Attributes:
+        ids: the token ids.
+        positions: the position of each token in its sequence.
+        real: which tokens are real; ``None``: all.
+    """
+
+    ids: Int[Tensor, "n T"]
+    positions: Int[Tensor, "n T"]
+    real: Bool[Tensor, "n T"] | None
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> _Input:
+        """Return the tokens of a batch, padded in front: the last column holds every row's last token."""
+        T = max(map(len, batch.tokens))
+        ids, positions, real = [], [], []
+        for first, tokens in zip(batch.positions, batch.tokens, strict=True):
+            pad = T - len(tokens)
+            ids.append([0] * pad + list(tokens))
+            positions.append([0] * pad + list(range(first, first + len(tokens))))
+            real.append([False] * pad + [True] * len(tokens))
+        mask = None if all(map(all, real)) else torch.tensor(real, device=device)
+        return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask)
+
+
+def _part(batch: Batch, rows: Rows, trial: Trial | None) -> PhasedCache:
+    """Return the rows of a batch."""
+    watch = None if trial is None else trial.watch
+    return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch)
+
+
+def _last_tokens(parts: Sequence[Part], device: torch.device) -> Int[Tensor, " n"]:
+    """Return the places of every row's last token among the tokens of all parts."""
+    found: list[int] = []
+    start = 0
+    for part in parts:
+        stop = start + part.rows * part.length
+        found += range(start + part.length - 1, stop, part.length)
+        start = stop
+    return torch.tensor(found, device=device)

@@ -1,0 +1,122 @@
+"""Common beginnings of prompts: the memory at the borders of prompt chunks is kept, and used again.
+
+A prompt is read in chunks, and the policy evicts after each of them. So the memory after the first chunks depends on
+their tokens alone, and prompts with the same first chunks can share it. The key is a hash of the tokens so far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import islice
+
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.sampling_params import whole_within
+from kvkeep.engine.sequence import Generation
+from kvkeep.errors import InputError
+from kvkeep.snapshot import Contents
+
+
+def check_prefix_memory(most_bytes: object, chunk: int | None) -> int:
+    """Return the bytes that common beginnings of prompts may take.
+
+    Raises:
+        InputError: they are no whole number, or prompts are read whole, so that there is nothing to share.
+    """
+    found = whole_within("prefix_memory", most_bytes, 0, 2**63 - 1)
+    if found and chunk is None:
+        raise InputError(
+            f"prefix_memory={found} has no effect without a `prefill_chunk`: a prompt that is read whole shares its "
+            "memory with no other prompt. Give a `prefill_chunk`, or leave `prefix_memory` out."
+        )
+    return found
+
+
+class Prefixes:
+    """Memories at the borders of prompt chunks in main memory, least recently used first.
+
+    Args:
+        most_bytes: the most that all of them may take; 0 keeps none.
+        chunk: tokens of a chunk; ``None`` if prompts are read whole, and have no borders.
+        weights: returns a hash of the model's weights as they are now.
+
+    Attributes:
+        held_bytes: bytes of all memories.
+    """
+
+    def __init__(self, most_bytes: int, chunk: int | None, weights: Callable[[], str]) -> None:
+        self._most_bytes, self._chunk = most_bytes if chunk else 0, chunk or 1
+        self._weights = weights
+        self._found: OrderedDict[Hashable, Contents] = OrderedDict()
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def find(self, one: Generation) -> Contents | None:
+        """Return the memory of the most chunks with which a prompt begins. At least one token is left to read."""
+        if not self._found:
+            return None
+        borders = islice(self._borders(one), (len(one.prompt) - 1) // self._chunk)
+        key = next((key for key in reversed(list(borders)) if key in self._found), None)
+        if key is None:
+            return None
+        self._found.move_to_end(key)
+        return self._found[key]
+
+    def keep(self, one: Generation, rows: Rows) -> None:
+        """Keep the memory of a request whose row stands at a border of its prompt's chunks.
+
+        A request that continues a memory of its own has other borders, and is left out.
+        """
+        if not self._most_bytes or one.row is None or one.load or one.token_ids or one.fed % self._chunk:
+            return
+        if rows.memory_of(one.row).occupied_bytes > self._most_bytes:
+            return
+        key = next(islice(self._borders(one), one.fed // self._chunk - 1, None))
+        if key not in self._found:
+            contents = rows.take(one.row)
+            self._found[key] = contents
+            self.held_bytes += contents.nbytes
+        self._found.move_to_end(key)
+        while self.held_bytes > self._most_bytes:
+            self.held_bytes -= self._found.popitem(last=False)[1].nbytes
+
+    def clear(self) -> None:
+        """Forget all memories."""
+        self._found.clear()
+        self.held_bytes = 0
+
+    def _borders(self, one: Generation) -> Iterator[Hashable]:
+        """The key of each border: the settings on which a memory depends, and a hash of the tokens before it."""
+        if one.borders is None:
+            one.borders = list(_hashes(one.prompt, self._chunk))
+        weights = self._weights()
+        for digest in one.borders:
+            yield one.settings, weights, digest
+
+
+def _hashes(tokens: Sequence[int], chunk: int) -> Iterator[bytes]:
+    """A hash of the first chunk, of the first two, and so on."""
+    digest = hashlib.blake2b(digest_size=16)
+    for end in range(chunk, len(tokens) + 1, chunk):
+        digest.update(array("q", tokens[end - chunk : end]).tobytes())
+        yield digest.digest()
+
+
+# The first moment of a request in its row.
+
+
+def begin(one: Generation, row: int, rows: Rows, prefixes: Prefixes) -> None:
+    """Begin a request in its row, with the memory that it continues if there is one."""
+    if not one.token_ids:
+        one.mark("started")
+    held, one.resumed = one.hosted, len(one.token_ids)
+    contents = held.load() if held else one.load() if one.load else None if one.scored else prefixes.find(one)
+    sequence, pins = one.request.sequence, one.pins
+    rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins, contents=contents)
+    one.hosted = None
+    if held is None:
+        one.fed = one.cached = contents.seen if contents else 0

@@ -1,0 +1,195 @@
+"""The token ids and messages that a memory stands for, in the engine and beside a snapshot."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from kvkeep.engine.request import Request, conversation
+from kvkeep.engine.sampling_params import whole_within
+from kvkeep.errors import InputError, SnapshotError
+from kvkeep.models import tokenization
+from kvkeep.models.document_prompt import Opening, opened, opening_of
+from kvkeep.models.load import Checkpoint, Model, Tokenizer
+from kvkeep.pins import Spans
+from kvkeep.snapshot import Contents, Snapshot
+
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Past:
+    """The part of a sequence that a request continues.
+
+    Attributes:
+        ids: the token ids that the memory stands for.
+        pending: token ids that follow, and that the model has not read: usually the last token of an answer.
+        messages: the conversation that they are, ending with an answer; empty if they are something else.
+        opening: set while they end inside of the user's first message, see `kvkeep.models.document_prompt`.
+        pins: the spans that its memory holds pinned.
+        budgets: the budget of its memory in each layer; a tuple where heads have their own.
+    """
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    pending: tuple[int, ...] = ()
+    messages: tuple[Mapping[str, str], ...] = ()
+    opening: Opening | None = None
+    pins: Spans = ()
+    budgets: tuple[int | tuple[int, ...], ...] = ()
+
+    def held_in(self, contents: Contents) -> Past:
+        """Return the same past with the pins and budgets of its memory."""
+        layers = contents.layers
+        return replace(self, pins=layers[0].pins if layers else (), budgets=tuple(layer.budget for layer in layers))
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Past:
+        """The tokens that a snapshot stands for, and what a session has noted beside them.
+
+        Raises:
+            SnapshotError: the token ids are not known, or the note is none of a session.
+        """
+        if snapshot.tokens is None:
+            raise SnapshotError(
+                "The snapshot does not say which tokens it stands for, and the engine counts them. Give their ids when "
+                "you take it: cache.snapshot(row, tokens=ids)."
+            )
+        ids, note = array("i", snapshot.tokens.tolist()), snapshot.note
+        try:
+            pending = tuple(whole_within("pending", one, 0, _LARGEST) for one in note.get("pending", ()))
+            messages = conversation(note["messages"]) if note.get("messages") else ()
+            opening = opening_of(note["opening"]) if note.get("opening") is not None else None
+        except (InputError, TypeError, AttributeError) as error:
+            raise SnapshotError(
+                "The snapshot's note is none that a session writes. Take the snapshot again."
+            ) from error
+        return cls(ids, pending, messages, opening).held_in(snapshot.contents)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token ids that the memory stands for, as a tensor."""
+        return torch.tensor(self.ids, dtype=torch.int32)
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """All but the token ids, as a snapshot notes it."""
+        found: dict[str, Any] = {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
+        return found if self.opening is None else {**found, "opening": asdict(self.opening)}
+
+
+# Texts and conversations of requests as token ids.
+
+
+class Words:
+    """Turns the texts of requests into token ids.
+
+    Args:
+        model: the model, attached.
+        tokenizer: the engine's, if it has one.
+        limit: the number of positions that the model has learned, if it is limited.
+        ends: tokens that end a text.
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer | None, limit: int | None, ends: Collection[int] = ()
+    ) -> None:
+        self._model, self._tokenizer, self._limit, self._ends = model, tokenizer, limit, ends
+
+    def ids_of(self, request: Request) -> tuple[int, ...]:
+        """Return the token ids of a request. A text or a conversation goes through the chat template.
+
+        Raises:
+            InputError: there is no tokenizer or no chat template, or the template fails.
+        """
+        if request.messages is None and not isinstance(request.prompt, str):
+            return tuple(cast(Sequence[int], request.prompt))
+        checkpoint = self._checkpoint(request)
+        if isinstance(request.prompt, str):
+            ids = tokenization.encode(checkpoint, request.prompt, raw=request.raw)
+        else:
+            ids = tokenization.encode_chat(checkpoint, request.messages or (), request.tools)
+        return tuple(ids[0].tolist())
+
+    def opened(self, asked: str, *, system: str | None, raw: bool) -> tuple[list[int], Opening]:
+        """Return the token ids of a text that questions will follow, see `kvkeep.models.document_prompt.opened`."""
+        return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
+
+    def continued(self, request: Request, past: Past) -> tuple[int, ...]:
+        """Return the token ids of a sequence and of the request that continues it.
+
+        The past stays as it is, also if the chat template would now write earlier turns in another way. The template
+        decides how the last answer is closed: an end token that the model has not read gives way to that.
+
+        Raises:
+            InputError: see `ids_of`; or the request is a conversation, and the template does not show its last answer.
+        """
+        before = (*past.ids, *past.pending)
+        if not before:
+            return self.ids_of(request)
+        if request.messages is None and not isinstance(request.prompt, str):
+            return before + self.ids_of(request)
+        checkpoint = self._checkpoint(request)
+        if past.opening is not None:
+            question, more = question_of(request, past.opening)
+            return before + tuple(past.opening.rest(checkpoint, question, past.ids, more))
+        new = self.messages_of(request)
+        if not new:
+            return before + tuple(tokenization.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
+        ids = tuple(tokenization.encode_next(checkpoint, past.messages, new, request.tools)[0].tolist())
+        if past.messages and past.pending and past.pending[-1] in self._ends:
+            before = before[:-1]
+        return before + ids
+
+    def messages_of(self, request: Request, past: Past | None = None) -> tuple[Mapping[str, str], ...]:
+        """Return the messages of a request; none if it is token ids, or a text without the chat template.
+
+        The first question about a remembered text is one message together with the end of that text.
+        """
+        if past is not None and past.opening is not None and (request.messages or isinstance(request.prompt, str)):
+            question, more = question_of(request, past.opening)
+            return () if past.opening.raw else (*past.opening.messages(question), *more)
+        if request.messages is not None:
+            return tuple(request.messages)
+        if not isinstance(request.prompt, str) or request.raw:
+            return ()
+        has_template = getattr(self._tokenizer, "chat_template", None) is not None
+        return ({"role": "user", "content": request.prompt},) if has_template else ()
+
+    def _checkpoint(self, request: Request) -> Checkpoint:
+        """Return the model's configuration together with the tokenizer.
+
+        Raises:
+            InputError: there is no tokenizer.
+        """
+        if self._tokenizer is None:
+            what = "messages need" if request.prompt is None else "a text needs"
+            raise InputError(
+                f"The engine has no tokenizer, and {what} one: make it with Engine(model, tokenizer), or give token "
+                "ids as the prompt."
+            )
+        name = getattr(self._tokenizer, "name_or_path", None) or type(self._tokenizer).__name__
+        return Checkpoint(name, self._model.config, self._tokenizer, self._limit, allow_pickle=False)
+
+
+def question_of(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, str], ...]]:
+    """The question with which a request follows a remembered text, and the messages after it.
+
+    Raises:
+        InputError: the request cannot follow such a text.
+    """
+    if request.messages is None:
+        if request.raw and not opening.raw:
+            raise InputError(
+                "The memory was made with the chat template, so `raw=True` has no place. Leave it out, or remember "
+                "the text with `raw=True`."
+            )
+        return cast(str, request.prompt), ()
+    first, *more = request.messages
+    if opening.raw or first["role"] != "user":
+        why = "without the chat template" if opening.raw else "as the beginning of the user's first message"
+        raise InputError(f"The memory holds a text {why}, so it is followed by a prompt, not by these messages.")
+    return first["content"], tuple(more)

@@ -1,0 +1,215 @@
+"""The state of a request between its arrival and its result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import cast
+
+from torch import Tensor
+
+from kvkeep.engine.detokenizer import StopText
+from kvkeep.engine.grammar import Constraint
+from kvkeep.engine.host_copies import Pinned
+from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
+from kvkeep.engine.snapshot_writer import Pending
+from kvkeep.kv.lost_mass import LostMass
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.pins import Spans
+from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Contents
+
+_FREE = {
+    *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),
+    *("policy", "budget", "sequence", "memory"),
+}
+"""Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hosted:
+    """A sequence that has begun and waits in main memory for a row.
+
+    Attributes:
+        contents: its memory, in ordinary main memory or pinned.
+        memory: bytes of the row that it had.
+    """
+
+    contents: Contents | Pinned
+    memory: Memory
+
+    def load(self) -> Contents:
+        """Return its memory, from where it can be put into a row."""
+        return self.contents.load() if isinstance(self.contents, Pinned) else self.contents
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request that waits or runs.
+
+    Attributes:
+        id: the number that `Engine.add` gave.
+        request: the request; its prompt is token ids.
+        policy: the policy that it runs under.
+        budget: tokens kept per layer and head.
+        ends: tokens that end the text.
+        tail: turns tokens into text and looks for stop texts; ``None`` without a tokenizer.
+        constraint: the tokens that its form allows next; ``None``: all.
+        row: its row; ``None`` while it waits.
+        fed: tokens that the model has seen, of the prompt and new ones; counted when a step has succeeded.
+        token_ids: the new tokens.
+        logprobs: an entry for each new token, if asked for.
+        prompt_logprobs: an entry for each token of the prompt but the first that the model has seen, if asked for.
+        finish_reason: why it has ended; ``None`` while it runs.
+        error: the reason, if a step failed.
+        used: marks the tokens of the vocabulary that occur in it, for a repetition penalty.
+        counts: how often each token of the vocabulary was generated, for presence and frequency penalties.
+        counted: the number of new tokens in ``counts``.
+        memory: bytes of its row at its end.
+        lost: the attention that its evicted tokens carried.
+        levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
+        reads: whether it ends as soon as its prompt has been read.
+        cached: tokens of the prompt that the model need not read, because their memory was there.
+        borders: a hash of its prompt's tokens at each border of chunks, once it is needed.
+        load: returns the memory that its row begins with; ``None`` for an empty row.
+        held: tokens of the prompt for which the memory stands that it continues.
+        held_pins: the spans that are pinned there.
+        hosted: its memory in main memory, while it has given up its row to others.
+        resumed: the number of its new tokens when it last got a row.
+        keep: takes the memory of its row when it ends well; its result may have to wait for the disk.
+        left: told when it has ended in any way, and its row is free.
+        times: seconds of a clock at which it was ``added``, ``started``, and had its ``first`` and ``last`` token.
+    """
+
+    id: int
+    request: Request
+    policy: Policy
+    budget: int
+    ends: frozenset[int]
+    tail: StopText | None = None
+    constraint: Constraint | None = None
+    row: int | None = None
+    fed: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    used: Tensor | None = None
+    counts: Tensor | None = None
+    counted: int = 0
+    memory: Memory = field(default_factory=Memory)
+    lost: LostMass = field(default_factory=LostMass)
+    levels: tuple[int, ...] = ()
+    reads: bool = False
+    cached: int = 0
+    borders: list[bytes] | None = None
+    load: Callable[[], Contents | None] | None = None
+    held: int = 0
+    held_pins: Spans = ()
+    hosted: Hosted | None = None
+    resumed: int = 0
+    keep: Callable[[Generation, Contents], Pending | None] | None = None
+    left: Callable[[Generation], None] | None = None
+    times: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mark("added")
+
+    def mark(self, event: str) -> None:
+        """Note the time of an event."""
+        self.times[event] = time.perf_counter()
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The token ids of the prompt; none as long as they are not known."""
+        found = self.request.prompt
+        return () if found is None or isinstance(found, str) else found
+
+    @property
+    def pins(self) -> Spans:
+        """The spans of the prompt that may not be evicted."""
+        return cast(Spans, self.request.pins)
+
+    @property
+    def settings(self) -> tuple[Hashable, ...]:
+        """Everything on which the memory of the prompt depends but its tokens. Requests with equal ones may share it.
+
+        They stay the same while the request runs: of a guarded one they have the budget that it asked for. A field that
+        requests get in the future belongs to them, unless it is named in `_FREE`.
+        """
+        budget = self.levels[-1] if self.levels else self.budget
+        others = (getattr(self.request, one.name) for one in fields(self.request) if one.name not in _FREE)
+        return self.policy, budget, self.request.sequence if self.policy.stochastic else None, *others
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of its prompt are asked for, so that the model must read all of it."""
+        return self.request.prompt_logprobs is not None
+
+    @property
+    def prompt_left(self) -> int:
+        """The number of prompt tokens that the model has not seen."""
+        return max(0, len(self.prompt) - self.fed)
+
+    def take(self, token_id: int) -> Event:
+        """Add a new token, and end the request if this is its last one.
+
+        Raises:
+            KVKeepError: its form does not allow the token.
+        """
+        if self.constraint:
+            self.constraint.take(token_id)
+        read = 0
+        if not self.token_ids:
+            self.mark("first")
+            read = len(self.prompt) - self.cached
+        self.token_ids.append(token_id)
+        looks = len(self.token_ids) > self.request.sampling.min_new_tokens
+        piece, stopped = self.tail.add(token_id, looks=looks) if self.tail else ("", False)
+        if stopped or token_id in self.ends or (self.constraint and self.constraint.complete):
+            self.finish("stop")
+        elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
+            self.finish("length")
+        if self.finish_reason and self.tail:
+            piece += self.tail.end()
+        logprob = self.logprobs[-1] if self.request.logprobs is not None else None
+        return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read)
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        """Note that it ends, and why."""
+        self.finish_reason, self.error, self.hosted = reason, error, None
+        self.mark("last")
+
+    def rest(self) -> str:
+        """Return the text that was held back, after a failed step."""
+        with suppress(BaseException):  # perhaps the tokenizer is what fails, or a second Ctrl-C comes
+            return self.tail.end() if self.tail else ""
+        return ""
+
+    def result(self) -> Result:
+        """Return the finished request as the user gets it."""
+        assert self.finish_reason is not None
+        at, n, guard = self.times, len(self.token_ids), self.request.guard
+        started = at.get("started", at["last"])
+        return Result(
+            id=self.id,
+            token_ids=tuple(self.token_ids),
+            text=self.tail.text if self.tail else "",
+            finish_reason=self.finish_reason,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached,
+            logprobs=tuple(self.logprobs[:n]),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            queued_s=started - at["added"],
+            ttft_s=at["first"] - at["added"] if n else None,
+            prefill_s=at["first"] - started if n else None,
+            tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
+            error=self.error,
+            memory=self.memory,
+            budget=self.budget,
+            lost_mass=self.lost,
+            guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,
+        )

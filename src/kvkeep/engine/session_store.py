@@ -1,0 +1,422 @@
+"""The memories of idle sessions: in main memory, and beyond a number of bytes in a folder."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvkeep.engine.prompt_encoding import Past
+from kvkeep.engine.request import Event
+from kvkeep.engine.sampling_params import whole_within
+from kvkeep.engine.sequence import Generation
+from kvkeep.engine.snapshot_writer import Pending, Writing
+from kvkeep.errors import InputError
+from kvkeep.models.device import reason_of
+from kvkeep.pins import Spans
+from kvkeep.result_files import Lock, in_full, sync_folder
+from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.file_io import check_target, not_saved
+
+# The folder of an engine's idle sessions: a file for each memory, whole or not there at all.
+
+SUFFIX = ".kvkeep"
+_UNNAMED = ".unnamed-{}" + SUFFIX
+_NEW = ".{}" + SUFFIX + ".{}.new"
+
+
+class Folder:
+    """A folder of memories, one file for each, used by one engine at a time."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(path, str(path))
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise InputError(f"The session folder {path} cannot be used: {why}. Give another `session_dir`.") from error
+        except InputError as error:
+            raise InputError(
+                f"Another engine uses the session folder {path}, and two would overwrite each other's sessions. Close "
+                "it first, or give each a `session_dir` of its own."
+            ) from error
+        self.path, self._numbers = path, itertools.count()
+        self._end = weakref.finalize(self, self._lock.release)
+        self._remove_leftovers()
+
+    def path_of(self, name: str) -> Path:
+        """The file of a session with a name."""
+        return self.path / f"{name}{SUFFIX}"
+
+    def names(self) -> list[str]:
+        """The names of the sessions that have a file, in order."""
+        found = (path.name.removesuffix(SUFFIX) for path in self.path.glob(f"*{SUFFIX}"))
+        return sorted(name for name in found if not name.startswith("."))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of memories."""
+        total = 0
+        for path in self.path.glob(f"*{SUFFIX}*"):
+            with suppress(OSError):  # removed meanwhile
+                total += path.stat().st_size
+        return total
+
+    def write(self, kept: Kept) -> None:
+        """Write a memory to a file that is removed together with it, unless `publish` gives it a name.
+
+        Raises:
+            SnapshotError: it cannot be written.
+        """
+        held, number = kept.held, next(self._numbers)
+        if held is None or kept.path is not None or kept.spare is not None:
+            return
+        path = self.path / (_UNNAMED.format(number) if kept.name is None else _NEW.format(kept.name, number))
+        held.save(path)
+        weakref.finalize(kept, remove, path)
+        kept.spare = path
+
+    def publish(self, file: Path, name: str) -> Path:
+        """Put a file in the place of the older one of a session, and return its path.
+
+        Raises:
+            SnapshotError: there is something else.
+        """
+        target = self.path_of(name)
+        check_target(target)
+        try:
+            file.replace(target)
+        except OSError as error:
+            raise not_saved(target, error) from error
+        return target
+
+    def sync(self) -> None:
+        """Wait until the names of the files are on the disk."""
+        sync_folder(self.path)
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        self._remove_leftovers()
+        self._end()
+
+    def _remove_leftovers(self) -> None:
+        """Remove the files of sessions without a name, and parts of files of a process that was killed."""
+        for pattern in (_UNNAMED.format("*"), f".*{SUFFIX}.*.new"):
+            for path in self.path.glob(pattern):
+                remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there."""
+    with suppress(OSError):
+        path.unlink()
+
+
+_LONGEST = 200
+"""Bytes of a name; file systems take 255 with what is added."""
+
+
+@dataclass(eq=False)
+class Kept:
+    """A memory at rest. It never changes, but moves between main memory and the disk.
+
+    Attributes:
+        name: of the session whose file it is written to; ``None``: a file of its own, which goes with it.
+        nbytes: its bytes in main memory.
+        held: the memory, while it is in main memory.
+        path: its file, once it is written.
+        spare: a file of its own, which goes with it.
+        current: whether its session goes on from it; only then does it take the place of the session's older file.
+    """
+
+    name: str | None
+    nbytes: int
+    held: Snapshot | None = None
+    path: Path | None = None
+    spare: Path | None = None
+    current: bool = False
+
+    def snapshot(self) -> Snapshot:
+        """Return the memory.
+
+        Raises:
+            SnapshotError: its file cannot be read any more.
+        """
+        if self.held is not None:
+            return self.held
+        assert self.path is not None
+        return Snapshot.load(self.path)
+
+
+class Move(NamedTuple):
+    """Memories on their way to the disk."""
+
+    memories: Sequence[Kept]
+    writing: Writing[Kept]
+
+
+@dataclass(frozen=True)
+class State:
+    """A session after its last finished turn.
+
+    Attributes:
+        past: the tokens and messages so far.
+        kept: the memory of these tokens; ``None`` before the first turn.
+        pins: spans of positions that may not be evicted, besides those of the memory: the next turn's.
+    """
+
+    past: Past
+    kept: Kept | None = None
+    pins: Spans = ()
+
+
+class Shelf:
+    """Keeps memories, least recently used first on the disk.
+
+    Args:
+        most_bytes: bytes of main memory for all of them; ``None``: no limit.
+        folder: takes the others, and the memories of named sessions; one engine at a time uses it.
+
+    Raises:
+        InputError: there is a limit and no folder, the folder cannot be made, or another engine uses it.
+    """
+
+    def __init__(self, most_bytes: int | None = None, folder: str | os.PathLike[str] | None = None) -> None:
+        if most_bytes is not None:
+            most_bytes = whole_within("session_memory", most_bytes, 0, 2**63 - 1)
+        if most_bytes is not None and folder is None:
+            raise InputError(
+                f"session_memory={most_bytes} leaves sessions beyond it no place: give a `session_dir` for them, too."
+            )
+        self._most_bytes = most_bytes
+        self.folder = None if folder is None else Folder(in_full(folder))
+        self._used: dict[int, weakref.ref[Kept]] = {}
+        self._clock = itertools.count()
+        self._writing: Writing[Kept] | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all memories in main memory."""
+        return sum(kept.nbytes for kept in self._in_memory())
+
+    def keep_now(self, snapshot: Snapshot, name: str | None = None) -> Kept:
+        """Keep a memory as `keep` does, and wait until there is room for it.
+
+        Raises:
+            SnapshotError: the disk is full. Nothing is lost, but the memory is not kept.
+        """
+        kept, move = self.keep(snapshot, name)
+        self.settle(move)
+        self.adopt(kept)
+        return kept
+
+    def keep(
+        self, snapshot: Snapshot, name: str | None = None, *, instead: Kept | None = None
+    ) -> tuple[Kept, Move | None]:
+        """Begin to keep a memory, and to move others to the disk if there is not room for all.
+
+        Args:
+            snapshot: the memory.
+            name: of its session.
+            instead: a memory that is given up for it.
+
+        Returns:
+            The memory, and the move that makes room for it, which must be settled before the memory is used.
+        """
+        kept = Kept(name, snapshot.nbytes, snapshot)
+        self._touch(kept)
+        leaving = self._leaving(spared=instead)
+        return kept, self._move(leaving) if leaving else None
+
+    def settle(self, move: Move | None) -> None:
+        """Wait until memories are on the disk, and give up their main memory.
+
+        Raises:
+            SnapshotError: a file cannot be written. Nothing is lost.
+        """
+        if move is not None:
+            self.wrote(move)
+            for kept in move.memories:
+                kept.held = None
+
+    def open(self, name: str) -> Kept | None:
+        """Return the memory that was written under a name; ``None`` if there is none."""
+        path = None if self.folder is None else self.folder.path_of(name)
+        if path is None or not path.exists():
+            return None
+        return Kept(name, Snapshot.load(path).nbytes, path=path, current=True)
+
+    def load(self, kept: Kept) -> Snapshot:
+        """Return a memory, which counts as a use of it.
+
+        Raises:
+            SnapshotError: its file cannot be read any more.
+        """
+        if kept.held is not None:
+            self._touch(kept)
+        return kept.snapshot()
+
+    def is_written(self, kept: Kept) -> bool:
+        """Whether a memory is on the disk, or there is no folder for it. Somebody may have removed its file."""
+        return self.folder is None or kept.held is None or (kept.path is not None and os.path.exists(kept.path))
+
+    def write(self, kept: Kept) -> Move | None:
+        """Begin to write a memory to the disk; ``None`` if it is there, or no folder is. Then call `wrote`."""
+        if self.is_written(kept):
+            return None
+        if kept.path is not None:
+            kept.path = kept.spare = None
+        return self._move([kept])
+
+    def wrote(self, move: Move) -> None:
+        """Wait for files, and put them in their places. The memories stay in main memory as well.
+
+        Raises:
+            SnapshotError: a file cannot be written; an older file of that name stays as it was.
+        """
+        move.writing.join()
+        if move.writing.error is not None:
+            raise move.writing.error
+        for kept in move.memories:
+            self._place(kept)
+
+    def adopt(self, kept: Kept, instead: Kept | None = None) -> None:
+        """Note that a session goes on from a memory, instead of another one.
+
+        Raises:
+            SnapshotError: it is on the disk, and there is something else in the place of the session's file.
+        """
+        kept.current = True
+        try:
+            if kept.path is not None:
+                self._place(kept)
+        except BaseException:
+            kept.current = False
+            raise
+        if instead is not None:
+            instead.current = False
+
+    def give_up(self, kept: Kept | None) -> None:
+        """Note that no session goes on from a memory."""
+        if kept is not None:
+            kept.current = False
+
+    def remove(self, name: str) -> None:
+        """Remove the file of a name, if there is one."""
+        if self.folder is not None:
+            remove(self.folder.path_of(name))
+
+    def close(self) -> None:
+        """Let others use the folder, after everything is written."""
+        if self._writing is not None:
+            self._writing.join()
+        if self.folder is not None:
+            self.folder.close()
+
+    def _touch(self, kept: Kept) -> None:
+        """Note that a memory was used."""
+        self._used = {key: ref for key, ref in self._used.items() if ref() not in (None, kept)}
+        self._used[next(self._clock)] = weakref.ref(kept)
+
+    def _in_memory(self) -> list[Kept]:
+        """The memories in main memory, least recently used first."""
+        found = (ref() for ref in list(self._used.values()))
+        return [kept for kept in found if kept is not None and kept.held is not None]
+
+    def _leaving(self, spared: Kept | None) -> list[Kept]:
+        """The memories that must leave main memory, so that the others fit."""
+        if self._most_bytes is None:
+            return []
+        found, leaving = [kept for kept in self._in_memory() if kept is not spared], []
+        held = sum(kept.nbytes for kept in found)
+        for kept in found:
+            if held <= self._most_bytes:
+                break
+            leaving.append(kept)
+            held -= kept.nbytes
+        return leaving
+
+    def _move(self, memories: Sequence[Kept]) -> Move:
+        """Begin to write memories, after those that are being written."""
+        assert self.folder is not None
+        self._writing = Writing(memories, self.folder.write, self._writing)
+        return Move(memories, self._writing)
+
+    def _place(self, kept: Kept) -> None:
+        """Note the file of a memory that was written. It takes the place of the older file of its session.
+
+        Raises:
+            SnapshotError: there is something else.
+        """
+        assert self.folder is not None
+        path = kept.path or kept.spare
+        assert path is not None
+        if kept.current and kept.name is not None and path != self.folder.path_of(kept.name):
+            path = self.folder.publish(path, kept.name)
+        kept.path = path
+
+
+def check_name(name: object) -> str:
+    """Return the name of a session.
+
+    Raises:
+        InputError: it cannot be the name of a file.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InputError(f"name={name!r:.80} is no name of a session; give some letters or digits.")
+    if any(character in '/\\<>:"|?*' or not character.isprintable() for character in name) or name.startswith("."):
+        raise InputError(
+            f"name={name!r:.80} cannot be the name of a session's file: give letters, digits, spaces, - and _, no path "
+            "separators and no dot in front."
+        )
+    if len(os.fsencode(name)) > _LONGEST:
+        raise InputError(f"name={name!r:.40}… is longer than {_LONGEST} bytes; give a shorter name.")
+    return name
+
+
+# Turns that have all of their tokens, while their memories are on their way to the disk.
+
+
+class Parked:
+    """Turns whose memories are on their way to the disk, in the order of their ends."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, tuple[Generation, Event, Pending]] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._turns
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def add(self, one: Generation, event: Event, pending: Pending) -> None:
+        """Let the last event of a turn wait for the disk."""
+        self._turns[one.id] = one, event, pending
+
+    def drop(self, number: int) -> None:
+        """Forget a turn that is cancelled; its memory is not taken over."""
+        self._turns.pop(number, None)
+
+    def ready(self, wait: float) -> Iterator[tuple[Generation, Event]]:
+        """Yield the turns whose memories are taken over now, or could not be written, with their last events.
+
+        Args:
+            wait: most seconds to wait for the oldest turn; ``inf``: for all.
+        """
+        for one, event, pending in list(self._turns.values()):
+            pending.writing.join(None if wait == math.inf else wait)
+            wait = wait if wait == math.inf else 0.0
+            if pending.writing.is_alive():
+                return
+            del self._turns[one.id]
+            try:
+                pending.finish()
+            except Exception as error:
+                one.finish("error", reason_of(error))
+            yield one, event

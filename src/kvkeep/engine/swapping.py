@@ -1,0 +1,159 @@
+"""Rows in time slices: sequences that have had their slice wait in main memory, and others go on in their rows.
+
+A slice ends when the time spent on copies is again a small share of the time of all steps. Both are measured. Copies
+count as far as steps wait for them: on a CUDA device most of them take place beside the steps, see
+`kvkeep.engine.host_copies`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kvkeep.engine.dispatcher import Guard
+from kvkeep.engine.host_copies import Pinned, Staging
+from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.prefix_cache import Prefixes, begin
+from kvkeep.engine.sampling_params import whole_within
+from kvkeep.engine.scheduler import Scheduler, Swap
+from kvkeep.engine.sequence import Generation, Hosted
+from kvkeep.kv.memory_usage import Memory
+
+SHARE = 0.05
+"""The largest share of the time of steps that copies take in the long run."""
+
+LEAST = 8
+"""The fewest tokens of a slice: a sequence that comes and goes faster makes little progress."""
+
+MOST_HOST_ROWS = 2**31 - 1
+"""More sequences than any memory holds."""
+
+_SAVED = 2
+"""Swaps that steps without a swap may pay for in advance, so that swaps never come in bursts."""
+
+_log = logging.getLogger(__name__)
+
+
+class Rotation:
+    """Decides when a sequence gives up its row. It is entered around every step, and measures the step.
+
+    Args:
+        host_rows: the most sequences that may wait in main memory after they have begun; 0: rows are never given up.
+        staging: copies beside the steps; ``None``: steps wait for all copies.
+
+    Attributes:
+        copied_s: seconds of all steps in which nothing but copies took place, with what it took to begin copies that
+            then took place beside the steps.
+        worked_s: seconds of everything else in all steps.
+        swaps: the number of sequences that have given up their rows.
+    """
+
+    def __init__(self, host_rows: int = 0, staging: Staging | None = None) -> None:
+        self.host_rows = whole_within("host_rows", host_rows, 0, MOST_HOST_ROWS)
+        self.staging = staging
+        self.copied_s = self.worked_s = 0.0
+        self.swaps = 0
+        self._saved_s = self._cost_s = self._ahead_s = self._began = self._copying_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began, self._copying_s = time.perf_counter(), 0.0
+
+    def __exit__(self, *error: object) -> None:
+        worked = time.perf_counter() - self._began - self._copying_s
+        self.worked_s += worked
+        self._saved_s = min(self._saved_s + SHARE * worked, _SAVED * self._cost_s)
+        if self.staging is not None:
+            self.staging.settle()
+
+    def turn(
+        self, scheduler: Scheduler, rows: Rows, prefixes: Prefixes, guarded: Callable[[Generation], Guard]
+    ) -> None:
+        """Let a waiting request have the row of a sequence whose time slice is over, then prepare the next turn.
+
+        Args:
+            scheduler: knows who waits and who runs.
+            rows: the rows.
+            prefixes: common beginnings of prompts.
+            guarded: returns what keeps a failure within one request.
+        """
+        if (swap := self.due(scheduler, rows)) is not None:
+            with self.timed(), guarded(swap.coming):
+                with guarded(swap.leaving):
+                    self.leave(swap, scheduler, rows)
+                if swap.coming.row is not None:
+                    begin(swap.coming, swap.row, rows, prefixes)
+        if self.host_rows and self.staging is not None:
+            self._prefetch(self.staging, scheduler, rows)
+
+    def _prefetch(self, staging: Staging, scheduler: Scheduler, rows: Rows) -> None:
+        """Bring the sequence to the device that comes next. The time until this has begun counts for its swap."""
+        began = time.perf_counter()
+        one = scheduler.next_hosted(rows.takes)
+        held = one.hosted.contents if one is not None and one.hosted else None
+        if staging.prefetch(held if isinstance(held, Pinned) else None):
+            self._spend(took := time.perf_counter() - began)
+            self._ahead_s += took
+
+    def due(self, scheduler: Scheduler, rows: Rows) -> Swap | None:
+        """Return the sequence whose slice is over, and the one that takes its row; ``None``: nobody moves."""
+        if not self.host_rows or not scheduler.waiting or self._saved_s < self._cost_s:
+            return None
+        return scheduler.swap(rows.takes, self.host_rows, least=LEAST)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the body as the time of one swap.
+
+        A device may still be at work when Python goes on. So it is waited for before and after the body.
+        """
+        self._wait()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait()
+            self._spend(took := time.perf_counter() - began)
+            self._cost_s, self._ahead_s = self._ahead_s + took, 0.0
+
+    def _spend(self, seconds: float) -> None:
+        self._copying_s += seconds
+        self.copied_s += seconds
+        self._saved_s -= seconds
+
+    def _wait(self) -> None:
+        if self.staging is not None:
+            self.staging.synchronize()
+
+    def memory(self, waiting: Iterable[Generation]) -> Memory:
+        """Return the bytes of all sequences that wait in main memory, and of the copies that are on their way."""
+        on_the_way = Memory(allocated_bytes=self.staging.nbytes if self.staging else 0)
+        return hosted_memory(waiting) + on_the_way
+
+    def clear(self) -> None:
+        """Give up the memory on the device."""
+        if self.staging is not None:
+            self.staging.clear()
+
+    def leave(self, swap: Swap, scheduler: Scheduler, rows: Rows) -> None:
+        """Copy the memory of a sequence into main memory, and give its row away. If there is no room, it stays."""
+        one, row = swap.leaving, swap.row
+        try:
+            memory = rows.memory_of(row)
+            held = Hosted(self.staging.take(rows, row, memory) if self.staging else rows.take(row), memory)
+        except Exception as error:  # most likely no memory: the sequence is as it was
+            _log.debug("A sequence keeps its row.", exc_info=error)
+            one.resumed = len(one.token_ids)
+            return
+        one.hosted = held
+        rows.end(row)
+        scheduler.exchange(swap)
+        self.swaps += 1
+
+
+def hosted_memory(waiting: Iterable[Generation]) -> Memory:
+    """Return the bytes of all sequences in main memory."""
+    found = (held for one in list(waiting) if (held := one.hosted) is not None)
+    return sum((replace(held.memory, allocated_bytes=held.contents.nbytes) for held in found), Memory())

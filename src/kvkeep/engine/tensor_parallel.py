@@ -1,0 +1,194 @@
+"""Engines of a model that is split over processes: what they cannot do, and how they find out that they differ.
+
+Each process has an engine and gives it the same requests in the same order. Which request runs when depends on these
+alone, so all engines take the same steps, and no process has to tell the others what to do; chosen tokens come from the
+first one. Whatever would depend on a clock, a thread or a file of one process is refused.
+
+Processes that were given different requests would send each other numbers of different meanings, and would get wrong
+tokens without an error. So before each step they compare one number, and what they were given only if that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import torch
+
+from kvkeep.engine.sequence import Generation
+from kvkeep.errors import InputError, UnsupportedOperationError
+from kvkeep.head_sharding import sharing
+from kvkeep.snapshot import Snapshot
+
+Description: TypeAlias = dict[str, Any]
+"""What a request or an engine was given, by name: token ids of a prompt, and texts."""
+
+_ELSEWHERE = {"prompt", "messages", "tools", "raw", "sampling", "policy", "budget", "guard", "stop"}
+"""Fields of requests that are described by what the engine has made of them."""
+
+_REMEDY = "Give all processes the same options, and the same requests in the same order."
+
+
+def check_split(config: Any, **asked: object) -> None:
+    """Refuse options that would let the engines of several processes take different steps.
+
+    Args:
+        config: the model's configuration.
+        asked: options by name.
+
+    Raises:
+        UnsupportedOperationError: one is set, and the model is split.
+    """
+    together = sharing(config)
+    if together.ranks > 1 and (name := next((name for name, value in asked.items() if value), None)):
+        raise UnsupportedOperationError(
+            f"The model is split over {together.ranks} processes, whose engines take the same steps, and `{name}` "
+            "depends on one process alone. Leave it out."
+        )
+
+
+class Agreement:
+    """The processes whose engines run one model together, and what each of them is about to run.
+
+    Args:
+        config: the model's configuration.
+        device: of the model.
+        settings: options of the engine, by name.
+
+    Attributes:
+        together: the processes.
+    """
+
+    def __init__(self, config: Any, device: torch.device, settings: Mapping[str, object]) -> None:
+        self.together, self._device = sharing(config), device
+        alone = self.together.ranks == 1
+        self._settings = {} if alone else {name: _shown(value) for name, value in settings.items()}
+        self._known: list[_Known] = []
+
+    def check(self, live: Iterable[Generation]) -> None:
+        """Compare the requests that wait or run in this process with those of the others. All of them must call it.
+
+        Cost: a number from each process; a request is described once.
+
+        Raises:
+            InputError: they differ, or other processes have ended.
+        """
+        if self.together.ranks == 1:
+            return
+        try:
+            if not self.together.alike(self._digest(live), self._device):
+                mine = json.dumps({"engine": self._settings, "requests": self._requests()})
+                found = [json.loads(text) for text in self.together.texts(mine, self._device)]
+                raise InputError(f"{difference(found)} {_REMEDY}")
+        except RuntimeError as error:
+            raise InputError(
+                "The processes that run the model together have lost each other: one has ended, or does something "
+                f"else. {_REMEDY} The report was: {error!s:.200}"
+            ) from error
+
+    def _digest(self, live: Iterable[Generation]) -> int:
+        """A number for the engine, its requests, and how far these are."""
+        known = {one.of.id: one for one in self._known}
+        self._known = [_known(one, known.get(one.id)) for one in live]
+        told = (repr(self._settings).encode(), *(part for one in self._known for part in (one.digest, one.reached)))
+        return int.from_bytes(hashlib.blake2b(b"".join(told), digest_size=8).digest(), "big", signed=True)
+
+    def _requests(self) -> dict[int, Description]:
+        return {one.of.id: {**one.asked, **progress(one.of)} for one in self._known}
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A request that has been described.
+
+    Attributes:
+        of: the request.
+        asked: what it was given.
+        digest: of this.
+    """
+
+    of: Generation
+    asked: Description
+    digest: bytes
+
+    @property
+    def reached(self) -> bytes:
+        """How far it is now."""
+        return b"%d,%d;" % (self.of.fed, len(self.of.token_ids))
+
+
+def _known(one: Generation, before: _Known | None) -> _Known:
+    """A request's description; the same as before, unless a session's turn has got its prompt since then."""
+    if before is not None and before.of is one:
+        return before
+    asked = described(one)
+    return _Known(one, asked, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest())
+
+
+def progress(one: Generation) -> Description:
+    """How far a request is: a process that takes other steps, of another engine, is somewhere else."""
+    return {"tokens that were read": str(one.fed), "new tokens": str(len(one.token_ids))}
+
+
+def described(one: Generation) -> Description:
+    """What a request was given, as far as its tokens and its memory depend on it."""
+    asked = {name: _shown(value) for name, value in _values(one.request) if name not in _ELSEWHERE}
+    sampling = {name: _shown(value) for name, value in _values(one.request.sampling)}
+    of_engine = {"policy": one.policy, "budget": one.budget, "guard": one.request.guard, "ends": sorted(one.ends)}
+    of_engine |= {"stop": sorted({*one.request.stop}), "tokens in memory": one.held, "pins in memory": one.held_pins}
+    shown = {name: _shown(value) for name, value in of_engine.items()}
+    return {"number": one.id, "prompt": list(one.prompt), **asked, **sampling, **shown}
+
+
+def _values(of: Any) -> list[tuple[str, object]]:
+    return [(one.name, getattr(of, one.name)) for one in fields(of)]
+
+
+def _shown(value: object) -> str:
+    """A value as text. Of a memory it is what it belongs to, since its tokens are a part of the prompt."""
+    return repr(value.fingerprint if isinstance(value, Snapshot) else value)
+
+
+def difference(found: Sequence[Mapping[str, Any]]) -> str:
+    """How the first process that was given something else than process 0 differs from it, in a sentence.
+
+    Args:
+        found: ``engine`` and ``requests`` of each process.
+    """
+    first = found[0]
+    rank, other = next(((rank, one) for rank, one in enumerate(found) if one != first), (len(found) - 1, found[-1]))
+    between = f"in process 0 and {{}} in process {rank}."
+    for name, value in first["engine"].items():
+        if other["engine"][name] != value:
+            return f"The engines have different options: `{name}` is {value} {between.format(other['engine'][name])}"
+    mine, theirs = first["requests"], other["requests"]
+    for number in dict.fromkeys([*mine, *theirs]):
+        if number not in mine or number not in theirs:
+            who, without = (0, rank) if number in mine else (rank, 0)
+            return f"Process {who} has request {number}, and process {without} does not."
+        if mine[number] != theirs[number]:
+            if (place := _place(mine[number], theirs)) is not None:
+                return f"Request {number} of process 0 is request {place} of process {rank}: their order differs."
+            return f"Request {number} differs: {_part(mine[number], theirs[number], between)}"
+    return f"Processes 0 and {rank} have added the same requests in different orders."
+
+
+def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
+    """The number of the same request in another process."""
+    rest = {name: value for name, value in asked.items() if name != "number"}
+    return next((number for number, one in among.items() if rest | {"number": one["number"]} == one), None)
+
+
+def _part(mine: Description, theirs: Description, between: str) -> str:
+    """The first part of a request that differs."""
+    name = next(name for name, value in mine.items() if theirs[name] != value)
+    if name != "prompt":
+        return f"`{name}` is {mine[name]:.200} {between.format(theirs[name][:200])}"
+    one, two = mine[name], theirs[name]
+    at = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), None)
+    if at is None:
+        return f"its prompt has {len(one)} tokens {between.format(len(two))}"
+    return f"token {at} of its prompt is {one[at]} {between.format(two[at])}"

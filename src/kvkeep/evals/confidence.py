@@ -1,0 +1,508 @@
+"""How sure results are: an interval for every cell with graded questions, and policies compared on the same questions.
+
+Questions about one text are not independent, so everything is resampled or counted by text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.evals.report import Row, Spread, Table, by_budget, by_case, by_name, grouped, is_full, of_task, shown
+from kvkeep.result_files import finite
+
+# 95 % intervals of shares, of means, and of numbers whose parts come in clusters, such as questions about one text.
+
+Interval = tuple[float, float]
+
+_NONE = (math.nan, math.nan)
+_NORMAL = 1.960
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Quantiles of Student's distribution with 1, 2, … degrees of freedom."""
+
+
+def of_share(right: int, n: int) -> Interval:
+    """Wilson's interval of a share of ``n`` answers, in percent. It is not empty at 0 and 100 %."""
+    return _wilson(right / n, float(n), _NORMAL) if n else _NONE
+
+
+def of_mean(spread: Spread) -> Interval:
+    """Student's interval of a mean over seeds; NaN for a single seed."""
+    if spread.n < 2 or math.isnan(spread.error):
+        return _NONE
+    half = _quantile(spread.n - 1) * spread.error
+    return spread.mean - half, spread.mean + half
+
+
+def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
+    """The interval of a share of right answers, in percent, whose questions come in clusters.
+
+    Wilson's interval for as many independent questions as would have the variance between clusters (Korn and Graubard,
+    1998), but for no more than there are, with Student's quantile for the number of clusters.
+
+    Args:
+        clusters: right answers and questions of each cluster; NaN for fewer than two clusters.
+    """
+    n, share = sum(size for _, size in clusters), _ratio(clusters)
+    if len(clusters) < 2 or not n:
+        return _NONE
+    variance, alone = _variance(clusters), share * (1 - share) / n
+    return _wilson(share, n * (min(1.0, alone / variance) if variance else 1.0), _quantile(len(clusters) - 1))
+
+
+def of_clusters(right: int, n: int, clusters: int) -> Interval:
+    """The narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters."""
+    return _wilson(right / n, float(n), _quantile(clusters - 1)) if n and clusters > 1 else _NONE
+
+
+def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
+    """The interval of a mean difference between paired answers, in percentage points.
+
+    At least as wide as the interval of a share of 0 among so many questions, since a difference that no question has
+    shown may still exist.
+
+    Args:
+        clusters: for each cluster, questions that only one side answers less those that only the other one does, and
+            the number of questions; NaN for fewer than two clusters.
+    """
+    n, mean = sum(size for _, size in clusters), 100 * _ratio(clusters)
+    if len(clusters) < 2 or not n:
+        return _NONE
+    quantile = _quantile(len(clusters) - 1)
+    half = max(100 * quantile * math.sqrt(_variance(clusters)), _wilson(0.0, float(n), quantile)[1])
+    return max(-100.0, mean - half), min(100.0, mean + half)
+
+
+def _ratio(clusters: Sequence[tuple[int, int]]) -> float:
+    n = sum(size for _, size in clusters)
+    return sum(count for count, _ in clusters) / n if n else math.nan
+
+
+def _variance(clusters: Sequence[tuple[int, int]]) -> float:
+    """The variance of a ratio of sums over clusters, linearised."""
+    ratio, n, C = _ratio(clusters), sum(size for _, size in clusters), len(clusters)
+    return C / (C - 1) * sum((count - ratio * size) ** 2 for count, size in clusters) / n**2
+
+
+def _wilson(share: float, n: float, quantile: float) -> Interval:
+    square = quantile**2
+    middle = (share + square / (2 * n)) / (1 + square / n)
+    half = quantile * math.sqrt(share * (1 - share) / n + square / (4 * n * n)) / (1 + square / n)
+    return 100 * max(0.0, middle - half), 100 * min(1.0, middle + half)
+
+
+def _quantile(freedom: int) -> float:
+    return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL + 2.4 / freedom
+
+
+Question: TypeAlias = tuple[str, int, int, int]
+"""Case, seed, text, and number of a question about that text."""
+
+Grades: TypeAlias = dict[Question, float]
+
+RESAMPLES = 2000
+"""Bootstrap samples of an interval."""
+
+FLIPS = 12
+"""Most texts whose signs are flipped in all ways; for more texts, `DRAWS` ways are drawn."""
+
+DRAWS = 10_000
+LEVEL = 0.05
+_CELL = ("task", "case", "policy", "setup", "budget")
+_POWER = (1.960 + 0.842) / 1.960
+"""A difference so many times the half of its interval is found in four of five runs."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two policies on the same questions.
+
+    Attributes:
+        task, protocol, budget: the part of the results; a task's cases are taken together.
+        one, other: the policies.
+        points: percentage points by which the first one is better.
+        interval: the 95 % interval of the difference, a bootstrap over texts.
+        p: the p-value of a sign-flip test over texts: exact for up to `FLIPS` texts that differ.
+        n: questions that both were asked.
+        texts: texts of these questions.
+        clear: whether p stays below 5 % after Holm's correction for all pairs of the budget.
+        needed: about how many questions would make a difference of this size clear; ``None`` if it is clear or 0.
+    """
+
+    task: str
+    protocol: str
+    budget: str
+    one: str
+    other: str
+    points: float
+    interval: Interval
+    p: float
+    n: int
+    texts: int
+    clear: bool = False
+    needed: int | None = None
+
+
+def grades(rows: Iterable[Row]) -> Grades:
+    """The grades in rows that differ by seed and case alone; none from rows without a record of questions."""
+    found: Grades = {}
+    for row in rows:
+        place, score = (str(row["case"]), int(row["seed"])), row["score"]
+        found |= {(*place, text, number): float(right) for text, number, right in score.get("asked", ())}
+        found |= {(*place, number, 0): float(grade) for number, grade in enumerate(score.get("grades", ()))}
+    return found
+
+
+def of_cell(rows: Sequence[Row]) -> Interval:
+    """The 95 % interval of a mean grade, in percent; NaN without a record of questions, or with a single text.
+
+    Answers that are right or wrong have Wilson's interval, for the effective number of questions where a text has
+    several. Other grades have the percentiles of a bootstrap over texts.
+    """
+    found = grades(rows)
+    texts = _questions_by_text(found)
+    if len(texts) < 2:
+        return math.nan, math.nan
+    if any(grade not in (0, 1) for grade in found.values()):
+        return _bootstrap([(sum(found[q] for q in own), len(own)) for own in texts])
+    counts = [(round(sum(found[q] for q in own)), len(own)) for own in texts]
+    if len(texts) == len(found):
+        return of_share(sum(right for right, _ in counts), len(found))
+    return of_clustered_share(counts)
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """``intervals``, one for each cell with graded questions, and ``pairs``, as plain data; ``null`` is no number."""
+    cells = grouped(rows, lambda row: tuple(str(row.get(key) or "") for key in _CELL))
+    intervals = [
+        {**dict(zip(_CELL, cell, strict=True)), "n": len(grades(own)), "interval": of_cell(own)}
+        for cell, own in cells.items()
+        if grades(own)
+    ]
+    made: dict[str, Any] = finite({"intervals": intervals, "pairs": [vars(pair) for pair in pairs(rows)]})
+    return made
+
+
+def pairs(rows: Sequence[Row]) -> list[Pair]:
+    """All pairs of policies of every task, protocol and budget; a policy that never evicts meets all budgets."""
+    return [
+        pair
+        for (task, protocol), group in _parts(rows).items()
+        for budget, lines in _lines(group).items()
+        for pair in _corrected(
+            [compare(task, protocol, budget, (a, lines[a]), (b, lines[b])) for a, b in combinations(lines, 2)]
+        )
+    ]
+
+
+def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], other: tuple[str, Grades]) -> Pair:
+    """Two policies, each with its grades, on the questions that both were asked."""
+    both = {question: one[1][question] - other[1][question] for question in one[1] if question in other[1]}
+    texts = [(sum(both[q] for q in own), len(own)) for own in _questions_by_text(both)]
+    n = len(both)
+    points = 100 * sum(both.values()) / n if n else math.nan
+    interval = _at_least(_bootstrap(texts), points, n) if len(texts) > 1 else (math.nan, math.nan)
+    names = (one[0], other[0])
+    return Pair(task, protocol, budget, *names, points, interval, sign_flip([d for d, _ in texts]), n, len(texts))
+
+
+def sign_flip(differences: Sequence[float]) -> float:
+    """The share of sign changes under which a sum of differences is at least as far from 0; 1 if all are 0.
+
+    Every way to change signs is tried for up to `FLIPS` differences. For differences of ±1 this is McNemar's test.
+    """
+    values = torch.tensor([value for value in differences if value], dtype=torch.float64)
+    if not len(values):
+        return 1.0
+    exact = len(values) <= FLIPS
+    if exact:
+        ways = torch.arange(2 ** len(values))[:, None] >> torch.arange(len(values)) & 1
+    else:
+        ways = torch.randint(2, (DRAWS, len(values)), generator=torch.Generator().manual_seed(0))
+    sums = ((2 * ways - 1).double() @ values).abs()
+    reached = int((sums >= values.sum().abs() - 1e-9).sum())
+    return reached / len(ways) if exact else (reached + 1) / (DRAWS + 1)
+
+
+def _corrected(found: Sequence[Pair]) -> list[Pair]:
+    """Pairs with `Pair.clear` and `Pair.needed`, by Holm's rule."""
+    clear: set[int] = set()
+    order = sorted(range(len(found)), key=lambda i: found[i].p)
+    for rank, i in enumerate(order):
+        if found[i].p > LEVEL / (len(order) - rank):
+            break
+        clear.add(i)
+    return [
+        replace(pair, clear=i in clear, needed=None if i in clear else _needed(pair, len(found)))
+        for i, pair in enumerate(found)
+    ]
+
+
+def _needed(pair: Pair, pairs_of_budget: int) -> int | None:
+    """The questions that show the difference in four of five runs; never fewer than the test needs to be clear."""
+    half = (pair.interval[1] - pair.interval[0]) / 2
+    if not pair.points or math.isnan(half):
+        return None
+    least = math.ceil(math.log2(2 * pairs_of_budget / LEVEL)) * pair.n / pair.texts
+    return math.ceil(max(pair.n + 1, least, pair.n * (_POWER * half / pair.points) ** 2))
+
+
+def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
+    """Percentiles of a mean, in percent, over samples of texts; each text has a sum and a number of questions."""
+    sums, sizes = torch.tensor(texts, dtype=torch.float64).T
+    generator = torch.Generator().manual_seed(0)
+    means: Float[Tensor, " R"] = torch.cat(
+        [
+            sums[drawn].sum(dim=1) / sizes[drawn].sum(dim=1)
+            for drawn in torch.randint(len(texts), (RESAMPLES, len(texts)), generator=generator).split(100)
+        ]
+    )
+    low, high = (100 * means).quantile(torch.tensor([LEVEL / 2, 1 - LEVEL / 2], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def _at_least(interval: Interval, points: float, n: int) -> Interval:
+    """An interval at least as wide as that of a share of 0: a difference that no question has shown may still exist."""
+    half = of_share(0, n)[1] / 2
+    return max(-100.0, min(interval[0], points - half)), min(100.0, max(interval[1], points + half))
+
+
+def _parts(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Rows with graded questions by task and protocol."""
+    graded = [row for row in rows if row["score"].get("grades") or row["score"].get("asked")]
+    return grouped(graded, lambda row: (str(row["task"]), shown(row["task"], row["case"]).rpartition(", ")[2]))
+
+
+def _lines(rows: Sequence[Row]) -> dict[str, dict[str, Grades]]:
+    """The grades of each policy at each budget."""
+    full = {name: grades(own) for name, own in by_name([row for row in rows if is_full([row])]).items()}
+    bounded = by_budget([row for row in rows if not is_full([row])])
+    return {
+        budget: {**full, **{n: grades(own) for n, own in by_name(group).items()}} for budget, group in bounded.items()
+    }
+
+
+def _questions_by_text(questions: Mapping[Question, float]) -> list[list[Question]]:
+    return list(grouped(questions, lambda question: question[:3]).values())
+
+
+# Policies on the same questions: what stays of the full cache's answers, and the difference of two policies.
+#
+# Questions that the full cache cannot answer say nothing about a policy. They are left out and counted. Questions about
+# one text are not independent, so intervals are those of clusters: the texts.
+
+Answers: TypeAlias = dict[tuple[int, int, int], bool]
+"""Whether each question was answered right; a question is a seed, a document and a number in it."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The share of the full cache's answers that a policy gives, too.
+
+    Attributes:
+        share: in percent; NaN if there is no question to compare.
+        interval: its 95 % interval.
+        n: questions that the full cache answers.
+        left_out: questions that it does not.
+    """
+
+    share: float
+    interval: Interval
+    n: int
+    left_out: int
+
+    def __str__(self) -> str:
+        return _shown(self.share, self.interval)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The questions that one policy answers more than another, of those that the full cache answers.
+
+    Attributes:
+        points: percentage points; NaN if there is no question to compare.
+        interval: its 95 % interval.
+        only: questions that only the one policy answers, and those that only the other one does.
+        n: questions compared.
+    """
+
+    points: float
+    interval: Interval
+    only: tuple[int, int]
+    n: int
+
+    @property
+    def clear(self) -> bool:
+        """Whether 0 lies outside the interval."""
+        return self.interval[0] > 0 or self.interval[1] < 0
+
+
+def answers(rows: Iterable[Row]) -> Answers:
+    """The answers in rows that differ by the seed alone; none from rows without a record of questions."""
+    return {
+        (row["seed"], document, number): bool(right)
+        for row in rows
+        for document, number, right in row["score"].get("asked", ())
+    }
+
+
+def kept(own: Answers, full: Answers) -> Kept:
+    """The share of the full cache's answers that stay, over the questions that both were asked."""
+    both = own.keys() & full.keys()
+    able = [question for question in both if full[question]]
+    clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(able)]
+    share = 100 * sum(right for right, _ in clusters) / len(able) if able else math.nan
+    return Kept(share, of_clustered_share(clusters), len(able), len(both) - len(able))
+
+
+def difference(one: Answers, other: Answers, full: Answers) -> Difference:
+    """The difference of two policies over the questions that both were asked and that the full cache answers."""
+    able = [question for question in one.keys() & other.keys() & full.keys() if full[question]]
+    clusters = [(sum(one[q] - other[q] for q in group), len(group)) for group in _by_text(able)]
+    only = (sum(one[q] > other[q] for q in able), sum(one[q] < other[q] for q in able))
+    points = 100 * (only[0] - only[1]) / len(able) if able else math.nan
+    return Difference(points, of_clustered_difference(clusters), only, len(able))
+
+
+def share_tables(rows: Sequence[Row]) -> list[Table]:
+    """The share of the full cache's answers that stays, for every case of recall with rows of ``full``."""
+    found = []
+    for case, group in by_case(of_task(rows, "recall")).items():
+        full = answers(row for row in group if _is_full(row))
+        others = [row for row in group if not _is_full(row) and "asked" in row["score"]]
+        if full and others:
+            found.append(_share_table(case, others, full))
+    return found
+
+
+def _is_full(row: Row) -> bool:
+    """Whether a row is that of the full cache in the model's dtype."""
+    return row["policy"] == "full" and not row.get("setup")
+
+
+def _share_table(case: str, rows: Sequence[Row], full: Answers) -> Table:
+    columns = list(by_budget(rows))
+    lines = {name: by_budget(part) for name, part in by_name(rows).items()}
+    texts = len({question[:2] for question in full})
+    title = (
+        f"answers of the full cache that stay, % with 95 % interval ({shown('recall', case)}; the full cache answers "
+        f"{sum(full.values())} of {len(full)} questions about {texts} text{'s' * (texts != 1)})"
+    )
+    cells = {
+        name: [str(kept(answers(line[column]), full)) if column in line else "" for column in columns]
+        for name, line in lines.items()
+    }
+    return Table(title, columns, cells)
+
+
+def _by_text(questions: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    return list(grouped(questions, lambda question: question[:2]).values())
+
+
+def _shown(value: float, interval: Interval) -> str:
+    """A number with its interval: ``92 (87–95)``."""
+    if math.isnan(value):
+        return "–"
+    return f"{value:.0f}" if math.isnan(interval[0]) else f"{value:.0f} ({interval[0]:.0f}–{interval[1]:.0f})"
+
+
+# Tables of the policies' differences on the same questions, and a note on the ones that chance may have made.
+
+BEST = "best"
+
+
+def difference_tables(rows: Sequence[Row]) -> list[Table]:
+    """For every task and protocol: each policy's difference to the best one of its budget. `full` is left out."""
+    full = {name for name, own in by_name(rows).items() if is_full(own)}
+    some = [pair for pair in pairs(rows) if not {pair.one, pair.other} & full]
+    return [
+        _difference_table(f"{task}, {protocol}", group, _order(of_task(rows, task)))
+        for (task, protocol), group in grouped(some, lambda pair: (pair.task, pair.protocol)).items()
+    ]
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """How many differences are clear, and how many questions the others would need."""
+    found = []
+    for (task, protocol), group in grouped(pairs(rows), lambda pair: (pair.task, pair.protocol)).items():
+        unclear = [pair for pair in group if not pair.clear]
+        if not unclear:
+            continue
+        text = f"{task}, {protocol}: {len(unclear)} of {len(group)} differences may be chance at n={_span(group)}"
+        if needed := [pair for pair in unclear if pair.needed]:
+            most = max(needed, key=lambda pair: abs(pair.points))
+            text += (
+                f"; the largest of them, {abs(most.points):.1f} points ({_better(most)} at {most.budget}), "
+                f"would need about {_rounded(most.needed or 0)} questions"
+            )
+        found.append(f"{text}.")
+    return found
+
+
+def _better(pair: Pair) -> str:
+    one, other = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
+    return f"{one} before {other}"
+
+
+def _span(group: Sequence[Pair]) -> str:
+    low, high = min(pair.n for pair in group), max(pair.n for pair in group)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _rounded(n: int) -> int:
+    """A number of questions with two digits."""
+    size: int = 10 ** max(0, len(str(n)) - 2)
+    return math.ceil(n / size) * size
+
+
+def _order(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    bounded = [row for row in rows if not is_full([row])]
+    return list(by_name(bounded)), list(by_budget(bounded))
+
+
+def _difference_table(about: str, group: Sequence[Pair], order: tuple[list[str], list[str]]) -> Table:
+    names, budgets = order
+    by = {budget: _against(own) for budget, own in grouped(group, lambda pair: pair.budget).items()}
+    columns = [budget for budget in budgets if budget in by]
+    title = (
+        f"points below the best policy of the budget ({about}; all cases together, n={_span(group)}; bootstrap 95 % "
+        "intervals; * = clear: sign-flip test, Holm)"
+    )
+    return Table(title, columns, {name: [by[budget].get(name, "") for budget in columns] for name in names})
+
+
+def _against(group: Sequence[Pair]) -> dict[str, str]:
+    """The cell of each policy of a budget."""
+    names = list(dict.fromkeys(name for pair in group for name in (pair.one, pair.other)))
+    sums = dict.fromkeys(names, 0.0)
+    for pair in group:
+        if not math.isnan(pair.points):
+            sums[pair.one] += pair.points
+            sums[pair.other] -= pair.points
+    best = max(names, key=sums.__getitem__)
+    cells = {best: BEST}
+    for pair in group:
+        if best in (pair.one, pair.other):
+            name, sign = (pair.other, -1) if pair.one == best else (pair.one, 1)
+            cells[name] = _cell(pair, sign)
+    return cells
+
+
+def _cell(pair: Pair, sign: int) -> str:
+    """``−12 (−20…−4) *``: points, their interval, and a star if the difference is clear."""
+    if math.isnan(pair.points):
+        return "–"
+    low, high = sorted(sign * limit for limit in pair.interval)
+    limits = "" if math.isnan(low) else f" ({_signed(low)}…{_signed(high)})"
+    return f"{_signed(sign * pair.points)}{limits}{' *' if pair.clear else ''}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.0f}".replace("-", "−") if round(value) else "0"

@@ -1,0 +1,219 @@
+"""The grid of policies, budgets and tasks, checked before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvkeep import budget as ratios
+from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.task import Task
+from kvkeep.kv.slot_codec import check_bits
+from kvkeep.models.load import Checkpoint
+from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse, spec
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A budget as the user asked for it: a share of each row's text, or a number of tokens.
+
+    Attributes:
+        ratio: share of the tokens to keep, in (0, 1]; ``None`` if a number was given.
+        tokens: number of tokens to keep; ``None`` if a share was given.
+
+    Raises:
+        BudgetError: the share or the number is out of range.
+    """
+
+    ratio: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            ratios.check(self.tokens)
+        elif self.ratio is None or not 0 < self.ratio <= 1:
+            shown = "nothing" if self.ratio is None else f"{self.ratio:.4%}"
+            raise BudgetError(f"A budget of {shown} of the text is outside 0 … 100%; write e.g. 20%, or tokens as 512.")
+
+    def __str__(self) -> str:
+        return f"{self.ratio * 100:.6g}%" if self.ratio is not None else str(self.tokens)
+
+    def of(self, length: int) -> int:
+        """The budget in tokens for a text of ``length`` tokens.
+
+        Raises:
+            BudgetError: a share of an empty text.
+        """
+        return ratios.from_ratio(self.ratio, length) if self.ratio is not None else int(self.tokens or 0)
+
+
+EVERYTHING = Asked(ratio=1.0)
+"""The budget under which a policy that never evicts is listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A request: every policy at every budget.
+
+    Attributes:
+        policies: the policies.
+        budgets: the budgets.
+        setup: how caches are made; of a policy that never evicts, only its ``kv_bits`` count.
+        kv_bits: of each policy, the bits of keys and values; ``None``, or no entry, for those of the setup.
+    """
+
+    policies: Sequence[Policy]
+    budgets: Sequence[Asked]
+    setup: Setup = PLAIN
+    kv_bits: Sequence[str | None] = ()
+
+    def pairs(self) -> list[tuple[Policy, Asked, Setup]]:
+        """The combinations to run. A policy that never evicts is run once, since it keeps all tokens in every setup."""
+        found = []
+        for policy, bits in itertools.zip_longest(self.policies, self.kv_bits):
+            setup = replace(self.setup if policy.evicts else PLAIN, kv_bits=check_bits(bits or self.setup.kv_bits))
+            budgets = dict.fromkeys(self.budgets) if policy.evicts else (EVERYTHING,)
+            found += [(policy, asked, setup) for asked in budgets]
+        return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The key of one row of results. Equal cells are the same measurement.
+
+    Attributes:
+        task: the task.
+        case: the part of the task.
+        policy: the policy.
+        budget: the budget as the user asked for it.
+        seed: the seed of the data.
+        setup: differences from the policy's own way to make a cache.
+    """
+
+    task: str
+    case: str
+    policy: str
+    budget: str
+    seed: int
+    setup: str = ""
+
+    def __str__(self) -> str:
+        setup = f" ({self.setup})" if self.setup else ""
+        return f"{self.task} {self.case}: {self.policy}{setup} at {self.budget}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell with everything that its run needs.
+
+    Attributes:
+        cell: the cell.
+        policy: the policy.
+        setup: how its caches are made.
+        budgets: tokens per layer and head, one number per row.
+        lengths: tokens of the rows, which shares refer to.
+    """
+
+    cell: Cell
+    policy: Policy
+    setup: Setup
+    budgets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any row is longer than its budget, or a layer may get less than the budget."""
+        uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
+        uneven |= self.setup.head_budget is not None
+        return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
+
+
+def split_policies(text: str) -> list[Policy]:
+    """The policies of `split_arms`.
+
+    Raises:
+        PolicyError: the list is empty, or a policy in it is wrong or names bits.
+    """
+    arms = split_arms(text)
+    for policy, bits in arms:
+        if bits is not None:
+            raise PolicyError(f"{policy}@{bits} names bits, which have no effect here. Write {policy}.")
+    return [policy for policy, _ in arms]
+
+
+def split_arms(text: str) -> list[tuple[Policy, str | None]]:
+    """Read a list of policies and the bits of their slots, each pair once.
+
+    A bare ``option=value`` continues a policy, so ``h2o:recent=32,sinks=4,local`` has two. ``h2o@4bit`` or ``h2o@4``
+    names bits, see `kvkeep.kv.slot_codec.check_bits`; ``None`` stands where none are named.
+
+    Raises:
+        PolicyError: the list is empty, or a policy in it is wrong.
+        InputError: there is no such number of bits.
+    """
+    pieces: list[str] = []
+    for piece in filter(None, (part.strip() for part in text.split(","))):
+        if "=" in piece and ":" not in piece and pieces:
+            pieces[-1] += ("," if "=" in pieces[-1] else ":") + piece
+        else:
+            pieces.append(piece)
+    if not pieces:
+        raise PolicyError("The list of policies is empty; write e.g. full,local,h2o:recent=32,tova.")
+    return list(dict.fromkeys(map(_arm, pieces)))
+
+
+def _arm(text: str) -> tuple[Policy, str | None]:
+    policy, at, bits = text.partition("@")
+    return parse(policy.strip()), (check_bits(bits.strip().removesuffix("bit")) or "16") if at else None
+
+
+def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int) -> list[Planned]:
+    """All cells of a task with data of one seed.
+
+    Raises:
+        BudgetError: a budget is smaller than the tokens that a policy protects.
+        UnsupportedModelError: slot positions were requested, and the model cannot have them.
+    """
+    planned = []
+    for case, lengths in task.cases().items():
+        for policy, asked, setup in wanted.pairs():
+            others = setup.differences(checkpoint, policy)
+            cell = Cell(task.name, case, spec(policy), str(asked), seed, others)
+            planned.append(Planned(cell, policy, setup, _numbers(task, policy, asked, lengths), tuple(lengths)))
+            _check(checkpoint, planned[-1], task.new_tokens)
+    return planned
+
+
+def _numbers(task: Task, policy: Policy, asked: Asked, lengths: Sequence[int]) -> tuple[int, ...]:
+    """The budget of each row in tokens; enough for all tokens if nothing is evicted."""
+    return tuple(asked.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
+
+
+def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
+    """Refuse a budget that a cache of this model would refuse, without allocating anything."""
+    cell = plan.cell
+    if plan.policy.grows and plan.policy.grows.room < new_tokens:
+        raise BudgetError(
+            f"{cell.task} {cell.case}: {cell.policy} keeps every new token, and up to {new_tokens} follow the text. "
+            f"Give it room={new_tokens} or more, or another decode mode."
+        )
+    try:
+        plan.setup.cache(checkpoint, plan.policy, plan.budgets)
+    except BudgetError as error:
+        raise BudgetError(
+            f"{cell.task} {cell.case}: {cell.policy} cannot run at {cell.budget} of {min(plan.lengths)} tokens. {error}"
+        ) from error
+
+
+def notes(planned: Sequence[Planned]) -> list[str]:
+    """Notes about budgets under which nothing is evicted."""
+    found = {
+        f"{plan.cell.task} {plan.cell.case}: nothing is evicted at {plan.cell.budget}: the budget of "
+        f"{max(plan.budgets)} is not smaller than the {max(plan.lengths)} tokens of the text."
+        for plan in planned
+        if plan.policy.evicts and not plan.evicts
+    }
+    return sorted(found)

@@ -1,0 +1,403 @@
+"""The seam of tasks that read a text, are asked about it, and grade the reply: they only make `Item`s and grade them.
+
+As in recall, a question is read before the cut (``ask=inside``) or follows the cut (``ask=later``).
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.errors import InputError
+from kvkeep.evals import task
+from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches, left_padded
+from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.models.load import Checkpoint, ends_of
+from kvkeep.models.tokenization import Writer, encode, encode_rest
+from kvkeep.policies.base import Policy
+
+# Replies to prompts: each prompt's text is read and cut to the budget, then the reply is decoded greedily.
+#
+# The last token of a prompt is fed apart, because its attention chooses the first token of the reply: with the whole
+# prompt in one chunk, a reply of one word would not depend on the policy.
+
+Make = Callable[[Sequence[int], int], Drive]
+"""Makes a cache for some prompts, given by their numbers; the second number is the identity of its first row."""
+
+
+@runtime_checkable
+class Prompt(Protocol):
+    """A prompt as tokens.
+
+    Attributes:
+        ids: all of its tokens.
+        first: number of tokens that are fed at once and then cut to the budget; the others follow after that. Prompts
+            of one document that are asked later have these tokens in common.
+        document: the number of the text.
+        number: the number of the prompt among those of its text.
+    """
+
+    @property
+    def ids(self) -> Int[Tensor, " n"]: ...  # noqa: D102
+
+    @property
+    def first(self) -> int: ...  # noqa: D102
+
+    @property
+    def document(self) -> int: ...  # noqa: D102
+
+    @property
+    def number(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Replies:
+    """The results of one batch of prompts.
+
+    Attributes:
+        texts: the reply to each prompt.
+        kept: share of the tokens kept in each tenth of the text, for each prompt.
+        memory: bytes that the caches held at the end.
+    """
+
+    texts: list[str]
+    kept: Float[Tensor, "B 10"]
+    memory: Memory
+
+
+def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
+    """Read each prompt with its question, cut it and decode replies of at most ``most`` tokens."""
+    for at in batches([len(prompt.ids) for prompt in prompts]):
+        part = prompts[at]
+        bounded = drive(range(len(prompts))[at], at.start)
+        kept = read(bounded, part)
+        yield Replies(texts(writer, bounded, part, most), kept, bounded.cache.memory())
+
+
+def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
+    """Read each text once, cut it, and ask all its questions in copies of that memory."""
+    heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
+    for at in batches([prompts[i].first for i in heads]):
+        bounded = drive(heads[at], at.start)
+        kept = read(bounded, [prompts[i] for i in heads[at]])
+        row = {prompts[i].document: place for place, i in enumerate(heads[at])}
+        part = [prompt for prompt in prompts if prompt.document in row]
+        for few in batches([max(bounded.budgets) + len(prompt.ids) - prompt.first for prompt in part]):
+            rows = [row[prompt.document] for prompt in part[few]]
+            copies = bounded.copies(rows)
+            yield Replies(texts(writer, copies, part[few], most), kept[rows], copies.cache.memory())
+
+
+def in_turns(
+    writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int, *, turns: int, due: Sequence[int]
+) -> Iterator[Replies]:
+    """Read each text in turns, with a cut after each, and ask each question after some turn, in a copy of the memory.
+
+    Args:
+        writer: the model.
+        prompts: the prompts, document by document.
+        drive: makes a cache.
+        most: most tokens of a reply.
+        turns: pieces of a text, of equal length.
+        due: of each prompt, the number of turns after which it is asked.
+    """
+    heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
+    for at in batches([prompts[i].first for i in heads]):
+        bounded, first = drive(heads[at], at.start), [prompts[i] for i in heads[at]]
+        row = {prompt.document: place for place, prompt in enumerate(first)}
+        mine = [i for i, prompt in enumerate(prompts) if prompt.document in row]
+        found: dict[int, str] = {}
+        for turn in range(1, turns + 1):
+            edges = [(prompt.first * (turn - 1) // turns, prompt.first * turn // turns) for prompt in first]
+            pieces = [prompt.ids[start:stop] for prompt, (start, stop) in zip(first, edges, strict=True)]
+            bounded.feed(*left_padded(pieces), last_only=True)
+            if now := [i for i in mine if due[i] == turn]:
+                copies, part = bounded.copies([row[prompts[i].document] for i in now]), [prompts[i] for i in now]
+                found |= zip(now, texts(writer, copies, part, most), strict=True)
+        kept = _kept(bounded, first)[[row[prompts[i].document] for i in mine]]
+        yield Replies([found[i] for i in mine], kept, bounded.cache.memory())
+
+
+def read(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
+    """Feed the first part of each prompt, which is then cut; returns where in it the kept tokens stand."""
+    drive.feed(*left_padded([prompt.ids[: prompt.first] for prompt in prompts]), last_only=True)
+    return _kept(drive, prompts)
+
+
+def _kept(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
+    lengths, cache = [prompt.first for prompt in prompts], drive.cache
+    tenths = [task.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]
+    return torch.stack(tenths).mean(0).cpu()
+
+
+def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) -> list[str]:
+    """Feed the rest of each prompt, whose first part was `read`, and decode the replies."""
+    between = [prompt.ids[prompt.first : -1] for prompt in prompts]
+    if any(map(len, between)):
+        drive.feed(*left_padded(between), last_only=True)
+    logits = drive.feed(*left_padded([prompt.ids[-1:] for prompt in prompts]), last_only=True)
+    return [writer.text_of(row) for row in decode_greedily(drive, logits, most, ends_of(writer.model))]
+
+
+def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
+    """Greedy replies of at most ``most`` tokens; a row that has ended is fed nothing more.
+
+    Args:
+        drive: the model and its cache, after the prompts.
+        logits: logits of each prompt's last token.
+        most: most tokens of a reply.
+        ends: tokens that end a reply.
+    """
+    replies: list[list[int]] = [[] for _ in logits]
+    running = torch.ones(len(replies), dtype=torch.bool)
+    for step in range(most):
+        best = logits[:, -1].argmax(dim=-1).cpu()
+        for row in running.nonzero().flatten().tolist():
+            replies[row].append(int(best[row]))
+        running &= torch.tensor([int(token) not in ends for token in best])
+        if step == most - 1 or not running.any():
+            break
+        logits = drive.feed(best[:, None], running[:, None], last_only=True)
+    return replies
+
+
+_MOST = 8
+"""Parts for each token of a prompt beyond which no longer text is looked for."""
+
+_Made = TypeVar("_Made", bound="Answered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A text, a question about it, and what a right reply has.
+
+    Attributes:
+        text: the text.
+        question: follows the text directly.
+        lead: the beginning of the reply, which the model continues.
+        answers: the right answers.
+        classes: all classes, for tasks that grade by them.
+        depth: where the answer stands in the text, in [0, 1]; ``None`` if it has no place.
+        chat: whether a chat template may be used.
+    """
+
+    text: str
+    question: str
+    lead: str = ""
+    answers: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    depth: float | None = None
+    chat: bool = True
+
+
+@dataclass(frozen=True)
+class ItemPrompt:
+    """An item as tokens; see `Prompt`."""
+
+    item: Item
+    ids: Int[Tensor, " n"]
+    first: int
+    document: int
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A part of a task.
+
+    Attributes:
+        prompts: its questions.
+        new: most tokens of a reply.
+        grade: grades a reply, in [0, 1].
+    """
+
+    prompts: list[ItemPrompt]
+    new: int
+    grade: Callable[[Item, str], float]
+
+
+@dataclass(frozen=True)
+class Answered(Task):
+    """A task of items. A subclass has a name, a version, and `make`."""
+
+    headline: ClassVar[str] = "score"
+    items: ClassVar[int] = 20
+    """Default number of items per case."""
+
+    options: Options
+    made: dict[str, Case]
+    about: dict[str, Any]
+    notes_: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls: type[_Made], checkpoint: Checkpoint, options: Options) -> _Made:
+        """Make the items.
+
+        Raises:
+            InputError: the data cannot be used, or a text cannot be made as short as was asked.
+        """
+        later = ",ask=later" if options.ask == "later" else ""
+        about: dict[str, Any] = {"items": options.limit or cls.items}
+        notes: list[str] = []
+        made = {f"{name}{later}": case for name, case in cls.make(checkpoint, options, about, notes).items()}
+        longest = max(len(prompt.ids) + case.new for case in made.values() for prompt in case.prompts)
+        check_positions(checkpoint, longest, cls.name, "contexts")
+        return cls(options, made, about, (*notes, *past_training(checkpoint, longest, cls.name)))
+
+    @classmethod
+    @abc.abstractmethod
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> Mapping[str, Case]:
+        """The cases by name.
+
+        Args:
+            checkpoint: the model.
+            options: the user's choices.
+            about: gets everything that results depend on beside the names of cases.
+            notes: gets notes for the user.
+
+        Raises:
+            InputError: see `load`.
+        """
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that results depend on."""
+        return self.about
+
+    def cases(self) -> dict[str, list[int]]:
+        """Each case, with the lengths of its prompts, or of its texts if questions are asked later."""
+        later = self.options.ask == "later"
+        return {
+            name: [prompt.first if later else len(prompt.ids) for prompt in case.prompts]
+            for name, case in self.made.items()
+        }
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the longest reply, and of the longest question if it is asked later."""
+        later = self.options.ask == "later"
+        return max(
+            case.new + (len(prompt.ids) - prompt.first if later else 0)
+            for case in self.made.values()
+            for prompt in case.prompts
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes about texts that were cut, left out, or longer than the model was trained for."""
+        return list(self.notes_)
+
+    def run(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
+    ) -> Outcome:
+        """Ask all questions of a case, and grade the replies."""
+        made, done = self.made[case], list(self._ask(writer, case, policy, budgets, setup))
+        texts = [text for batch in done for text in batch.texts]
+        grades = self.grades(case, texts)
+        kept = torch.cat([batch.kept for batch in done]).mean(dim=0)
+        score = {
+            **_score(made.prompts, grades),
+            **self.more(case, texts),
+            "kept": [round(share, 6) for share in kept.tolist()],
+        }
+        return Outcome(score, sum((batch.memory for batch in done), Memory()))
+
+    def grades(self, case: str, texts: Sequence[str]) -> list[float]:
+        """The grade of each reply."""
+        made = self.made[case]
+        return [made.grade(prompt.item, text) for prompt, text in zip(made.prompts, texts, strict=True)]
+
+    def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
+        """Further numbers of a case's score, from all replies together."""
+        return {}
+
+    def _ask(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup
+    ) -> Iterator[Replies]:
+        def drive(at: Sequence[int], first: int) -> Drive:
+            return Drive(writer, policy, [budgets[i] for i in at], first=first, setup=setup)
+
+        ask = later if self.options.ask == "later" else inside
+        return ask(writer, self.made[case].prompts, drive, self.made[case].new)
+
+
+def _score(prompts: Sequence[ItemPrompt], grades: Sequence[float]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "score": sum(grades) / len(grades),
+        "n": len(grades),
+        "grades": [round(grade, 4) for grade in grades],
+    }
+    by_depth = [[0.0, 0] for _ in range(task.TENTHS)]
+    for prompt, grade in zip(prompts, grades, strict=True):
+        if prompt.item.depth is not None:
+            place = by_depth[task.tenth_of(prompt.item.depth)]
+            place[0], place[1] = round(place[0] + grade, 4), place[1] + 1
+    return found | ({"by_depth": by_depth} if any(n for _, n in by_depth) else {})
+
+
+class TooShortError(InputError):
+    """An item does not fit into its context."""
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> ItemPrompt:
+    """An item as tokens, in the chat template if there is one and the item may use it."""
+    ids = tokens_of(checkpoint, item)
+    if ask != "later":
+        return ItemPrompt(item, ids, len(ids) - 1, document)
+    other = encode(checkpoint, f"{item.text} ;", raw=not item.chat)[0]
+    size = min(len(ids), len(other))
+    differs = (ids[:size] != other[:size]).nonzero()
+    same = int(differs[0]) if len(differs) else size
+    return ItemPrompt(item, ids, max(1, min(same, len(ids) - 1)), document)
+
+
+def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
+    """The tokens of text, question and lead."""
+    if not item.chat or checkpoint.tokenizer.chat_template is None:
+        return encode(checkpoint, f"{item.text}{item.question}{item.lead}", raw=True)[0]
+    ids = encode(checkpoint, f"{item.text}{item.question}")[0]
+    return torch.cat([ids, encode_rest(checkpoint, item.lead.strip())[0]]) if item.lead.strip() else ids
+
+
+def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, least: int, about: str) -> Item:
+    """The longest item that has at most ``room`` tokens.
+
+    Args:
+        checkpoint: the model.
+        make: makes an item from a number of parts, such as sentences; more parts make a longer text, unless there are
+            no more (a single document).
+        room: most tokens of the prompt.
+        least: fewest parts.
+        about: the item's name in messages.
+
+    Raises:
+        TooShortError: even the fewest parts have more tokens.
+    """
+    low, high = least, least
+    if (size := len(tokens_of(checkpoint, make(low)))) > room:
+        raise TooShortError(
+            f"{about} cannot be made: its shortest prompt has {size} tokens, and {max(0, room)} are left for it."
+        )
+    step = max(1, least, math.ceil(room / 64))
+    while len(tokens_of(checkpoint, make(high + step))) <= room:
+        high, step = high + step, 2 * step
+        if step > _MOST * room:
+            return make(high)
+    low, high = high, high + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = len(tokens_of(checkpoint, make(middle))) <= room
+        low, high = (middle, high) if fits else (low, middle)
+    return make(low)

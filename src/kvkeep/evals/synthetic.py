@@ -1,0 +1,458 @@
+"""Texts that are made by rule: needles in haystacks, chains of variables, lists of words, documents."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import string
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import islice
+from typing import Any
+
+from kvkeep.errors import InputError
+from kvkeep.evals import datasets
+from kvkeep.evals.datasets import Place, Source, text
+from kvkeep.evals.qa_task import Item
+from kvkeep.models.tiny.recall import own_filler
+
+# Words, numbers and haystacks of which texts are made.
+
+_LISTS = (resources.files("kvkeep.evals.synthetic") / "words.txt").read_text(encoding="utf-8").strip().split("\n\n")
+ADJECTIVES, NOUNS = (tuple(part.split()) for part in _LISTS)
+
+_LONGEST = 60
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""RULER's noise."""
+
+
+def value(kind: str, drawn: random.Random) -> str:
+    """A word (two, joined by a hyphen), a number of seven digits, or a UUID."""
+    if kind == "words":
+        return f"{drawn.choice(ADJECTIVES)}-{drawn.choice(NOUNS)}"
+    if kind == "numbers":
+        return str(drawn.randint(10**6, 10**7 - 1))
+    return str(uuid.UUID(int=drawn.getrandbits(128), version=4))
+
+
+def values(kind: str, drawn: random.Random, n: int) -> list[str]:
+    """Different values."""
+    found: dict[str, None] = {}
+    while len(found) < n:
+        found[value(kind, drawn)] = None
+    return list(found)
+
+
+def words(drawn: random.Random, n: int) -> list[str]:
+    """Different words; pairs with a hyphen where single words do not suffice."""
+    single = sorted({*ADJECTIVES, *NOUNS})
+    if n <= len(single):
+        return drawn.sample(single, n)
+    pairs = [f"{one}-{other}" for one in ADJECTIVES for other in NOUNS]
+    return drawn.sample([*single, *pairs], n) if n <= len(single) + len(pairs) else values("uuids", drawn, n)
+
+
+class Haystack:
+    """Sentences without end: those of a text, from its start again when it is over, or the package's own."""
+
+    def __init__(self, text: str | None, seed: int):
+        self._all = sentences(text or "")
+        self._own = not self._all
+        self._filler = iter(own_filler(random.Random(seed)))
+
+    def first(self, n: int) -> list[str]:
+        """The first ``n`` sentences."""
+        while len(self._all) < n:
+            self._all += islice(self._filler, n - len(self._all)) if self._own else self._all[: n - len(self._all)]
+        return self._all[:n]
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, with single spaces; longer ones are split after `_LONGEST` words."""
+    parts = [part.split() for part in re.split(r"(?<=[.!?])\s+", text)]
+    return [" ".join(part[at : at + _LONGEST]) for part in parts for at in range(0, len(part), _LONGEST)]
+
+
+def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
+    """Sentences with needles between them, each after a share of the sentences."""
+    places = sorted(zip((round(depth * len(hay)) for depth in depths), needles, strict=True))
+    parts, before = [], 0
+    for place, needle in places:
+        parts += [*hay[before:place], needle]
+        before = place
+    return " ".join([*parts, *hay[before:]])
+
+
+# Needles of RULER: special magic numbers, words and UUIDs in a haystack.
+
+_DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]
+_TEXT = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the {kind} afterwards.\n{context}"
+)
+_QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
+_LEAD = " The special magic {kind} for {query} mentioned in the provided text are"
+_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+
+
+@dataclass(frozen=True)
+class Needles:
+    """One of RULER's needle tasks.
+
+    Attributes:
+        hay: ``noise``, ``essay``, or ``needle`` (other needles).
+        keys: kind of the keys: ``words`` or ``uuids``.
+        values: kind of the values: ``numbers`` or ``uuids``.
+        n_keys, n_values, n_queries: keys in the text, values of each key, and keys that are asked for.
+    """
+
+    hay: str
+    keys: str = "words"
+    values: str = "numbers"
+    n_keys: int = 1
+    n_values: int = 1
+    n_queries: int = 1
+
+
+TASKS = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": Needles("essay"),
+    "niah_single_3": Needles("essay", values="uuids"),
+    "niah_multikey_1": Needles("essay", n_keys=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", keys="uuids", values="uuids"),
+    "niah_multivalue": Needles("essay", n_values=4),
+    "niah_multiquery": Needles("essay", n_keys=4, n_queries=4),
+}
+
+
+def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int], Item]:
+    """Makes a text with this many sentences around the needles."""
+
+    def make(n: int) -> Item:
+        drawn = random.Random(seed)
+        keys = values(task.keys, drawn, task.n_keys)
+        held = {key: values(task.values, drawn, task.n_values) for key in keys}
+        needles = [_said(task, key, one) for key in keys for one in held[key]]
+        asked = keys[: task.n_queries]
+        context, depths = _context(task, haystack, needles, n, drawn)
+        answers = tuple(one for key in asked for one in held[key])
+        single = len(answers) == 1
+        return _item(task, context, _listed(asked), answers, depths[0] if single else None)
+
+    return make
+
+
+def _context(
+    task: Needles, haystack: Haystack, needles: list[str], n: int, drawn: random.Random
+) -> tuple[str, list[float]]:
+    depths = drawn.sample(_DEPTHS, len(needles))
+    if task.hay == "noise":
+        hay = [NOISE] * n
+    elif task.hay == "needle":
+        hay = _others(task, needles, n, drawn)
+    else:
+        return planted(haystack.first(n), drawn.sample(needles, len(needles)), depths), depths
+    places = [round(depth * n) for depth in depths]
+    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
+        hay.insert(place, needle)
+    return "\n".join(hay), depths
+
+
+def _others(task: Needles, needles: list[str], n: int, drawn: random.Random) -> list[str]:
+    """Needles with other keys."""
+    hay: list[str] = []
+    while len(hay) < n:
+        key = value(task.keys, drawn)
+        if not any(f" {key} " in needle for needle in needles):
+            hay.append(_said(task, key, value(task.values, drawn)))
+    return hay
+
+
+def _said(task: Needles, key: str, held: str) -> str:
+    return _NEEDLE.format(kind=task.values, key=key, value=held)
+
+
+def _listed(keys: list[str]) -> str:
+    return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+
+
+def _item(task: Needles, context: str, query: str, answers: tuple[str, ...], depth: float | None) -> Item:
+    """RULER's wording; one answer is asked for in the singular."""
+    templates, kind = (_TEXT, _QUESTION, _LEAD), task.values
+    if len(answers) == 1:
+        kind = kind.removesuffix("s")
+        changed = [("Some", "A"), ("are all", "is"), ("are", "is")]
+        for before, after in changed:
+            templates = tuple(template.replace(before, after) for template in templates)  # type: ignore[assignment]
+    text, question, lead = (part.format(kind=kind, context=context, query=query) for part in templates)
+    return Item(text=text, question=question, lead=lead, answers=answers, depth=depth)
+
+
+# RULER's questions about documents (qa_1 from SQuAD, qa_2 from HotpotQA), with other documents as distraction.
+
+_ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+
+SOURCES = {
+    "qa_1": Source(
+        ("squad.json", "dev-v2.0.json"),
+        "SQuAD 2.0's development set as its authors publish it (JSON)",
+        "squad_v2",
+        Place("rajpurkar/squad_v2", None, "validation"),
+    ),
+    "qa_2": Source(
+        ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
+        "HotpotQA's development set with distractors as its authors publish it (JSON)",
+        "hotpot_qa",
+        Place("hotpotqa/hotpot_qa", "distractor", "validation"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question.
+
+    Attributes:
+        question: the question.
+        answers: right answers.
+        needed: numbers of the documents with the answer.
+        near: numbers of documents about the same thing.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    needed: tuple[int, ...]
+    near: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Library:
+    """Documents and questions about them."""
+
+    documents: tuple[str, ...]
+    questions: tuple[Asked, ...]
+
+
+def library(name: str, data: str | None) -> Library:
+    """The documents and questions of ``qa_1`` or ``qa_2``.
+
+    Raises:
+        InputError: the file is missing, or of another format.
+    """
+    source = SOURCES[name]
+    read = datasets.rows(data, source, f"ruler's {name}")
+    what = f"part of {source.public}"
+    found = _squad(read.read(_flat, what)) if name == "qa_1" else _hotpot(read.read(_entry, what))
+    if not found.questions:
+        raise InputError(f"{read.name} has no question with an answer.")
+    return found
+
+
+_Flat = tuple[str, str, str, tuple[str, ...]]
+
+
+def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
+    """The authors' file is one object with articles and their paragraphs; the hub has a row for each question."""
+    asked = [one for row in rows for one in row]
+    numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
+    about: dict[str, set[int]] = {}
+    for article, said, _, _ in asked:
+        about.setdefault(article, set()).add(numbers[said])
+    questions = [
+        Asked(question, answers, (numbers[said],), tuple(sorted(about[article] - {numbers[said]})))
+        for article, said, question, answers in asked
+        if answers
+    ]
+    return Library(tuple(numbers), tuple(questions))
+
+
+def _flat(row: Mapping[str, Any]) -> list[_Flat]:
+    """Article, paragraph, question and different answers of each question; a paragraph without any has empty ones."""
+    if "data" not in row:
+        return [(text(row, "title"), text(row, "context"), text(row, "question"), _different(row["answers"]["text"]))]
+    found: list[_Flat] = []
+    for number, article in enumerate(row["data"], 1):
+        for place, paragraph in enumerate(article["paragraphs"], 1):
+            try:
+                found += _paragraph(str(number), paragraph)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                said = f"no {error}" if isinstance(error, KeyError) else f"{error}"
+                raise ValueError(f"paragraph {place} of article {number}: {said}") from error
+    return found
+
+
+def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
+    context = text(paragraph, "context")
+    yield article, context, "", ()
+    for one in paragraph["qas"]:
+        answers = [] if one.get("is_impossible", False) else [answer["text"] for answer in one["answers"]]
+        yield article, context, text(one, "question"), _different(answers)
+
+
+def _different(answers: Any) -> tuple[str, ...]:
+    """The answers, each once. A blank one would be found in every reply."""
+    if not isinstance(answers, list):
+        raise ValueError(f"answers are {answers!r:.20}, no list")
+    return tuple(dict.fromkeys(text({"answer": answer}, "answer") for answer in answers))
+
+
+def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
+    texts = sorted({said for _, _, shown in rows for said in shown})
+    numbers = {said: i for i, said in enumerate(texts)}
+    questions = [Asked(asked, (answer,), tuple(numbers[said] for said in shown)) for asked, answer, shown in rows]
+    return Library(tuple(texts), tuple(questions))
+
+
+def _entry(row: Mapping[str, Any]) -> tuple[str, str, list[str]]:
+    """Question, answer and documents, which are pairs of title and sentences, or two lists in the hub's copy."""
+    context = row["context"]
+    pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
+    shown = [_document(title, said) for title, said in pairs]
+    if not shown:
+        raise ValueError("it has no documents")
+    return text(row, "question"), text(row, "answer"), shown
+
+
+def _document(title: Any, said: Any) -> str:
+    if not isinstance(title, str) or not isinstance(said, list):
+        raise ValueError("'context' holds no titles and lists of sentences")
+    return f"{title}\n{''.join(said)}"
+
+
+def document_items(found: Library, asked: Asked, seed: str) -> Callable[[int], Item]:
+    """Makes a prompt with the needed documents and this many others, in a random order."""
+
+    def make(n: int) -> Item:
+        drawn = random.Random(seed)
+        near = drawn.sample(asked.near, len(asked.near))
+        far = [i for i in range(len(found.documents)) if i not in {*asked.needed, *near}]
+        others = [*near, *drawn.sample(far, len(far))]
+        chosen = [*asked.needed, *(others[:n] if n <= len(others) or not others else _again(others, n))]
+        drawn.shuffle(chosen)
+        shown = "\n\n".join(f"Document {i}:\n{found.documents[number]}" for i, number in enumerate(chosen, 1))
+        return Item(
+            text=f"{_ASK}\n\nThe following are given documents.\n\n{shown}\n\n",
+            question=f"{_ASK}\n\nQuestion: {asked.question}",
+            lead=" Answer:",
+            answers=asked.answers,
+        )
+
+    return make
+
+
+def _again(others: list[int], n: int) -> list[int]:
+    """Documents from the start again, where there are too few."""
+    return [others[i % len(others)] for i in range(n)]
+
+
+# RULER's other tasks made by rule: chains of variables (vt), common words (cwe), frequent coded words (fwe).
+
+_HOPS = 4
+_COMMON = 10
+_SHORT = 4096
+"""Contexts below this length have fewer repetitions, as in RULER."""
+
+_ZETA_2 = 1.6449340668482264
+
+_CHAIN_TEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
+_CHAIN_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."
+_CHAIN_LEAD = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {n} variables are assigned the "
+    "value {query}, they are: "
+)
+_COMMON_TEXT = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+    "appear most often.\n{context}"
+)
+_COMMON_QUESTION = "\nQuestion: What are the 10 most common words in the above list?"
+_COMMON_LEAD = " Answer: The top 10 words that appear most often in the list are:"
+_CODED_TEXT = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+    "appeared coded words. {context}"
+)
+_CODED_QUESTION = (
+    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+    "appeared words in the above coded text?"
+)
+_CODED_LEAD = " Answer: According to the coded text above, the three most frequently appeared words are:"
+
+
+def chain(seed: str) -> Callable[[int], Item]:
+    """Makes a text with one chain of variables among this many lines of noise, after a solved example."""
+
+    def make(n: int) -> Item:
+        drawn = random.Random(seed)
+        example, text = _chained(drawn, 5, letters=3), _chained(drawn, n, letters=5)
+        shown = f"{example.text}{example.question}{example.lead}{' '.join(example.answers)}\n\n"
+        return Item(text=shown + text.text, question=text.question, lead=text.lead, answers=text.answers)
+
+    return make
+
+
+def _chained(drawn: random.Random, n: int, letters: int) -> Item:
+    names: dict[str, None] = {}
+    while len(names) < _HOPS + 1:
+        names["".join(drawn.choices(string.ascii_uppercase, k=letters))] = None
+    found, number = list(names), str(drawn.randint(10000, 99998))
+    said = [f"VAR {found[0]} = {number}"]
+    said += [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(found)]
+    lines = [NOISE] * n
+    for i, place in enumerate(sorted(drawn.choices(range(n + 1), k=len(said)))):
+        lines.insert(place + i, said[i])
+    return Item(
+        text=_CHAIN_TEXT.format(context="\n".join(lines)),
+        question=_CHAIN_QUESTION.format(query=number),
+        lead=_CHAIN_LEAD.format(query=number, n=_HOPS + 1),
+        answers=tuple(found),
+    )
+
+
+def common(seed: str, context: int) -> Callable[[int], Item]:
+    """Makes a list in which ten words come back often and this many others seldom, after a solved example."""
+    often, seldom, example = (6, 1, (20, 3, 1)) if context < _SHORT else (30, 3, (40, 10, 3))
+
+    def make(n: int) -> Item:
+        drawn = random.Random(seed)
+        shown, solution = _numbered(drawn, *example)
+        listed, answers = _numbered(drawn, n + _COMMON, often, seldom)
+        solved = " ".join(f"{i}. {word}" for i, word in enumerate(solution, 1))
+        before = f"{_COMMON_TEXT.format(context=shown)}{_COMMON_QUESTION}{_COMMON_LEAD} {solved}\n"
+        text = before + _COMMON_TEXT.format(context=listed)
+        return Item(text=text, question=_COMMON_QUESTION, lead=_COMMON_LEAD, answers=tuple(answers))
+
+    return make
+
+
+def _numbered(drawn: random.Random, n: int, often: int, seldom: int) -> tuple[str, list[str]]:
+    chosen = words(drawn, n)
+    listed = chosen[:_COMMON] * often + chosen[_COMMON:] * seldom
+    drawn.shuffle(listed)
+    return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1)), chosen[:_COMMON]
+
+
+def coded(seed: str, room: int) -> Callable[[int], Item]:
+    """Makes a text of about this many coded words, whose counts follow a zeta distribution with exponent 2."""
+    size = max(6, room // 50)
+
+    def make(n: int) -> Item:
+        drawn = random.Random(seed)
+        codes: dict[str, None] = {}
+        while len(codes) < size:
+            codes["".join(drawn.choices(string.ascii_lowercase, k=6))] = None
+        vocabulary = ["...", *list(codes)[1:]]
+        counts = [int(n / _ZETA_2 / rank**2) for rank in range(1, size + 1)]
+        text = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
+        drawn.shuffle(text)
+        return Item(
+            text=_CODED_TEXT.format(context=" ".join(text)),
+            question=_CODED_QUESTION,
+            lead=_CODED_LEAD,
+            answers=tuple(vocabulary[1:4]),
+        )
+
+    return make

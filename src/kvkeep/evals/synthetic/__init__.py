@@ -1,1 +1,0 @@
-"""Texts that are made by rule: needles in haystacks, chains of variables, lists of words, documents."""

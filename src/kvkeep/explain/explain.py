@@ -1,0 +1,247 @@
+"""`kvkeep.explain`: a text and a question under some policies, as an object that becomes a page or JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.errors import InputError, PolicyError
+from kvkeep.explain import runs
+from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, Run
+from kvkeep.explain.recorder import refuse_states
+from kvkeep.explain.runs import Prompt, pieces
+from kvkeep.models.attention import attached
+from kvkeep.models.device import enough_memory
+from kvkeep.models.document_prompt import SEPARATOR
+from kvkeep.models.load import (
+    Checkpoint,
+    Model,
+    Tokenizer,
+    ends_of,
+    load_with_tokenizer,
+    position_limit,
+    trained_length,
+)
+from kvkeep.models.support import unwrapped
+from kvkeep.models.tokenization import check_length, encode
+from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import parse
+
+POLICIES = ("h2o", "snapkv", "local")
+"""The policies that are compared by default."""
+CHUNK = 64
+"""Tokens of the prompt in one moment."""
+NEW_TOKENS = 32
+MOST_NEW_TOKENS = 54
+MOST_POLICIES = 6
+_MOST_CHUNKS = MOST_MOMENTS - MOST_NEW_TOKENS
+_MOST_TOKENS = 2**17
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `explain`, checked as far as they can be without a model."""
+
+    policies: list[Policy]
+    budget: int | float
+    chunk: int
+    new_tokens: int
+
+
+def explain(  # noqa: PLR0913  the choices of a user
+    model: Model | str | os.PathLike[str] | None,
+    text: str,
+    *,
+    question: str = "",
+    policies: Sequence[str | Policy] = POLICIES,
+    budget: int | float = 0.2,
+    tokenizer: Tokenizer | None = None,
+    prefill_chunk: int = CHUNK,
+    max_new_tokens: int = NEW_TOKENS,
+    raw: bool = False,
+    name: str | None = None,
+    command: str | None = None,
+    progress: Callable[[float], object] = lambda share: None,
+) -> Explanation:
+    """Read a text and answer a question under several policies, and record what each head held, dropped and missed.
+
+    ``kvkeep.explain(None, text, question="Who?").to_html()`` is a page about the embedded model.
+
+    Args:
+        model: a model of transformers, or the name or folder of one; ``None`` for the embedded model.
+        text: the text.
+        question: follows the text, after a blank line.
+        policies: policies or their strings, at most six.
+        budget: tokens kept per layer and KV head, or a share of the prompt's tokens as a float in (0, 1].
+        tokenizer: the model's tokenizer, if ``model`` is no name.
+        prefill_chunk: tokens of the prompt that are read at a time; each chunk is one moment of the page.
+        max_new_tokens: the most tokens of an answer.
+        raw: leave the tokenizer's chat template out.
+        name: the model's name on the page; by default its own.
+        command: the command that the page shows; by default this call.
+        progress: called with the share of the work that is done, as far as time follows the products of numbers.
+
+    Returns:
+        The record, with ``to_html``, ``to_json`` and a page in notebooks.
+
+    Raises:
+        InputError: the text is empty or too short or too long, or an argument is out of range.
+        PolicyError: a policy does not exist.
+        BudgetError: the budget is out of range, or smaller than what a policy protects.
+        UnsupportedOperationError: a policy does not work with prompts in chunks.
+        UnsupportedModelError: a part of the model keeps a state instead of slots.
+
+    Cost:
+        One run per policy and one under the full cache. Attention is computed twice, in float32, and the keys and
+        values of the whole text are kept while it runs. Threads wait for each other. A model is in evaluation mode and
+        attached meanwhile, and afterwards what it was.
+    """
+    asked = check(policies, budget, prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens)
+    message = _joined(text, question)
+    with _ready(model, tokenizer) as (found, checkpoint):
+        prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
+        slots = _slots(asked, len(prompt.ids), notes)
+        _check_runs(checkpoint, asked.policies, slots, prompt)
+        rooms = [_room(one, slots, prompt) for one in asked.policies]
+        work = runs.Work(found, prompt, rooms, progress)
+        with enough_memory(found.device):
+            ledgers = [
+                runs.bounded(found, one, room, prompt, work) for one, room in zip(asked.policies, rooms, strict=True)
+            ]
+            answer, missed = runs.full(found, prompt, ledgers, work)
+        ids, tokens = prompt.ids.tolist(), checkpoint.tokenizer
+        return Explanation(
+            model=name or checkpoint.name,
+            question=question,
+            command=command or _call(checkpoint.name, question, asked),
+            notes=notes,
+            tokens=pieces(tokens, ids),
+            chunk=prompt.chunk,
+            budget=slots,
+            heads=ledgers[0].answered.heads,
+            answer=pieces(tokens, answer),
+            runs=[
+                Run(
+                    str(policy),
+                    ledger,
+                    other,
+                    pieces(tokens, ledger.answered.ids),
+                    _agreement(ledger.answered.ids, answer),
+                )
+                for policy, ledger, other in zip(asked.policies, ledgers, missed, strict=True)
+            ],
+        )
+
+
+def check(policies: Sequence[str | Policy], budget: int | float, *, prefill_chunk: int, max_new_tokens: int) -> Asked:
+    """Return the arguments of `explain` after the checks that need no model.
+
+    Raises:
+        KVKeepError: see `explain`.
+    """
+    if isinstance(policies, str) or not policies:
+        raise PolicyError('`policies` is a list of one to six policies, e.g. ["h2o", "snapkv"].')
+    made = [parse(one) if isinstance(one, str) else one for one in policies]
+    if any(not isinstance(one, Policy) for one in made):
+        raise PolicyError(f"{next(one for one in made if not isinstance(one, Policy))!r:.80} is no policy.")
+    if len(made) > MOST_POLICIES or len({str(one) for one in made}) < len(made):
+        raise InputError(f"`policies` names {len(made)}; give up to {MOST_POLICIES} different ones.")
+    if isinstance(budget, float):
+        budgets.from_ratio(budget, 1)
+    else:
+        budget = budgets.check_one(budget)
+    chunk = budgets.check_one(prefill_chunk, "prefill_chunk")
+    new_tokens = budgets.check_one(max_new_tokens, "max_new_tokens")
+    if not 1 <= new_tokens <= MOST_NEW_TOKENS:
+        raise InputError(
+            f"max_new_tokens={new_tokens} is outside 1 … {MOST_NEW_TOKENS}: the page has {MOST_MOMENTS} moments, and "
+            "most of them are the prompt's. Ask for fewer new tokens."
+        )
+    return Asked(made, budget, chunk, new_tokens)
+
+
+@contextmanager
+def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Checkpoint]]:
+    """The model, attached for as long as it is needed, and its checkpoint."""
+    name = "the embedded model" if model is None else str(model)
+    if model is None or isinstance(model, str | os.PathLike):
+        model, tokenizer = load_with_tokenizer(model)
+    elif tokenizer is None:
+        raise InputError("A model without a tokenizer cannot read a text. Pass `tokenizer`, or the name of a model.")
+    else:
+        name = str(unwrapped(model).config.name_or_path or type(model).__name__)
+    with attached(model) as found:
+        yield found, Checkpoint(name, found.config, tokenizer, position_limit(found), allow_pickle=False)
+
+
+def _joined(text: str, question: str) -> str:
+    """The user's message."""
+    if not isinstance(text, str) or not isinstance(question, str):
+        raise InputError("`text` and `question` are texts, in UTF-8.")
+    if not text.strip():
+        raise InputError("The text is empty. Give some text to read.")
+    if "\0" in text:
+        raise InputError(f"The text has a zero byte at character {text.index(chr(0))}: a binary file. Give plain text.")
+    return text if not question.strip() else f"{text}{SEPARATOR}{question}"
+
+
+def _prompt(checkpoint: Checkpoint, model: Any, message: str, asked: Asked, *, raw: bool) -> tuple[Prompt, list[str]]:
+    """The prompt, and remarks on how it is read."""
+    ids, notes, chunk = encode(checkpoint, message, raw=raw)[0], list[str](), asked.chunk
+    if len(ids) < 2:
+        raise InputError("The text is a single token, of which nothing can be forgotten. Give a longer text.")
+    if len(ids) > _MOST_TOKENS:
+        raise InputError(f"The text has {len(ids)} tokens, more than the {_MOST_TOKENS} of a page. Give a part of it.")
+    check_length(checkpoint, len(ids), asked.new_tokens)
+    if len(ids) > chunk * _MOST_CHUNKS:
+        chunk = -(-len(ids) // _MOST_CHUNKS)
+        notes.append(
+            f"Time is sampled: {len(ids)} tokens were read in chunks of {chunk} instead of {asked.chunk}, so that "
+            f"there are at most {MOST_MOMENTS} moments."
+        )
+    trained = trained_length(checkpoint.config)
+    if trained and len(ids) + asked.new_tokens > trained:
+        notes.append(f"The text is longer than the {trained} tokens that the model was trained for.")
+    return Prompt(ids, chunk, asked.new_tokens, frozenset(ends_of(model))), notes
+
+
+def _slots(asked: Asked, tokens: int, notes: list[str]) -> int:
+    """The budget in tokens. A share of a short text grows to what the policies protect, and a remark says so."""
+    if isinstance(asked.budget, int):
+        return asked.budget
+    slots = share = budgets.from_ratio(asked.budget, tokens)
+    for policy in asked.policies:
+        while policy.evicts and (protected := int(sum(policy.protected(slots)))) > slots:
+            slots = protected
+    if slots > share:
+        notes.append(f"The budget is {slots} tokens, so that every policy has room for the tokens that it protects.")
+    return slots
+
+
+def _room(policy: Policy, slots: int, prompt: Prompt) -> int:
+    """The budget of a policy; one that never evicts has room for everything."""
+    return slots if policy.evicts else prompt.length
+
+
+def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, prompt: Prompt) -> None:
+    """Refuse policies and budgets that cannot run, before the first one runs."""
+    refuse_states(checkpoint.name, checkpoint.config)
+    for policy in policies:
+        policy.check(_room(policy, slots, prompt))
+        Layout.of(checkpoint.config, policy, prefill_chunk=prompt.chunk).spread(_room(policy, slots, prompt))
+
+
+def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
+    """The share of tokens that two answers have in common, place by place."""
+    return sum(a == b for a, b in zip(ids, answer, strict=False)) / max(len(ids), len(answer))
+
+
+def _call(name: str, question: str, asked: Asked) -> str:
+    model = None if name == "the embedded model" else name
+    chosen = [str(one) for one in asked.policies]
+    return f"kvkeep.explain({model!r}, text, question={question!r}, policies={chosen}, budget={asked.budget})"

@@ -1,0 +1,532 @@
+"""The memory that one layer allocates: slots, the policy's per-slot state, and the counters of each row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from kvkeep import budget as budgets
+from kvkeep import pins as spans
+from kvkeep.errors import PolicyError, ShapeError
+from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.kv.memory_usage import Memory, bytes_of
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.slot_codec import Beside, LazySlots, LazyView, Tokens
+from kvkeep.kv.store import DenseStore, Store
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State, Turning, View
+
+# A policy's state of each head: one tensor for all of a head's slots, and for the tokens that have left them.
+
+
+def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> State:
+    """The state of heads that have seen no token: zeros in float32.
+
+    Args:
+        axes: the policy's `summaries`, name → axes.
+        keys: keys of the heads.
+        values: values of the heads.
+
+    Raises:
+        PolicyError: an axis is neither the keys' nor the values'.
+    """
+    sizes = {"D": keys.shape[-1], "E": values.shape[-1]}
+    found = {}
+    for name, letters in axes.items():
+        if unknown := set(letters.split()) - sizes.keys():
+            raise PolicyError(
+                f"A summary of the policy has the axes {letters!r}, and a head has no {min(unknown)!r}. An axis is D, "
+                "the head dim of keys, or E, that of values, with spaces between: 'D E'."
+            )
+        shape = (*keys.shape[:2], *(sizes[axis] for axis in letters.split()))
+        found[name] = keys.new_zeros(shape, dtype=torch.float32)
+    return found
+
+
+def places(axes: Mapping[str, str]) -> dict[str, str]:
+    """The names under which rows that several policies share hold a state of heads: name → axes and a number.
+
+    States of the same axes share a tensor, in the order in which a policy names them.
+    """
+    found: dict[str, str] = {}
+    for name, letters in axes.items():
+        found[name] = f"{letters}#{sum(place.partition('#')[0] == letters for place in found.values())}"
+    return found
+
+
+def shared(axes: Mapping[str, str]) -> dict[str, str]:
+    """The same states under the names of `places`: place → axes."""
+    return {place: axes[name] for name, place in places(axes).items()}
+
+
+def numbers(axes: Mapping[str, str], *, key_dim: int, value_dim: int) -> int:
+    """How many numbers the state of one head has."""
+    keys, values = (torch.empty((1, 1, 0, dim), device="meta") for dim in (key_dim, value_dim))
+    return sum(tensor.numel() for tensor in empty(axes, keys, values).values())
+
+
+_Block = TypeVar("_Block", bound="Block")
+
+
+class Block:
+    """The constant block of a layer, allocated once for a batch.
+
+    Args:
+        keys: keys that give the block its rows, heads, head dim, dtype and device.
+        values: values that give the block its head dim of values.
+        numbers: the budget, one number or one per row; or as many numbers as heads, for all rows or for each.
+        starts: the policy's per-slot state: name → value of an empty slot.
+        heads: the policy's state of each head: name → axes.
+        sequences: identity of each row for randomness; all 0 if not given.
+        store: the class of the store that holds the slots.
+        pins: spans that no policy may evict, one entry for all rows or one per row.
+        room: size of a pool that heads share, as a multiple of their budgets.
+
+    Attributes:
+        store: keys, values and positions.
+        state: the policy's state, of each slot or of each head.
+        heads: names of the state that each head has once, for all of its slots; zeros in an empty row.
+        seen: real tokens seen per row.
+        prompt: tokens seen at the end of the last piece of the row's prompt.
+        sequences: identity of each row.
+        lost: attention mass of each head, see `kvkeep.kv.lost_mass`.
+        budget: slots that may stay occupied, one number or one per row.
+        pins: bounds of each row's pinned spans, see `kvkeep.kv.ranking.pinned`; ``None`` if no row has any.
+
+    Raises:
+        BudgetError: there are several budgets, but not one for each row.
+        ShapeError: there are sequence ids or pins, but not for each row.
+    """
+
+    store: Store
+    state: State
+    heads: frozenset[str]
+    seen: Int[Tensor, " B"]
+    prompt: Int[Tensor, " B"]
+    sequences: Int[Tensor, " B"]
+    lost: Float[Tensor, "B Hk 4"]
+    budget: Budget
+    pins: Int[Tensor, "B bounds"] | None
+
+    def __init__(  # noqa: PLR0913  a block is told everything at once
+        self,
+        keys: Float[Tensor, "B Hk _ D"],
+        values: Float[Tensor, "B Hk _ E"],
+        *,
+        numbers: Sequence[budgets.Number],
+        starts: Mapping[str, float],
+        heads: Mapping[str, str] = MappingProxyType({}),
+        sequences: Sequence[int] | None = None,
+        store: type[Store] = DenseStore,
+        pins: Sequence[spans.Spans] = (),
+        room: int = 1,
+    ):
+        B, Hk = keys.shape[:2]
+        if sequences is not None and len(sequences) != B:
+            raise ShapeError(f"{len(sequences)} sequence ids were given for a batch of {B} rows; give one per row.")
+        device = keys.device
+        self.pins = spans.table(spans.for_rows(pins, B), device) if any(pins) else None
+        if issubclass(store, PooledStore):
+            self.budget = budgets.per_head(numbers, B, Hk, device)
+            self.store = store.for_heads(keys, values, budgets.by_head(numbers, Hk), room=room)
+            self.divide()
+        else:
+            self.budget = budgets.per_row(numbers, B, device)
+            self.store = store(keys, values, capacity=budgets.largest(numbers) + 1)
+        self.state = {name: self.store.numbers(start) for name, start in starts.items()}
+        self.state |= empty(heads, keys, values)
+        self.heads = frozenset(heads)
+        self.seen = torch.zeros(B, dtype=torch.int64, device=device)
+        self.prompt = torch.zeros(B, dtype=torch.int64, device=device)
+        self.sequences = torch.tensor(sequences or [0] * B, dtype=torch.int64, device=device)
+        self.lost = torch.zeros((B, Hk, 4), dtype=torch.float32, device=device)
+
+    def clear(self) -> None:
+        """Empty every slot, reset counters and heads. State of slots needs no clearing: a new token overwrites it."""
+        for name in self.heads:
+            self.state[name].zero_()
+        self.store.clear(slice(None))
+        for counter in (self.seen, self.prompt, self.lost):
+            counter.zero_()
+
+    def clear_row(self, row: int | slice) -> None:
+        """Empty one row, or several."""
+        for name in self.heads:
+            self.state[name][row] = 0.0
+        self.store.clear(row)
+        self.seen[row] = self.prompt[row] = self.lost[row] = 0
+        if self.pins is not None:
+            self.pins[row] = spans.LAST
+
+    def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
+        """The positions of the next ``T`` tokens of each row, -1 for padding."""
+        if real is None:
+            return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
+        return (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
+
+    def advance(self, T: int, real: Bool[Tensor, "B T"] | None, phase: Phase) -> Int[Tensor, "B T"]:
+        """Count the new tokens of each row. Return their positions, -1 for padding."""
+        positions = self.following(T, real)
+        coming = T if real is None else real.sum(dim=1)
+        self.seen.add_(coming)
+        if phase is Phase.PREFILL:
+            self.prompt.copy_(self.seen if isinstance(coming, int) else torch.where(coming > 0, self.seen, self.prompt))
+        return positions
+
+    def opened(self) -> Block:
+        """The block as a step works on it, with slots and state side by side. What it writes is kept by `close`."""
+        store = self.store.opened()
+        if store is self.store:
+            return self
+        other = copy.copy(self)
+        other.store = store
+        other.state = self.state | {name: store.side_by_side(held) for name, held in self.of_slots().items()}
+        return other
+
+    def close(self, opened: Block) -> None:
+        """Write slots and state of an opened block to where they lie in memory."""
+        if opened is self:
+            return
+        opened.store.close()
+        for name, held in self.of_slots().items():
+            opened.store.put_back(held, opened.state[name])
+
+    def remember(self, state: State) -> None:
+        """Write the policy's state in place."""
+        for name, tensor in state.items():
+            if tensor is not self.state[name]:
+                self.state[name].copy_(tensor)
+
+    def spread(self, budget: Int[Tensor, "B Hk"]) -> None:
+        """Give every head a budget of its own, and the layer as many slots as its largest head needs.
+
+        The slots lose their content if their number grows. The caller must be about to fill them.
+        """
+        if isinstance(self.budget, Tensor) and self.budget.shape == budget.shape:
+            self.budget.copy_(budget)  # in place, for blocks that share this memory
+        else:
+            self.budget = budget
+        before, self.store = self.store.capacity, self.store.divided(budget + 1)
+        if self.store.capacity != before:
+            self._pad(self.store.capacity - before)
+
+    def divide(self) -> None:
+        """Give the heads, which share a pool, ranges for their budgets. The slots lose their content."""
+        assert isinstance(self.store, PooledStore)
+        assert isinstance(self.budget, Tensor)
+        self.store.divide(self.budget + 1)
+
+    def held(self) -> Int[Tensor, "B Hk"]:
+        """The number of occupied slots of each head."""
+        return (self.store.positions >= 0).sum(dim=-1)
+
+    def budget_of(self, row: int) -> int:
+        """The budget of a row, the sum over its heads."""
+        heads, held = self.lost.shape[1], self.budget
+        return held * heads if isinstance(held, int) else int(held[row].sum()) * heads // held.shape[1]
+
+    def of_slots(self) -> State:
+        """The policy's state of each slot."""
+        return {name: tensor for name, tensor in self.state.items() if name not in self.heads}
+
+    def per_row(self) -> dict[str, Tensor]:
+        """Every tensor of the block by name. The first axis of each tensor is the rows.
+
+        Moving, copying and selecting rows, and counting bytes, are all based on this list.
+        """
+        store = {f"store.{name}": tensor for name, tensor in self.store.per_row().items()}
+        state = {f"state.{name}": tensor for name, tensor in self.state.items()}
+        own = {name: getattr(self, name) for name in ("seen", "prompt", "sequences", "lost")}
+        some = {name: getattr(self, name) for name in ("budget", "pins") if isinstance(getattr(self, name), Tensor)}
+        return {**store, **state, **own, **some}
+
+    def per_slot(self) -> frozenset[str]:
+        """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
+        if isinstance(self.store, PooledStore):
+            return frozenset()
+        store, state = self.store.per_slot(), self.of_slots()
+        return frozenset((*(f"store.{name}" for name in store), *(f"state.{name}" for name in state)))
+
+    def widen(self, capacity: int) -> None:
+        """Give every head more slots, and keep the content. The tensors are replaced."""
+        missing = capacity - self.store.capacity
+        if missing > 0:
+            self.store = self.store.widened(capacity)
+            self._pad(missing)
+
+    def _pad(self, missing: int) -> None:
+        """Replace the state of slots by tensors with more of them."""
+        wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.of_slots().items()}
+        self.state = self.state | wider
+
+    def over(self: _Block, tensors: Mapping[str, Tensor]) -> _Block:
+        """A block over other tensors, named as in `per_row`."""
+        other = copy.copy(self)
+        other._take(tensors)
+        return other
+
+    def part(self: _Block, start: int, stop: int) -> _Block:
+        """A range of rows as a block that shares this one's memory, and its budgets if these differ by row."""
+        return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
+
+    def move_row(self, source: int | slice, target: int | slice) -> None:
+        """Copy one row over another, or several over as many others."""
+        for tensor in self.per_row().values():
+            tensor[target] = tensor[source]
+
+    def under(self: _Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> _Block:
+        """The same slots for another policy, which uses the first of this block's state tensors.
+
+        Args:
+            starts: the policy's state of slots.
+            heads: the policy's state of heads; this block has it under the names of `places`.
+        """
+        other = copy.copy(self)
+        other.state = dict(zip(starts, self.of_slots().values(), strict=False))
+        other.state |= {name: self.state[place] for name, place in places(heads).items()}
+        other.heads = frozenset(heads)
+        return other
+
+    def select_rows(self, index: Int[Tensor, " n"]) -> None:
+        """Row ``i`` becomes the former row ``index[i]``. Works in place if the number of rows stays the same."""
+        found = {}
+        for name, held in self.per_row().items():
+            selected = held.index_select(0, index.to(held.device))
+            found[name] = held.copy_(selected) if len(selected) == len(held) else selected
+        self._take(found)
+
+    def memory(self) -> Memory:
+        """Bytes, summed over the tensors. The formula is in ``docs/layouts.md``."""
+        if not self.store.room:
+            return Memory()  # no rows
+        everything, slots = bytes_of(self.per_row().values()), bytes_of(self.store.per_row().values())
+        per_slot = (slots + bytes_of(self.of_slots().values())) // self.store.room
+        return Memory(
+            allocated_bytes=everything,
+            occupied_bytes=per_slot * self.store.n_tokens,
+            state_bytes=everything - slots,
+            full_bytes=self.full_bytes(),
+        )
+
+    def full_bytes(self) -> int:
+        """Bytes of keys and values of all tokens seen."""
+        return int(self.seen.sum()) * self.store.token_bytes
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the block's tensors."""
+        self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
+        self.state = {name: tensors[f"state.{name}"] for name in self.state}
+        self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
+        self.lost = tensors["lost"]
+        self.budget, self.pins = tensors.get("budget", self.budget), tensors.get("pins", self.pins)
+
+
+# State for several policies in one block: the rows of an engine belong to sequences under different policies.
+
+
+def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> int:
+    """The bytes that `add_state` would add.
+
+    Args:
+        block: a block whose state has general names: numbers for slots, `places` for heads.
+        starts: the policy's state of slots.
+        heads: the policy's state of heads.
+    """
+    missing = max(0, len(starts) - len(block.of_slots())) * 4 * block.store.room
+    return missing + bytes_of(_missing(block, heads, "meta").values())
+
+
+def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> None:
+    """Add the state tensors that a policy needs and the block lacks; arguments as for `lacks`.
+
+    Existing tensors stay the same objects.
+    """
+    for i in range(len(block.of_slots()), len(starts)):
+        block.state[str(i)] = block.store.numbers(0.0)
+    block.state |= _missing(block, heads)
+    block.heads = block.heads.union(shared(heads))
+
+
+def _missing(block: Block, heads: Mapping[str, str], device: str | None = None) -> State:
+    """State of heads that a block does not have yet."""
+    missing = {place: axes for place, axes in shared(heads).items() if place not in block.heads}
+    if not missing:
+        return {}
+    keys, values = (x.to(device) for x in block.store.no_token())
+    return empty(missing, keys, values)
+
+
+# A block's slots as a policy sees them.
+
+
+def view_of(  # noqa: PLR0913  the attributes of a view
+    block: Block,
+    slots: Slots,
+    *,
+    new: Int[Tensor, " B"],
+    phase: Phase,
+    layer: int,
+    tables: tuple[Float[Tensor, "B A"], Bool[Tensor, "B A"]],
+    rotation: Turning | None = None,
+    turned: bool = True,
+    heads: Heads = ALONE,
+) -> View:
+    """Slots of a block, alone or beside a chunk, as a policy sees them. Counters are live.
+
+    Args:
+        block: the block.
+        slots: keys, values and positions.
+        new: real tokens that each row received.
+        phase: the kind of these tokens.
+        layer: index of the layer in the model.
+        tables: ``past`` and ``alive``, see `View`.
+        rotation: see `View`.
+        turned: see `View`.
+        heads: see `View`.
+    """
+    others: dict[str, Any] = {
+        "seen": block.seen,
+        "budget": block.budget,
+        "new": new,
+        "prompt": block.prompt,
+        "phase": phase,
+        "layer": layer,
+        "sequences": block.sequences,
+        "past": tables[0],
+        "alive": tables[1],
+        "pins": block.pins,
+        "rotation": rotation,
+        "turned": turned,
+        "heads": heads,
+    }
+    if isinstance(slots, LazySlots):
+        return LazyView.of(slots, **others)
+    return View(slots.positions, slots.keys, slots.values, **others)
+
+
+# A chunk of a prompt beside the slots of a block: what is attended to, and where the tokens go that stay.
+
+_Index: TypeAlias = tuple[slice | Tensor, ...]
+
+_ALL = slice(None), slice(None)
+"""An index of all rows and heads."""
+
+
+def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) -> tuple[Slots, State]:
+    """The first ``used`` slots, followed by new tokens, and the policy's state of both and of the heads.
+
+    Keys and values of slots are not copied where the store shows them in place.
+
+    Args:
+        block: the slots.
+        new: the new tokens.
+        starts: the state of a new token.
+        used: number of slots; 0 if all are empty.
+    """
+    new = new._replace(positions=new.positions.expand(new.keys.shape[:3]))
+    state = {name: block.state[name].new_full(new.positions.shape, start) for name, start in starts.items()}
+    heads = {name: block.state[name] for name in block.heads}
+    if not used:
+        return new, state | heads
+    found = {name: _joined(block.state[name], chunk, used) for name, chunk in state.items()} | heads
+    if (held := block.store.lying(used)) is not None:
+        return Beside.of(held, new), found
+    copies = block.store.beside(new.keys, new.values, used=used)
+    return Slots(*copies, _joined(block.store.positions, new.positions, used)), found
+
+
+def settle(
+    block: Block,
+    view: View | Slots,
+    stays: Bool[Tensor, "B Hk S"],
+    state: State,
+    *,
+    used: int,
+    chunk: Slots | None,
+    tokens: Tokens | None = None,
+) -> None:
+    """Empty the slots whose tokens go, and put the tokens of a chunk that stay into the first empty slots, in order.
+
+    The ``n`` tokens of a head then lie in its first ``n`` slots: a token beyond them goes into an empty slot before the
+    chunk's. No other token is moved. The slot of a token depends on its own row and head only.
+
+    Args:
+        block: the slots, which have room for all tokens that stay.
+        view: the block's first slots, followed by the chunk; or other slots.
+        stays: whether each token stays.
+        state: the policy's state of slots, for these tokens.
+        used: number of slots among the tokens.
+        chunk: the chunk; ``None``: none of the tokens has a slot in the block any more.
+        tokens: what `Store.tokens` has returned for them; ``None``: it is asked now.
+    """
+    if chunk is not None and block.store.lying(used) is not None:
+        _add(block, chunk, stays, state)
+        return
+    capacity = block.store.capacity
+    index = _sources(stays, 0 if chunk is None else used, capacity)
+    there, index = index >= 0, index.clamp(min=0)
+    kept = view.positions.gather(-1, index).masked_fill(~there, EMPTY)
+    block.store.take(tokens or block.store.tokens(view, used=used), kept, index)
+    for name, numbers in state.items():
+        block.state[name][..., :capacity] = numbers.gather(-1, index)
+
+
+def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State) -> None:
+    """`settle` in place."""
+    slots, used = block.store.slots(), stays.shape[-1] - chunk.positions.shape[-1]
+    held, coming = stays[..., :used], stays[..., used:]
+    slots.positions[..., :used].masked_fill_(~held, EMPTY)
+    slots.positions[..., used:] = EMPTY
+    for name, numbers in state.items():
+        block.state[name][..., :used] = numbers[..., :used]
+    _close_gaps(block, stays.sum(dim=-1, keepdim=True), state)
+    at, of = _pairs(slots.positions < 0, coming, used)
+    slots.keys[at] = chunk.keys[of]
+    slots.values[at] = chunk.values[of]
+    slots.positions[at] = chunk.positions.expand(coming.shape)[of].to(slots.positions.dtype)
+    for name, numbers in state.items():
+        block.state[name][at] = numbers[..., used:][of].to(block.state[name].dtype)
+
+
+def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
+    """Move tokens that lie beyond the first ``n`` slots of their head into the first empty ones, in order."""
+    slots = block.store.slots()
+    beyond = (slots.positions >= 0) & (torch.arange(block.store.capacity, device=n.device) >= n)
+    if not beyond.any():
+        return
+    at, of = _pairs(slots.positions < 0, beyond, block.store.capacity)
+    for tensor in (*slots, *(block.state[name] for name in state)):
+        tensor[at] = tensor[of]
+    slots.positions[of] = EMPTY
+
+
+def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], used: int) -> tuple[_Index, _Index]:
+    """The slots that tokens of a chunk get, and these tokens, as two indices that belong together."""
+    stop = used + coming.shape[-1]
+    if stop <= free.shape[-1] and not free[..., :used].any() and coming.all():
+        return (*_ALL, slice(used, stop)), _ALL
+    chosen = free & (free.cumsum(dim=-1) <= coming.sum(dim=-1, keepdim=True))
+    return chosen.nonzero(as_tuple=True), coming.nonzero(as_tuple=True)
+
+
+def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Tensor, "B Hk capacity"]:
+    """The place of each slot's token among the first ``used`` slots and the chunk behind them; -1: none."""
+    (S, device), n = (stays.shape[-1], stays.device), stays.sum(dim=-1, keepdim=True)
+    places = torch.arange(max(capacity, S), device=device)
+    held = nn.functional.pad(stays[..., :used], (0, capacity - used)) & (places[:capacity] < n)
+    coming = stays & ~nn.functional.pad(held[..., :used], (0, S - used))
+    free = held.int().argsort(dim=-1, stable=True)  # the empty slots first
+    nth = (coming.cumsum(dim=-1) - 1).clamp(min=0, max=capacity - 1)
+    target = free.gather(-1, nth).masked_fill(~coming, capacity)
+    found = nn.functional.pad(torch.where(held, places[:capacity], -1), (0, 1))
+    return found.scatter(-1, target, places[:S].expand_as(target))[..., :capacity]
+
+
+def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:
+    """The numbers of the first ``used`` slots, followed by the numbers of a chunk."""
+    return torch.cat([slots[:, :, :used], chunk], dim=2)

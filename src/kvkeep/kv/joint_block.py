@@ -1,0 +1,210 @@
+"""One block for all layers of a model, whose heads share one pool of slots per row. A layer works on its part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep import budget as budgets
+from kvkeep.errors import ShapeError
+from kvkeep.kv.block import Block
+from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.row_copy import RowCopy, pin_row
+from kvkeep.types import EMPTY
+
+_OF_HEADS = ("store.starts", "store.sizes", "lost", "budget")
+_OF_LAYERS = ("seen", "prompt")
+"""Tensors whose second axis is the heads of all layers, besides the state of heads, and the layers."""
+
+
+class JointBlock(Block):
+    """The blocks of all layers in one. Its heads are those of the first layer, then those of the second, and so on.
+
+    Args:
+        keys: keys of one layer, see `Block`.
+        values: values of one layer. All layers have keys and values of these shapes.
+        layers: number of layers.
+        numbers: the budget, see `Block`.
+        starts: see `Block`.
+        heads: see `Block`.
+        others: ``store``, ``sequences`` and ``pins``, see `Block`.
+
+    Attributes:
+        layers: number of layers.
+        seen: ``(B, L)``, because layers step one after the other. So is ``prompt``.
+    """
+
+    layers: int
+
+    def __init__(
+        self,
+        keys: Float[Tensor, "B Hk _ D"],
+        values: Float[Tensor, "B Hk _ E"],
+        *,
+        layers: int,
+        numbers: Sequence[budgets.Number],
+        starts: Mapping[str, float],
+        heads: Mapping[str, str] = MappingProxyType({}),
+        **others: Any,
+    ):
+        like = (x[:, :1, :0].expand(-1, layers * x.shape[1], -1, -1) for x in (keys, values))
+        super().__init__(*like, numbers=numbers, starts=starts, heads=heads, **{"store": PooledStore, **others})
+        assert isinstance(self.store, PooledStore)
+        self.layers, self.store.waits = layers, True
+        self.seen, self.prompt = (x[:, None].repeat(1, layers) for x in (self.seen, self.prompt))
+
+    def layer(self, number: int) -> PartBlock:
+        """The block of one layer, counted among those with slots. It shares this block's memory."""
+        part = PartBlock.__new__(PartBlock)
+        vars(part).update(vars(self), whole=self, number=number)
+        part.renew()
+        return part
+
+    def of_layer(self, number: int) -> dict[str, Tensor]:
+        """The tensors of one layer, named as in `per_row`. The pools are those of all layers."""
+        n = self.lost.shape[1] // self.layers
+        mine, of_heads = slice(number * n, (number + 1) * n), {*_OF_HEADS, *(f"state.{name}" for name in self.heads)}
+        found = {name: x[:, mine] if name in of_heads else x for name, x in self.per_row().items()}
+        return found | {name: found[name][:, number] for name in _OF_LAYERS}
+
+    def full_bytes(self) -> int:
+        """Bytes of keys and values of all tokens seen; a token of the store has the heads of all layers."""
+        return super().full_bytes() // self.layers
+
+
+class PartBlock(Block):
+    """One layer's part of a `JointBlock`.
+
+    Attributes:
+        whole: the block of all layers, of the same rows.
+        number: the layer's, counted among those with slots.
+    """
+
+    whole: JointBlock
+    number: int
+
+    def renew(self) -> None:
+        """Take the tensors of the block of all layers, which may have been replaced."""
+        self._take(self.whole.of_layer(self.number))
+
+    def divide(self) -> None:
+        """Do nothing: `divide` gives the heads of all layers their ranges."""
+
+    def part(self, start: int, stop: int) -> PartBlock:
+        """See `Block`."""
+        other = super().part(start, stop)
+        other.whole = self.whole.part(start, stop)
+        return other
+
+    def under(self, starts: Mapping[str, float], heads: Mapping[str, str]) -> PartBlock:
+        """See `Block`."""
+        other = super().under(starts, heads)
+        other.whole = self.whole.under(starts, heads)
+        return other
+
+    def select_rows(self, index: Int[Tensor, " n"]) -> None:
+        """See `Block`. The rows of all layers are selected with those of the first one."""
+        if self.number == 0:
+            self.whole.select_rows(index)
+        self.renew()
+
+    def budget_of(self, row: int) -> int:
+        """See `Block`; the mean over the layers, which share it."""
+        return self.whole.budget_of(row) // self.whole.layers
+
+    def memory(self) -> Memory:
+        """Bytes of all layers, counted with the first one."""
+        return Memory() if self.number else self.whole.memory()
+
+
+def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice = slice(None)) -> None:
+    """Divide the pools of some rows among the heads of all layers anew. The slots lose their content.
+
+    Args:
+        parts: the parts of all layers of a `JointBlock`, or the same rows of them.
+        numbers: budgets of the heads of all layers.
+        rows: which rows of the parts.
+
+    Raises:
+        ShapeError: a row has fewer slots than that.
+    """
+    sizes, store = numbers + 1, _store(parts[0])
+    if bool((sizes.sum(dim=1) >= store.entries.shape[1]).any()):  # the last entry belongs to no head
+        most, room = int(sizes.sum(dim=1).max()), store.entries.shape[1] - 1
+        raise ShapeError(f"The heads of a row need {most} slots in all layers, and its pool has {room}.")
+    of_heads = numbers, sizes, sizes.cumsum(dim=1) - sizes
+    for part, *mine in zip(parts, *(x.chunk(len(parts), dim=1) for x in of_heads), strict=True):
+        held = part.budget, _store(part).sizes, _store(part).starts
+        for tensor, new in zip(held, mine, strict=True):
+            assert isinstance(tensor, Tensor)
+            tensor[rows] = new
+    store.entries[rows] = EMPTY
+
+
+def give(blocks: Sequence[Block], budgets: Sequence[Int[Tensor, "B Hk"] | None]) -> None:
+    """Give the heads of all layers budgets of their own, in those that have pools. Their slots lose their content.
+
+    Args:
+        blocks: the block of each layer with slots.
+        budgets: those of each layer; ``None`` where all heads have the same.
+    """
+    pairs = [(block, budget) for block, budget in zip(blocks, budgets, strict=True) if budget is not None]
+    if joint := [pair for pair in pairs if isinstance(pair[0], PartBlock)]:
+        divide([block for block, _ in joint], torch.cat([budget for _, budget in joint], dim=1))
+    for block, budget in pairs:
+        if not isinstance(block, PartBlock):
+            assert isinstance(block.budget, Tensor)
+            block.budget.copy_(budget)
+            block.divide()
+
+
+def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
+    """Divide the pool of a row as the copies need that will be put into it, and pin their spans.
+
+    Does nothing in layers that share no pool.
+    """
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    whole, pins = parts[0].whole, copies[0].pins
+    if (pins or whole.pins is not None) and pin_row(whole, row, pins):
+        for part in parts:
+            part.renew()
+    divide(parts, whole.seen.new_tensor([_budgets(parts, copies)]), slice(row, row + 1))
+
+
+def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
+    """Refuse copies of a row that do not fit into a pool together. Each of them has passed `check_row`.
+
+    Raises:
+        ShapeError: the pool has fewer slots.
+    """
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    numbers, room = _budgets(parts, copies), _store(parts[0]).entries.shape[1] - 1
+    if (needed := sum(numbers) + len(numbers)) > room:  # of each head, one slot is for the next token
+        raise ShapeError(f"A row of {needed} slots in all layers was given to a block that has {room} for them.")
+
+
+def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[PartBlock], list[RowCopy]]:
+    """The layers that share a pool, and the copies for them. There may be others among them."""
+    pairs = [(one, copy) for one, copy in zip(blocks, copies, strict=True) if isinstance(one, PartBlock)]
+    return [part for part, _ in pairs], [copy for _, copy in pairs]
+
+
+def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
+    """The budgets of the heads of all layers, in order."""
+    heads = blocks[0].lost.shape[1]
+    return [number for each in budgets.by_head([copy.budget for copy in copies], heads) for number in each]
+
+
+def _store(block: Block) -> PooledStore:
+    assert isinstance(block.store, PooledStore)
+    return block.store

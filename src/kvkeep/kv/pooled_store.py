@@ -1,0 +1,421 @@
+"""Slots of which each head owns a range of a pool that all heads of its row share.
+
+Positions and a policy's state are small, so they are copied side by side for each step. Keys and values are not: a
+backend reads them where they lie, and a policy that looks at them gets a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.errors import ShapeError
+from kvkeep.kv.slot_codec import LazySlots, Tokens, Vectors, nothing
+from kvkeep.kv.store import QUANTISED, DenseStore, Store, by_bits
+from kvkeep.types import EMPTY, Slots, View
+
+Ranges: TypeAlias = tuple[Int[Tensor, "B Hk"], Int[Tensor, "B Hk"]]
+"""Of each head, the first entry of its range and the number of entries."""
+
+
+class PoolSlots(LazySlots):
+    """Slots whose keys and values lie in a pool. Slot ``s`` of a head is entry ``starts + s`` of its row's pool.
+
+    As `Slots` they have the shapes of slots side by side, as wide as the longest range needs. What is beyond the end of
+    a head's range is empty, and stays empty. ``keys`` and ``values`` are copies that are made when they are first read;
+    only `write` changes the pool.
+
+    Attributes:
+        pool: keys and values of all heads, ``(B, P, ...)``.
+        starts: first entry of each head's range.
+        sizes: number of entries of each head's range.
+        entries: entry of each slot, see `indices`. The last entry of a row's pool belongs to no head.
+    """
+
+    pool: Vectors
+    starts: Int[Tensor, "B Hk"]
+    sizes: Int[Tensor, "B Hk"]
+    entries: Int[Tensor, "B Hk S"]
+
+    @classmethod
+    def of(
+        cls, pool: Vectors, positions: Int[Tensor, "B Hk S"], ranges: Ranges, entries: Int[Tensor, "B Hk S"]
+    ) -> PoolSlots:
+        """Slots in a pool.
+
+        Args:
+            pool: keys and values.
+            positions: true positions, side by side.
+            ranges: ``starts`` and ``sizes``.
+            entries: entry of each slot.
+        """
+        made = cls(*nothing(positions), positions)
+        made.pool = pool
+        (made.starts, made.sizes), made.entries = ranges, entries
+        return made
+
+    @functools.cached_property
+    def laid(self) -> Slots:
+        """Copies of the slots side by side, which hold codes if the pool does."""
+        return self.pool.each(self._copied).slots(self.positions) if self.pool.bits else self.copied()
+
+    def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
+        """Make a copy of the keys."""
+        return self.laid.keys if self.pool.bits else self._copied(self.pool.tensors["keys"])
+
+    def copy_values(self) -> Float[Tensor, "B Hk S E"]:
+        """Make a copy of the values."""
+        return self.laid.values if self.pool.bits else self._copied(self.pool.tensors["values"])
+
+    def _copied(self, pool: Tensor) -> Tensor:
+        return side_by_side(pool, self.entries)
+
+    def write(
+        self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
+    ) -> Bool[Tensor, "B Hk 1"] | None:
+        """Write one token of each head into the pool, in the given slots. Return which heads can use theirs."""
+        self.forget()
+        entry, (new, usable) = self.entries.gather(-1, slot), Vectors.of(keys, values, self.pool.bits)
+        for name, pool in self.pool.tensors.items():
+            put_back(pool, entry, new.tensors[name].to(pool.dtype))
+        return usable
+
+    def forget(self) -> None:
+        """Drop the copies, because the slots have changed."""
+        super().forget()
+        vars(self).pop("laid", None)
+
+
+def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
+    """Slots as they lie in memory, and the range of each head in a pool; ``None``: they lie side by side.
+
+    Every head is shown the keys and values of its row's whole pool.
+    """
+    if not isinstance(slots, PoolSlots):
+        return slots, None
+    heads = slots.positions.shape[1]
+    shown = slots.pool.each(lambda pool: pool[:, None].expand(-1, heads, -1, -1))
+    return shown.slots(slots.positions), (slots.starts, slots.sizes)
+
+
+def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: int, pool: int) -> Int[Tensor, "B Hk S"]:
+    """The entry of each slot of each head, counted over the pools of all rows.
+
+    Args:
+        starts: first entry of each head's range, counted in its row.
+        sizes: number of entries of each head's range.
+        width: slots per head.
+        pool: entries of a row. Slots beyond the end of a range share the last one.
+    """
+    at = torch.arange(width, device=starts.device)
+    before = torch.arange(0, len(starts) * pool, pool, device=starts.device)[:, None]
+    return torch.where(at < sizes[..., None], at + (starts + before)[..., None], (before + pool - 1)[..., None])
+
+
+def side_by_side(pool: Tensor, index: Int[Tensor, "B Hk S"]) -> Tensor:
+    """Copies of entries of the pools ``(B, P, ...)`` in the order of `indices`, ``(B, Hk, S, ...)``."""
+    inner = pool.shape[2:]
+    return pool.reshape(-1, *inner).index_select(0, index.flatten()).view(*index.shape, *inner)
+
+
+def put_back(pool: Tensor, index: Int[Tensor, "B Hk S"], content: Tensor) -> None:
+    """Write into the entries of the pools, which must be contiguous; the inverse of `side_by_side`."""
+    inner = pool.shape[2:]
+    pool.view(-1, *inner).index_copy_(0, index.flatten(), content.reshape(index.numel(), *inner))
+
+
+# A store for heads with budgets of their own: each head owns a range of one pool per row.
+
+
+class PooledStore(Store):
+    """Keys, values and positions of one layer in one pool per row, of which each KV head owns a range.
+
+    A row's pool has ``capacity`` slots per head on average and one entry that belongs to no head. Its size never
+    changes, however the slots are divided among the heads. The layout is drawn in ``docs/layouts.md``.
+
+    Attributes:
+        vectors: keys and values, ``(B, P, ...)``.
+        entries: true positions, ``-1`` = empty.
+        starts: first entry of each head's range.
+        sizes: number of slots of each head.
+        widest: the most slots that a head can have. On a GPU, slots are always laid side by side in this width.
+        waits: whether the longest range is read from a GPU instead, which takes a wait: one head may have most slots.
+    """
+
+    vectors: Vectors
+    entries: Int[Tensor, "B P"]
+    starts: Int[Tensor, "B Hk"]
+    sizes: Int[Tensor, "B Hk"]
+    widest: int
+    waits: bool = False
+
+    def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
+        B, Hk = like_keys.shape[:2]
+        P = Hk * capacity + 1
+        self.vectors = Vectors.blank(like_keys[:, 0], like_values[:, 0], P, self.bits)
+        self.entries = torch.full((B, P), EMPTY, dtype=torch.int32, device=like_keys.device)
+        self.sizes = torch.full((B, Hk), capacity, dtype=torch.int64, device=like_keys.device)
+        self.starts = self.sizes.cumsum(dim=1) - self.sizes
+        self.widest = capacity
+
+    @classmethod
+    def for_heads(
+        cls,
+        like_keys: Float[Tensor, "B Hk _ D"],
+        like_values: Float[Tensor, "B Hk _ E"],
+        budgets: Sequence[Sequence[int]],
+        *,
+        room: int = 1,
+    ) -> PooledStore:
+        """A store in which every row has one slot more than its heads' budgets, and one more for each head.
+
+        Args:
+            like_keys: see `Store`.
+            like_values: see `Store`.
+            budgets: budgets of the heads, one list for all rows or one per row.
+            room: the row has this many times the slots of its heads' budgets, for heads that may get more.
+        """
+        heads = like_keys.shape[1]
+        made = cls(like_keys, like_values, -(-room * max(map(sum, budgets)) // heads) + 1)
+        made.widest = max(map(max, budgets)) + 1
+        return made
+
+    in_place = False
+
+    @property
+    def positions(self) -> Int[Tensor, "B Hk capacity"]:  # type: ignore[override]
+        """A copy of the true positions, side by side, ``-1`` = empty."""
+        return side_by_side(self.entries, self.index())
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the longest range."""
+        waits = (self.waits or self.sizes.device.type == "cpu") and self.sizes.numel()
+        return int(self.sizes.max()) if waits else self.widest
+
+    @property
+    def room(self) -> int:
+        """Slots of all rows and heads."""
+        return self.entries.numel()
+
+    @property
+    def n_tokens(self) -> int:
+        """Occupied slots of all rows and heads."""
+        return int((self.entries >= 0).sum())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        return self.sizes.shape[1] * self.vectors.token_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        return self.vectors.dtypes[0]
+
+    def index(self) -> Int[Tensor, "B Hk S"]:
+        """The entry of each slot."""
+        return indices(self.starts, self.sizes, width=self.capacity, pool=self.entries.shape[1])
+
+    def numbers(self, start: float) -> Float[Tensor, "B P"]:
+        """One number for each entry."""
+        return torch.full(self.entries.shape, start, dtype=torch.float32, device=self.entries.device)
+
+    def clear(self, rows: int | slice) -> None:
+        """Empty the slots of some rows."""
+        self.entries[rows] = EMPTY
+
+    def opened(self) -> OpenedPool:
+        """The slots side by side."""
+        return OpenedPool(self)
+
+    def slots(self) -> Slots:
+        """Copies of the slots, side by side."""
+        return self.opened().slots().copied()
+
+    def fill(
+        self,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        positions: Int[Tensor, "B Hk n"],
+    ) -> None:
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        opened = self.opened()
+        opened.fill(keys, values, positions)
+        opened.close()
+
+    def beside(
+        self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        return self.opened().beside(keys, values, used=used)
+
+    def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
+        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        return keys.shape[:2] == values.shape[:2] == self.sizes.shape and self.vectors.fit(keys, values)
+
+    def divide(self, sizes: Int[Tensor, "b Hk"], rows: slice = slice(None)) -> None:
+        """Divide the pools of some rows among the heads anew. The slots lose their content.
+
+        Raises:
+            ShapeError: a row has fewer slots than that.
+        """
+        room = self.entries.shape[1] - 1
+        if sizes.device.type == "cpu" and (sizes.sum(dim=1) > room).any():
+            raise ShapeError(f"The heads of a row need {int(sizes.sum(dim=1).max())} slots, and its pool has {room}.")
+        self.sizes[rows] = sizes
+        self.starts[rows] = sizes.cumsum(dim=1) - sizes
+        self.entries[rows] = EMPTY
+
+    def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token. The slots are not copied."""
+        return self.vectors.no_token(*self.sizes.shape)
+
+    def wider(self, capacity: int) -> PooledStore:
+        """An empty store with more slots, for the same rows, divided equally."""
+        return type(self)(*self.no_token(), capacity)
+
+    def per_row(self) -> dict[str, Tensor]:
+        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+        return {**self.vectors.tensors, "entries": self.entries, "starts": self.starts, "sizes": self.sizes}
+
+    def over(self, tensors: Mapping[str, Tensor]) -> PooledStore:
+        """A pooled store over other tensors, named as in `per_row`."""
+        other = copy.copy(self)
+        other.vectors = self.vectors.over(tensors)
+        other.entries, other.starts, other.sizes = (tensors[name] for name in ("entries", "starts", "sizes"))
+        return other
+
+
+class OpenedPool(Store):
+    """A pooled store during a step: positions lie side by side and are written in place, until `close`.
+
+    Args:
+        pool: the store, whose keys and values are written directly.
+
+    Attributes:
+        pool: the store.
+        positions: true positions, ``-1`` = empty.
+        index: the entry of each slot in the pool.
+    """
+
+    pool: PooledStore
+    positions: Int[Tensor, "B Hk capacity"]
+    index: Int[Tensor, "B Hk capacity"]
+
+    def __init__(self, pool: PooledStore):
+        self.pool, self.bits = pool, pool.bits
+        self.index = pool.index()
+        self.positions = side_by_side(pool.entries, self.index)
+        ranges = pool.starts.contiguous(), pool.sizes.contiguous()  # a layer's part of a larger table may not be
+        self._slots = PoolSlots.of(pool.vectors, self.positions, ranges, self.index)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        return self.pool.token_bytes
+
+    def slots(self) -> PoolSlots:
+        """The slots, whose keys and values lie in the pool. Always the same object."""
+        return self._slots
+
+    def fill(
+        self,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        positions: Int[Tensor, "B Hk n"],
+    ) -> None:
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        self.put(*Vectors.of(keys, values, self.bits), positions)
+
+    def put(self, vectors: Vectors, usable: Bool[Tensor, "B Hk n"] | None, positions: Int[Tensor, "B Hk n"]) -> None:
+        """`fill` with tokens as they are stored; ``usable``: which may take a slot, ``None`` for all."""
+        n = positions.shape[-1]
+        self._slots.forget()
+        for name, content in vectors.tensors.items():
+            put_back(self.pool.vectors.tensors[name], self.index[:, :, :n], content)
+        self.positions[:, :, :n] = positions if usable is None else positions.masked_fill(~usable, EMPTY)
+        self.positions[:, :, n:] = EMPTY
+
+    def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
+        """See `Store.tokens`."""
+        if self.bits is None:
+            return super().tokens(slots, used=used)
+        return Tokens(self._first(used), slots.keys[:, :, used:], slots.values[:, :, used:])
+
+    def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
+        """See `Store.take`. What lies in slots is moved as it is."""
+        found = tokens.chosen(order)
+        self.put(found.held, found.usable, positions)
+
+    def beside(
+        self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        return self._first(used).beside(self.positions[:, :, :used], keys, values)
+
+    def _first(self, used: int) -> Vectors:
+        """Copies of the first slots, side by side."""
+        return self.pool.vectors.each(lambda pool: side_by_side(pool, self.index[:, :, :used]))
+
+    def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
+        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        return self.pool.fits(keys, values)
+
+    def side_by_side(self, numbers: Float[Tensor, "B P"]) -> Float[Tensor, "B Hk capacity"]:
+        """Copies of numbers of the pool's entries, side by side."""
+        return side_by_side(numbers, self.index)
+
+    def put_back(self, numbers: Float[Tensor, "B P"], held: Float[Tensor, "B Hk capacity"]) -> None:
+        """Write numbers of slots into those of the pool's entries."""
+        put_back(numbers, self.index, held)
+
+    def close(self) -> None:
+        """Write the positions into the pool."""
+        put_back(self.pool.entries, self.index, self.positions)
+
+    def divided(self, sizes: Int[Tensor, "B Hk"]) -> OpenedPool:
+        """The same pool, divided anew. The slots lose their content."""
+        self.pool.divide(sizes)
+        return self.pool.opened()
+
+    def wider(self, capacity: int) -> PooledStore:
+        """An empty store with more slots, for the same rows."""
+        return self.pool.wider(capacity)
+
+    def per_row(self) -> dict[str, Tensor]:
+        """Copies of keys and values as they are stored, and the positions. The first axis of each is the rows."""
+        return {**self._first(self.capacity).tensors, "positions": self.positions}
+
+    def per_slot(self) -> tuple[str, ...]:
+        """All tensors: they have one entry per slot."""
+        return (*self.pool.vectors.tensors, "positions")
+
+    def over(self, tensors: Mapping[str, Tensor]) -> Store:
+        """A store of slots side by side over other tensors, named as in `per_row`."""
+        kind = next((kind for kind in QUANTISED.values() if kind.bits == self.bits), DenseStore)
+        return kind(*self.pool.no_token(), 0).over(tensors)
+
+
+# The kind of store for a layout of slots and a number of bits.
+
+POOLED = by_bits(PooledStore)
+"""The pools of codes by the name of the setting, see `kvkeep.kv.slot_codec.check_bits`."""
+
+
+def kind_of(kv_bits: str | None, *, pooled: bool) -> type[Store]:
+    """The kind of store for slots.
+
+    Args:
+        kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
+        pooled: whether heads own ranges of a pool.
+    """
+    if kv_bits is None:
+        return PooledStore if pooled else DenseStore
+    return POOLED[kv_bits] if pooled else QUANTISED[kv_bits]

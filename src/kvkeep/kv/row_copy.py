@@ -1,0 +1,340 @@
+"""One row of a block: its pins, and the row as an object, copied out and put back into this block or another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from kvkeep import pins as spans
+from kvkeep.budget import Number, by_head
+from kvkeep.errors import ShapeError
+from kvkeep.kv.block import Block
+from kvkeep.kv.memory_usage import bytes_of
+from kvkeep.kv.pooled_store import OpenedPool, PooledStore
+from kvkeep.types import EMPTY
+
+NUMBERS = ("budget", "pins")
+"""Tensors of `Block.per_row` that not every block has. A copy holds them as numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowCopy:
+    """A copy of one row of a block. It shares no memory with the block.
+
+    Every token keeps the index of its slot. The order of slots decides the order of sums, and the empty slots decide
+    where the next token is written: only with both does the row go on bit for bit as before.
+
+    Attributes:
+        tensors: the tensors of `Block.per_row` without the axis of rows. Tensors with a slot axis end with the last
+            occupied slot.
+        cut: names of the tensors with a slot axis; it is their second axis.
+        positions: true positions of the tokens up to the last occupied slot, ``-1`` = empty.
+        capacity: slots per head of the block.
+        budget: slots that may stay occupied, of all heads or of each head.
+        pins: spans of positions that may not be evicted.
+        pack: the tensors of all copies that were taken together with this one.
+    """
+
+    tensors: Mapping[str, Tensor]
+    cut: frozenset[str]
+    positions: Int[Tensor, "Hk used"]
+    capacity: int
+    budget: int | tuple[int, ...]
+    pins: spans.Spans = ()
+    pack: Pack | None = None
+
+    @property
+    def used(self) -> int:
+        """The number of slots up to the last occupied one."""
+        return self.positions.shape[1]
+
+    @property
+    def most(self) -> int:
+        """The most slots of a head that may stay occupied."""
+        return max(self.budget) if isinstance(self.budget, tuple) else self.budget
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the row has seen."""
+        return int(self.tensors["seen"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return bytes_of((*self.tensors.values(), self.positions))
+
+    def to(self, device: torch.device | str) -> RowCopy:
+        """The same row on a device; tensors that are there already are not copied."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, positions=self.positions.to(device), pack=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Tensors that several copies share, so that one operation per tensor puts all of them back.
+
+    Attributes:
+        tensors: by name; the first axis is the copies.
+        parts: `RowCopy.tensors` of each copy, which are views.
+    """
+
+    tensors: Mapping[str, Tensor]
+    parts: tuple[Mapping[str, Tensor], ...]
+
+
+def take_row(block: Block, row: int, device: torch.device | None = None) -> RowCopy:
+    """Copy one row out of a block.
+
+    Args:
+        block: the block.
+        row: which row.
+        device: where the copy shall be; by default the block's device.
+    """
+    block = block.part(row, row + 1).opened()
+    positions = block.store.positions[0]
+    occupied = (positions >= 0).any(dim=0).nonzero()
+    used = int(occupied[-1]) + 1 if len(occupied) else 0
+    cut = block.per_slot()
+    tensors = {
+        name: copied(tensor[0, :, :used] if name in cut else tensor[0], device)
+        for name, tensor in block.per_row().items()
+        if name not in NUMBERS
+    }
+    held = copied(positions[:, :used], device)
+    return RowCopy(
+        tensors, cut, held, block.store.capacity, budgets_of(block, slice(0, 1))[0], pins_of(block, slice(0, 1))[0]
+    )
+
+
+def put_row(block: Block, row: int, copy: RowCopy) -> None:
+    """Overwrite one row of a block with a copy. Other rows stay as they are.
+
+    Args:
+        block: a block with at least as many slots as the copy uses.
+        row: which row.
+        copy: the row's new content.
+
+    Raises:
+        ShapeError: the copy does not fit; then nothing has changed.
+    """
+    check_row(block, copy)
+    _set_budget(block, row, copy.budget)
+    if copy.pins or block.pins is not None:
+        pin_row(block, row, copy.pins)
+    if isinstance(block.store, PooledStore):
+        _put_in_pool(block.part(row, row + 1), copy)
+        return
+    mine = block.per_row()
+    for name, tensor in copy.tensors.items():
+        target = mine[name][row]
+        (target[:, : copy.used] if name in copy.cut else target).copy_(tensor)
+    block.store.positions[row, :, copy.used :] = EMPTY
+
+
+def _put_in_pool(block: Block, copy: RowCopy) -> None:
+    """Overwrite a block of one row, whose heads share a pool."""
+    block.divide()
+    opened, tensors = block.opened(), copy.tensors
+    assert isinstance(opened.store, OpenedPool)
+    stored = {name.removeprefix("store."): x[None] for name, x in tensors.items() if name.startswith("store.")}
+    opened.store.put(opened.store.pool.vectors.over(stored), None, copy.positions[None])
+    for name, held in opened.per_row().items():
+        if name in tensors and not name.startswith("store."):
+            (held[:, :, : copy.used] if name in copy.cut else held).copy_(tensors[name][None])
+    block.close(opened)
+
+
+def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
+    """Pin spans in an empty row, or in several. Return whether the block's table had to be replaced by a wider one."""
+    held = block.pins
+    if grows := held is None or held.shape[1] < 2 * len(pins):
+        rows, device = len(block.seen), block.seen.device
+        block.pins = spans.table([()] * rows, device, width=1 << (2 * len(pins) - 1).bit_length())
+        if held is not None:
+            block.pins[:, : held.shape[1]] = held
+    assert block.pins is not None
+    block.pins[row] = spans.table([pins], block.pins.device, width=block.pins.shape[1])[0]
+    return grows
+
+
+def check_row(block: Block, copy: RowCopy) -> None:
+    """Refuse a copy that does not fit a block's rows.
+
+    Raises:
+        ShapeError: names, shapes, dtypes or the number of slots differ.
+    """
+    pooled = block.store if isinstance(block.store, PooledStore) else None
+    block = block.part(0, 1).opened()
+    mine = {name: tensor for name, tensor in block.per_row().items() if name not in NUMBERS}
+    if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:
+        other = sorted(mine.keys() ^ copy.tensors.keys())
+        raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
+    heads = block.store.positions.shape[1]
+    if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
+        raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
+    if pooled is None:
+        check_slots(copy, block.store.capacity)
+    else:
+        _check_pool(copy, pooled)
+    for name, tensor in copy.tensors.items():
+        target = mine[name].shape[1:]
+        shape = (target[0], copy.used, *target[2:]) if name in copy.cut else tuple(target)
+        if (shape, mine[name].dtype) != (tuple(tensor.shape), tensor.dtype):
+            raise ShapeError(
+                f"{name} of a row has the shape {tuple(tensor.shape)} in {tensor.dtype}, and the block holds "
+                f"{shape} in {mine[name].dtype}: they belong to different models or dtypes."
+            )
+
+
+def check_slots(copy: RowCopy, capacity: int) -> None:
+    """Refuse a copy for which every head has too few slots."""
+    if copy.used > capacity:
+        raise ShapeError(f"A row of {copy.used} slots was given to a block of {capacity} slots per head.")
+    if copy.most >= capacity:  # one slot is for the next token
+        raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {capacity} slots.")
+
+
+def _check_pool(copy: RowCopy, store: PooledStore) -> None:
+    """Refuse a copy for which a row's pool is too small, or that uses more slots of a head than its budget."""
+    heads, room = store.sizes.shape[1], store.entries.shape[1] - 1
+    (budgets,) = by_head([copy.budget], heads)
+    if (needed := sum(budgets) + heads) > room:  # of each head, one slot is for the next token
+        raise ShapeError(f"A row of {needed} slots was given to a block with {room} slots for all heads of a row.")
+    at = torch.arange(1, copy.used + 1, device=copy.positions.device)
+    last = nn.functional.pad(at * (copy.positions >= 0), (1, 0)).amax(dim=-1)
+    for head, (used, budget) in enumerate(zip(last.tolist(), budgets, strict=True)):
+        if used > budget + 1:
+            raise ShapeError(f"A row uses {used} slots of head {head}, and its budget has {budget + 1}.")
+
+
+def has_room(block: Block, budget: Number, apart: bool) -> bool:
+    """Whether an empty row has slots for a budget, and heads can have budgets of their own where these are asked for.
+
+    Args:
+        block: the block.
+        budget: the budget.
+        apart: whether heads will share the budget.
+    """
+    if isinstance(block.store, PooledStore):
+        heads = block.store.sizes.shape[1]
+        return sum(by_head([budget], heads)[0]) + heads < block.store.entries.shape[1]
+    return isinstance(budget, int) and not apart and budget < block.store.capacity
+
+
+def copied(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A contiguous copy that shares no memory with the tensor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
+
+
+def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
+    """The pins of each row."""
+    if block.pins is None:
+        return [()] * len(block.seen[rows])
+    found = ([bound for bound in bounds if bound != spans.LAST] for bounds in block.pins[rows].tolist())
+    return [tuple(zip(bounds[::2], bounds[1::2], strict=True)) for bounds in found]
+
+
+def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
+    """Set the budget of one row, for all heads or for each head. An existing tensor is changed in place."""
+    held = block.budget
+    if isinstance(held, int) and isinstance(budget, int) and (budget == held or len(block.seen) == 1):
+        block.budget = budget
+        return
+    wanted = block.seen.new_tensor([budget] if isinstance(budget, int) else list(budget))
+    held = held if isinstance(held, Tensor) else block.seen.new_full((len(block.seen), 1), held)
+    if len(wanted) > held.shape[1]:
+        held = held.repeat(1, len(wanted))
+    held[row] = wanted
+    block.budget = held
+
+
+def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
+    """The budget of each row, as one number where all heads have the same.
+
+    A policy without budgets per head may have run in a pool. Its rows must also fit a block without one.
+    """
+    if isinstance(block.budget, int):
+        return [block.budget] * len(block.seen[rows])
+    return [numbers[0] if len(set(numbers)) == 1 else tuple(numbers) for numbers in block.budget[rows].tolist()]
+
+
+# Several rows of a block as objects: copied out and put back with one operation for each tensor.
+
+_DENSE = 0.95
+"""Rows share tensors if they use at least this part of them; otherwise each has its own."""
+
+
+def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> tuple[RowCopy, ...]:
+    """Copy several rows out of a block whose heads have equal slots, each as an object; arguments as for `take_row`."""
+    positions = block.store.positions[rows]
+    used, cut = _used(positions), block.per_slot()
+    most, capacity = max(used), block.store.capacity
+    if sum(used) < _DENSE * most * len(used):
+        each = range(len(block.seen))[rows]
+        return tuple(copy for row in each for copy in take_rows(block, slice(row, row + 1), device))
+    tensors = {
+        name: copied(tensor[rows, :, :most] if name in cut else tensor[rows], device)
+        for name, tensor in block.per_row().items()
+        if name not in NUMBERS
+    }
+    views = zip(*(tensor.unbind() for tensor in tensors.values()), strict=True)
+    parts = tuple(
+        {name: _first(x, n, most) if name in cut else x for name, x in zip(tensors, mine, strict=True)}
+        for mine, n in zip(views, used, strict=True)
+    )
+    held = [_first(x, n, most) for x, n in zip(copied(positions[:, :, :most], device).unbind(), used, strict=True)]
+    found, pack = zip(parts, held, budgets_of(block, rows), pins_of(block, rows), strict=True), Pack(tensors, parts)
+    return tuple(RowCopy(mine, cut, at, capacity, budget, pins, pack) for mine, at, budget, pins in found)
+
+
+def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
+    """Overwrite several rows of a block with copies that fit, apart from their budgets and pins."""
+    mine = {name: tensor[rows] for name, tensor in block.per_row().items()}
+    pack = _pack_of(copies)
+    if pack is None:
+        for number, copy in enumerate(copies):
+            for name, tensor in copy.tensors.items():
+                target = mine[name][number]
+                (target[:, : copy.used] if name in copy.cut else target).copy_(tensor)
+            block.store.positions[rows][number, :, copy.used :] = EMPTY
+        return
+    for name, tensor in pack.tensors.items():
+        cut = name in copies[0].cut
+        (mine[name][:, :, : tensor.shape[2]] if cut else mine[name]).copy_(tensor)
+    block.store.positions[rows][:, :, max(copy.used for copy in copies) :] = EMPTY
+
+
+def check_rows(block: Block, copies: Sequence[RowCopy]) -> None:
+    """Refuse copies of which one does not fit a block's rows.
+
+    Raises:
+        ShapeError: see `check_row`.
+    """
+    for copy in copies:
+        check_slots(copy, block.store.capacity)
+    for copy in copies if _pack_of(copies) is None else copies[:1]:
+        check_row(block, copy)
+
+
+def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
+    """The pack of which copies are all parts, in order; ``None`` if there is none."""
+    pack = copies[0].pack
+    if pack is None or len(pack.parts) != len(copies):
+        return None
+    return pack if all(copy.tensors is part for copy, part in zip(copies, pack.parts, strict=True)) else None
+
+
+def _used(positions: Int[Tensor, "B Hk capacity"]) -> list[int]:
+    """The number of slots up to the last occupied one in each row."""
+    places = torch.arange(1, positions.shape[-1] + 1, device=positions.device)
+    found: list[int] = (places * (positions >= 0).any(dim=1)).amax(dim=1).tolist()
+    return found
+
+
+def _first(tensor: Tensor, n: int, of: int) -> Tensor:
+    """The first of so many slots."""
+    return tensor if n == of else tensor[:, :n]

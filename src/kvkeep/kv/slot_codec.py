@@ -1,0 +1,565 @@
+"""Slots that a backend may read where they lie, and of which everybody else gets copies side by side."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int, Int8, UInt8
+from torch import Tensor
+
+from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.types import Slots, View
+
+
+class LazySlots(Slots):
+    """Slots whose keys and values lie in memory in another form. Copies are made when they are first read."""
+
+    @functools.cached_property
+    def keys(self) -> Float[Tensor, "B Hk S D"]:
+        """A copy of the keys."""
+        return self.copy_keys()
+
+    @functools.cached_property
+    def values(self) -> Float[Tensor, "B Hk S E"]:
+        """A copy of the values."""
+        return self.copy_values()
+
+    @abc.abstractmethod
+    def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
+        """Make a copy of the keys."""
+
+    @abc.abstractmethod
+    def copy_values(self) -> Float[Tensor, "B Hk S E"]:
+        """Make a copy of the values."""
+
+    @abc.abstractmethod
+    def write(
+        self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
+    ) -> Bool[Tensor, "B Hk 1"] | None:
+        """Write one token of each head into the given slots. Return which heads can use theirs; ``None``: all."""
+
+    def __iter__(self) -> Any:
+        return iter(self.copied())
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.copied()[item]
+
+    def _replace(self, **changes: Any) -> Slots:  # type: ignore[override]
+        return self.copied()._replace(**changes)
+
+    def copied(self) -> Slots:
+        """The same slots as copies side by side."""
+        return Slots(self.keys, self.values, self.positions)
+
+    def forget(self) -> None:
+        """Drop the copies, because the slots have changed."""
+        vars(self).pop("keys", None)
+        vars(self).pop("values", None)
+
+
+class LazyView(View):
+    """A view of such slots. Keys and values are copied when the policy first looks at them."""
+
+    _slots: LazySlots
+
+    @classmethod
+    def of(cls, slots: LazySlots, **others: Any) -> LazyView:
+        """A view of these slots.
+
+        Args:
+            slots: the slots.
+            others: the other attributes of `View`.
+        """
+        view = cls(slots.positions, *nothing(slots.positions), **others)
+        own = vars(view)
+        del own["keys"], own["values"]
+        own["_slots"] = slots
+        return view
+
+    @functools.cached_property
+    def keys(self) -> Float[Tensor, "B Hk S D"]:
+        """A copy of the keys."""
+        return self._slots.keys
+
+    @functools.cached_property
+    def values(self) -> Float[Tensor, "B Hk S E"]:
+        """A copy of the values."""
+        return self._slots.values
+
+
+def nothing(positions: Int[Tensor, "B Hk S"]) -> tuple[Tensor, Tensor]:
+    """Keys and values for the constructors of these classes, which never read them."""
+    empty = positions.new_empty((*positions.shape, 0), dtype=torch.float32)
+    return empty, empty
+
+
+# Keys and values in 8 or 4 bits per number: the codes, and slots that hold them.
+#
+# Each token has one scale for a group of channels, so that a slot is overwritten in place without a look at its
+# neighbours. Keys are multiplied with a Hadamard matrix before they are coded. It spreads a channel that is much larger
+# than the others over its whole block. ``docs/quantised.md`` says why, and draws the layout.
+
+GREATEST = {8: 127, 4: 7}
+"""The greatest code by number of bits. The least is its negative."""
+
+NUMBERS = {8: torch.int8, 4: torch.uint8}
+"""The dtype of a vector's numbers."""
+
+KV_BITS = {"8": (8, 8), "4": (4, 4), "k8v4": (8, 4)}
+"""Bits of a key's numbers and of a value's, by the name of the setting."""
+
+_LARGEST_SCALE = torch.finfo(torch.float16).max
+
+
+class Codes(NamedTuple):
+    """Vectors as whole numbers and scales: channel = number * scale of its group.
+
+    Attributes:
+        numbers: at 8 bits one number per channel. At 4 bits two numbers, 0 to 15, per byte: byte ``i`` of a group of
+            ``g`` channels holds channel ``i`` in its low half and channel ``g / 2 + i`` in its high half, each with 8
+            added to it.
+        scales: one per group of channels.
+        bits: 8 or 4.
+    """
+
+    numbers: Int8[Tensor, "B Hk S D"] | UInt8[Tensor, "B Hk S half_D"]
+    scales: Float[Tensor, "B Hk S groups"]
+    bits: int
+
+    @property
+    def dim(self) -> int:
+        """Channels of a vector."""
+        return self.numbers.shape[-1] * (8 // self.bits)
+
+
+def check_bits(kv_bits: object) -> str | None:
+    """The name of a setting: ``"8"``, ``"4"`` or ``"k8v4"``; ``None``, or 16, for the model's dtype.
+
+    Raises:
+        InputError: there is no such setting.
+    """
+    if kv_bits is None or (isinstance(kv_bits, int | str) and not isinstance(kv_bits, bool)):
+        name = str(kv_bits)
+        if name in KV_BITS or name in ("None", "16"):
+            return name if name in KV_BITS else None
+    raise InputError(
+        f"kv_bits={kv_bits!r:.40} is no number of bits that slots can have: give 8, 4, k8v4 (keys in 8 bits, values "
+        "in 4), or 16 for the model's dtype."
+    )
+
+
+def check_dim(dim: int, bits: int) -> None:
+    """Refuse a head dim that cannot be packed.
+
+    Raises:
+        UnsupportedModelError: it is odd, and two numbers go into a byte.
+    """
+    if bits == 4 and dim % 2:
+        raise UnsupportedModelError(
+            f"The model's head dim is {dim}, and at 4 bits two channels share a byte. Give `kv_bits=8`, which takes "
+            "every head dim."
+        )
+
+
+def group_size(dim: int) -> int:
+    """The number of channels that share a scale: 64 or 32 if the head dim is a multiple of it, otherwise all.
+
+    Kernels read whole vectors of a group, and of half a group at 4 bits, so no other divisor will do.
+    """
+    return next((size for size in (64, 32) if dim % size == 0), dim)
+
+
+def groups(dim: int) -> int:
+    """The number of a vector's scales."""
+    return dim // group_size(dim)
+
+
+def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
+    """Round vectors to codes. A group that holds NaN or an infinity is coded as zeros.
+
+    In float32: ``scale = float16(max |x| / greatest)``, at most the largest finite float16, and ``code = round(x /
+    scale)`` with halves to even, at most the greatest. A scale of 0 has codes 0.
+
+    Args:
+        x: vectors. At 4 bits their length must be even.
+        bits: 8 or 4.
+    """
+    dim, greatest = x.shape[-1], GREATEST[bits]
+    grouped = x.float().unflatten(-1, (-1, group_size(dim)))
+    largest: Tensor = grouped.abs().amax(dim=-1, keepdim=True)  # NaN if any channel is
+    scales = (largest / greatest).clamp(max=_LARGEST_SCALE).half()
+    scales = scales.masked_fill(~largest.isfinite(), 0.0)
+    numbers = (grouped / scales.float()).round().clamp(-greatest, greatest).masked_fill(scales == 0, 0.0)
+    if bits == 4:
+        low, high = (numbers + 8).to(torch.uint8).chunk(2, dim=-1)
+        return Codes((low | (high << 4)).flatten(-2), scales.squeeze(-1), bits)
+    return Codes(numbers.to(torch.int8).flatten(-2), scales.squeeze(-1), bits)
+
+
+def encode_keys(keys: Float[Tensor, "*B D"], bits: int) -> Codes:
+    """Turn keys with `hadamard`, then round them to codes."""
+    return encode(hadamard(keys.float()), bits)
+
+
+def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
+    """The vectors that codes stand for, computed in float32."""
+    numbers = codes.numbers.unflatten(-1, (codes.scales.shape[-1], -1))
+    if codes.bits == 4:
+        numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1).to(torch.int8) - 8
+    return _finite((numbers * codes.scales.float()[..., None]).flatten(-2), dtype)
+
+
+def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D"]:
+    """Decoded numbers in a dtype. What rounding has made larger than float16 can hold becomes its largest number."""
+    return x.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(dtype) if dtype == torch.float16 else x.to(dtype)
+
+
+def hadamard(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+    """Vectors multiplied with an orthonormal, symmetric Hadamard matrix, which is its own inverse.
+
+    The matrix has a block for each power of two in the head dim, the largest first: 80 = 64 + 16. Blocks are
+    Sylvester's. The sums run in float32 by halves, ``(a + b, a - b)`` at distances 1, 2, 4 ..., and are multiplied with
+    ``size ** -0.5`` at the end, so that each implementation rounds alike.
+
+    Args:
+        x: vectors; the result has their dtype.
+    """
+    turned = [_sylvester(part) for part in x.float().split(_powers(x.shape[-1]), dim=-1)]
+    found: Tensor = turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
+    return found.to(x.dtype)
+
+
+def _sylvester(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+    size, distance = x.shape[-1], 1
+    while distance < size:
+        a, b = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        distance *= 2
+    found: Tensor = x * size**-0.5
+    return found
+
+
+@functools.cache
+def _powers(dim: int) -> list[int]:
+    """The powers of two that add up to a number, the largest first."""
+    return [1 << i for i in reversed(range(dim.bit_length())) if dim >> i & 1]
+
+
+def blank(like: Float[Tensor, "*B _ D"], slots: int, bits: int) -> Codes:
+    """Codes of zeros for so many slots.
+
+    Args:
+        like: vectors that show channels, device, and the axes before the slots.
+        slots: slots in each place of these axes.
+        bits: 8 or 4.
+
+    Raises:
+        UnsupportedModelError: the head dim cannot be packed.
+    """
+    *rows, _, dim = like.shape
+    check_dim(dim, bits)
+    scales = like.new_zeros((*rows, slots, groups(dim)), dtype=torch.float16)
+    return Codes(like.new_zeros((*rows, slots, dim * bits // 8), dtype=NUMBERS[bits]), scales, bits)
+
+
+class CodedSlots(LazySlots):
+    """Slots whose keys and values are codes.
+
+    ``keys`` and ``values`` are copies in the model's dtype, keys turned back. Only `write` changes the codes.
+
+    Attributes:
+        coded_keys: codes of the keys after `hadamard`.
+        coded_values: codes of the values.
+        dtype: the model's dtype.
+    """
+
+    coded_keys: Codes
+    coded_values: Codes
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, keys: Codes, values: Codes, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype) -> CodedSlots:
+        """Slots with these codes.
+
+        Args:
+            keys: codes of the keys after `hadamard`.
+            values: codes of the values.
+            positions: true positions.
+            dtype: the model's dtype.
+        """
+        made = cls(*nothing(positions), positions)
+        made.coded_keys, made.coded_values, made.dtype = keys, values, dtype
+        return made
+
+    def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
+        """Make a copy of the keys, turned back."""
+        return _finite(hadamard(decode(self.coded_keys, torch.float32)), self.dtype)
+
+    def copy_values(self) -> Float[Tensor, "B Hk S E"]:
+        """Make a copy of the values."""
+        return decode(self.coded_values, self.dtype)
+
+    def rotated(self) -> Slots:
+        """Copies side by side in which the keys are still multiplied with the Hadamard matrix, as queries must be."""
+        return Slots(decode(self.coded_keys, self.dtype), self.values, self.positions)
+
+    def write(
+        self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
+    ) -> Bool[Tensor, "B Hk 1"]:
+        """Write one token of each head into the given slots. Return which heads can use theirs, see `finite`."""
+        self.forget()
+        for x, held, code in ((keys, self.coded_keys, encode_keys), (values, self.coded_values, encode)):
+            for target, content in zip(held[:2], code(x, held.bits)[:2], strict=True):
+                target.scatter_(2, slot[..., None].expand(content.shape), content)
+        return finite(keys, values)
+
+
+def finite(keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> Bool[Tensor, "B Hk T"]:
+    """Whether tokens may take a slot: a token with NaN or an infinity in a head leaves its slot in this head empty."""
+    return (keys.isfinite().all(dim=-1)) & (values.isfinite().all(dim=-1))
+
+
+# Keys and values as a store holds them: in the model's dtype, or as codes and scales, over any axes of tokens.
+#
+# Slots side by side and pools that heads share hold the same tensors, which are described here once.
+
+Bits: TypeAlias = tuple[int, int] | None
+"""Bits of a key's numbers and of a value's, see `KV_BITS`; ``None``: both have the model's dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """Keys and values of tokens in the tensors in which they are stored.
+
+    All tensors have the same axes of tokens. The last axis has the channels, or what stands for them.
+
+    Attributes:
+        tensors: ``keys`` and ``values``; if they are codes (keys after `hadamard`), ``key_scales`` and
+            ``value_scales`` as well.
+        dtypes: the model's dtypes of keys and values.
+        bits: bits of keys and values.
+    """
+
+    tensors: Mapping[str, Tensor]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    bits: Bits = None
+
+    @classmethod
+    def blank(
+        cls, like_keys: Float[Tensor, "*B _ D"], like_values: Float[Tensor, "*B _ E"], n: int, bits: Bits
+    ) -> Vectors:
+        """Zeros for ``n`` tokens in each place of the leading axes, for keys and values like these.
+
+        Raises:
+            UnsupportedModelError: the head dim cannot be packed.
+        """
+        dtypes = like_keys.dtype, like_values.dtype
+        if bits is None:
+            keys, values = (x.new_zeros((*x.shape[:-2], n, x.shape[-1])) for x in (like_keys, like_values))
+            return cls({"keys": keys, "values": values}, dtypes)
+        return cls(_named(blank(like_keys, n, bits[0]), blank(like_values, n, bits[1])), dtypes, bits)
+
+    @classmethod
+    def of(
+        cls, keys: Float[Tensor, "B Hk n D"], values: Float[Tensor, "B Hk n E"], bits: Bits
+    ) -> tuple[Vectors, Bool[Tensor, "B Hk n"] | None]:
+        """New tokens as they are stored, and which may take a slot, see `finite`; ``None``: all."""
+        dtypes = keys.dtype, values.dtype
+        if bits is None:
+            return cls({"keys": keys, "values": values}, dtypes), None
+        return cls(_named(encode_keys(keys, bits[0]), encode(values, bits[1])), dtypes, bits), finite(keys, values)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        keys, values = self.tensors["keys"].shape[-1], self.tensors["values"].shape[-1]
+        return (keys, values) if self.bits is None else (keys * 8 // self.bits[0], values * 8 // self.bits[1])
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a key and a value in the model's dtype."""
+        return sum(dim * dtype.itemsize for dim, dtype in zip(self.dims, self.dtypes, strict=True))
+
+    def fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
+        """Whether new keys and values have these head dims, the model's dtypes, and this device."""
+        device = self.tensors["keys"].device
+        return all(
+            (new.shape[-1], new.dtype, new.device) == (dim, dtype, device)
+            for new, dim, dtype in zip((keys, values), self.dims, self.dtypes, strict=True)
+        )
+
+    def no_token(self, rows: int, heads: int) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token in the model's dtype."""
+        like = self.tensors["keys"]
+        pairs = zip(self.dims, self.dtypes, strict=True)
+        keys, values = (like.new_empty((rows, heads, 0, dim), dtype=dtype) for dim, dtype in pairs)
+        return keys, values
+
+    def over(self, tensors: Mapping[str, Tensor]) -> Vectors:
+        """The same kind of vectors in other tensors, named as in ``tensors``. Other names are left out."""
+        return replace(self, tensors={name: tensors[name] for name in self.tensors})
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Vectors:
+        """The same kind of vectors after a change of every tensor."""
+        return replace(self, tensors={name: change(tensor) for name, tensor in self.tensors.items()})
+
+    def slots(self, positions: Int[Tensor, "B Hk S"]) -> Slots:
+        """The vectors as slots, where they lie side by side: `CodedSlots` if they are codes."""
+        keys, values = self.tensors["keys"], self.tensors["values"]
+        if self.bits is None:
+            return Slots(keys, values, positions)
+        codes = Codes(keys, self.tensors["key_scales"], self.bits[0])
+        return CodedSlots.of(
+            codes, Codes(values, self.tensors["value_scales"], self.bits[1]), positions, self.dtypes[0]
+        )
+
+    def beside(
+        self, positions: Int[Tensor, "B Hk n"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the vectors of slots with these positions, followed by new tokens. Empty slots are set to 0."""
+        held, empty = self.slots(positions), (positions < 0)[..., None]
+        found = [torch.cat([old, new], dim=2) for old, new in ((held.keys, keys), (held.values, values))]
+        for joined in found:
+            joined[:, :, : empty.shape[2]].masked_fill_(empty, 0.0)
+        return found[0], found[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Tokens on their way into slots: some that lie in slots already, followed by new ones.
+
+    The former are moved as they are. A store that rounds would otherwise round them again.
+
+    Attributes:
+        held: the former, side by side, as their store holds them.
+        keys: keys of the new ones.
+        values: values of the new ones.
+        usable: which of the former may take a slot; ``None``: all.
+    """
+
+    held: Vectors
+    keys: Float[Tensor, "B Hk n D"]
+    values: Float[Tensor, "B Hk n E"]
+    usable: Bool[Tensor, "B Hk m"] | None = None
+
+    @classmethod
+    def new(cls, keys: Float[Tensor, "B Hk n D"], values: Float[Tensor, "B Hk n E"], bits: Bits = None) -> Tokens:
+        """Tokens of which none lies in slots."""
+        return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits)[0], keys, values)
+
+    def apart(self) -> Tokens:
+        """The same tokens. If others lie in slots, the new ones are copied: they may be views of memory for all."""
+        if not self.held.tensors["keys"].shape[2]:
+            return self
+        return replace(self, keys=self.keys.clone(), values=self.values.clone())
+
+    def chosen(self, order: Int[Tensor, "B Hk n"]) -> Tokens:
+        """Some of the tokens, in this order and as a store holds them, so that none is new."""
+        n = self.held.tensors["keys"].shape[2]
+        if not self.keys.shape[2]:
+            usable = None if self.usable is None else self.usable.gather(-1, order)
+            return replace(self, held=self.held.each(lambda held: _gathered(held, order)), usable=usable)
+        keys, values = (_gathered(x, order - n) for x in (self.keys, self.values))
+        found, usable = Vectors.of(keys, values, self.held.bits)
+        if n:
+            old, held = order < n, self.held.tensors
+            found = found.over(
+                {
+                    name: torch.where(old[..., None], _gathered(held[name], order), x)
+                    for name, x in found.tensors.items()
+                }
+            )
+            usable = None if usable is None else usable | old
+        return Tokens(found, keys[:, :, :0], values[:, :, :0], usable)
+
+
+def _named(keys: Codes, values: Codes) -> dict[str, Tensor]:
+    """The tensors of codes by name."""
+    return {
+        "keys": keys.numbers,
+        "key_scales": keys.scales,
+        "values": values.numbers,
+        "value_scales": values.scales,
+    }
+
+
+def _gathered(x: Tensor, order: Int[Tensor, "B Hk n"]) -> Tensor:
+    """Vectors of some tokens, ``(B, Hk, n, ...)``. A number that names no token gives the first or the last one."""
+    B, Hk, S = x.shape[:3]
+    rows, heads = (torch.arange(n, device=x.device) for n in (B, Hk))
+    return x[rows[:, None, None], heads[:, None], order.clamp(0, S - 1)]  # copies vectors; `gather` copies numbers
+
+
+# Slots beside a chunk of a prompt. A kernel reads both where they lie; whoever needs them side by side gets a copy.
+
+
+class Beside(LazySlots):
+    """Slots where they lie, followed by new tokens. In the copies, keys and values of empty slots are 0.
+
+    Attributes:
+        held: the slots.
+        new: the new tokens.
+    """
+
+    held: Slots
+    new: Slots
+    _first: Beside | None
+
+    @classmethod
+    def of(cls, held: Slots, new: Slots, positions: Int[Tensor, "B Hk S"] | None = None) -> Beside:
+        """Slots beside new tokens.
+
+        Args:
+            held: the slots, which must not change as long as the object is used.
+            new: the new tokens.
+            positions: the positions of both; by default those of ``held`` and ``new``.
+        """
+        if positions is None:
+            positions = torch.cat([held.positions, new.positions], dim=2)
+        made = cls(*nothing(positions), positions)
+        made.held, made.new, made._first = held, new, None
+        return made
+
+    def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
+        """Make a copy of the keys."""
+        return self._first.keys if self._first else self._joined(self.held.keys, self.new.keys)
+
+    def copy_values(self) -> Float[Tensor, "B Hk S E"]:
+        """Make a copy of the values."""
+        return self._first.values if self._first else self._joined(self.held.values, self.new.values)
+
+    def write(
+        self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
+    ) -> None:
+        """Nothing is written into slots beside a chunk."""
+        raise NotImplementedError
+
+    def _joined(self, held: Tensor, new: Tensor) -> Tensor:
+        found = torch.cat([held, new], dim=2)
+        found[:, :, : held.shape[2]].masked_fill_((self.held.positions < 0)[..., None], 0.0)
+        return found
+
+
+def at(slots: Slots, positions: Int[Tensor, "B Hk S"]) -> Slots:
+    """The same keys and values with other positions. Copies are made once for both."""
+    if not isinstance(slots, Beside):
+        return slots._replace(positions=positions)
+    made = Beside.of(slots.held, slots.new, positions)
+    made._first = slots._first or slots
+    return made
+
+
+def pieces(slots: Slots) -> tuple[Slots, ...]:
+    """Keys and values that lie together, in the order of the slots: one piece, or slots and a chunk."""
+    if not isinstance(slots, Beside):
+        return (slots,)
+    used = slots.held.positions.shape[2]
+    return (
+        Slots(slots.held.keys, slots.held.values, slots.positions[:, :, :used]),
+        Slots(slots.new.keys, slots.new.values, slots.positions[:, :, used:]),
+    )

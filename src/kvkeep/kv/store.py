@@ -1,0 +1,452 @@
+"""The protocol of a store: how the keys, values and positions of one layer lie in memory."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import ClassVar, ParamSpec, TypeVar, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.errors import ShapeError
+from kvkeep.kv.slot_codec import KV_BITS, Bits, CodedSlots, Tokens, Vectors
+from kvkeep.types import EMPTY, Slots, View
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S", bound="Store")
+
+
+class Store(abc.ABC):
+    """Keys, values and positions of one layer, ``capacity`` slots per row and KV head, allocated once.
+
+    A new store is empty. It takes its rows, heads, head dims, dtype and device from the given keys and values.
+    Slots may have any layout, and another dtype than the model: the code that writes into them rounds.
+
+    Attributes:
+        bits: bits of a key's numbers and of a value's in the slots; ``None``: those of the model's dtype.
+        positions: true positions, ``-1`` = empty.
+        in_place: whether a step works on the tensors of the store itself, see `opened`.
+    """
+
+    bits: Bits = None
+    in_place: ClassVar[bool] = True
+    positions: Int[Tensor, "B Hk capacity"]
+
+    @abc.abstractmethod
+    def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int): ...
+
+    @classmethod
+    def like(
+        cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token, from which a store for other rows of the same kind can be made.
+
+        Args:
+            tensors: named as in `per_row`.
+            dtype: the model's, where the tensors do not show it.
+        """
+        keys, values = tensors["keys"], tensors["values"]
+        if cls.bits is None:
+            return keys[:, :, :0], values[:, :, :0]
+        key_dim, value_dim = (x.shape[-1] * 8 // bits for x, bits in zip((keys, values), cls.bits, strict=True))
+        shape = *keys.shape[:2], 0
+        return keys.new_empty((*shape, key_dim), dtype=dtype), values.new_empty((*shape, value_dim), dtype=dtype)
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row and head."""
+        return self.positions.shape[-1]
+
+    def used(self) -> int:
+        """The number of slots up to the last occupied one; all slots on a GPU, where the answer would mean waiting."""
+        if self.positions.device.type != "cpu":
+            return self.capacity
+        occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
+        return int(occupied[-1]) + 1 if len(occupied) else 0
+
+    @property
+    def room(self) -> int:
+        """Slots of all rows and heads."""
+        return self.positions.numel()
+
+    @property
+    def n_tokens(self) -> int:
+        """Occupied slots of all rows and heads."""
+        return int((self.positions >= 0).sum())
+
+    def numbers(self, start: float) -> Tensor:
+        """One number for each slot, in the order of the slots in memory. A policy's state consists of these."""
+        return torch.full(self.positions.shape, start, dtype=torch.float32, device=self.positions.device)
+
+    def clear(self, rows: int | slice) -> None:
+        """Empty the slots of some rows."""
+        self.positions[rows] = EMPTY
+
+    def opened(self) -> Store:
+        """The store as a step works on it: its positions lie side by side and may be written until `close`.
+
+        This is the store itself, unless its slots lie otherwise in memory.
+        """
+        return self
+
+    def close(self) -> None:  # noqa: B027  nothing to do
+        """Write the content of an opened store to where it lies in memory."""
+
+    def side_by_side(self, numbers: Tensor) -> Float[Tensor, "B Hk capacity"]:
+        """The numbers of `numbers`, for an opened store, in the order of `positions`."""
+        return numbers
+
+    def put_back(  # noqa: B027  nothing to do
+        self, numbers: Tensor, held: Float[Tensor, "B Hk capacity"]
+    ) -> None:
+        """Write what `side_by_side` has returned back into the numbers."""
+
+    def divided(self, sizes: Int[Tensor, "B Hk"]) -> Store:
+        """A store in which each head has at least that many slots. The slots may lose their content."""
+        missing = int(sizes.max()) - self.capacity
+        return self.wider(self.capacity + missing) if missing > 0 else self
+
+    @property
+    @abc.abstractmethod
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the keys."""
+        return self.slots().keys.dtype
+
+    @abc.abstractmethod
+    def slots(self) -> Slots:
+        """The slots themselves, as a backend reads and writes them."""
+
+    def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token, which show the shapes of the slots."""
+        keys, values, _ = self.slots()
+        return keys[:, :, :0], values[:, :, :0]
+
+    def lying(self, used: int) -> Slots | None:
+        """The first ``used`` slots where they lie, for code that reads them there and writes them through `slots`.
+
+        ``None`` if keys and values can only be copied, or moved one by one at a cost, as on a GPU.
+        """
+        return None
+
+    @abc.abstractmethod
+    def beside(
+        self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+
+    @abc.abstractmethod
+    def fill(
+        self,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        positions: Int[Tensor, "B Hk n"],
+    ) -> None:
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+
+    def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
+        """Tokens that `take` puts into slots, even after these have lost their content.
+
+        A store that rounds shows the first ``used`` tokens as it holds them.
+
+        Args:
+            slots: what `beside` has returned, or the slots.
+            used: the number of slots among the tokens; they come first.
+        """
+        return Tokens.new(slots.keys, slots.values)
+
+    def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
+        """Replace the content with some tokens of slots and chunk, in place. The other slots become empty.
+
+        Args:
+            tokens: what `tokens` has returned.
+            positions: positions of the tokens in their new slots.
+            order: which tokens, in the order of their new slots.
+        """
+        found = tokens.chosen(order).held.tensors
+        self.fill(found["keys"], found["values"], positions)
+
+    @abc.abstractmethod
+    def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
+        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+
+    def check_fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> None:
+        """Refuse tokens of another shape, dtype or device.
+
+        Raises:
+            ShapeError: the tensors do not fit the store.
+        """
+        if not self.fits(keys, values):
+            held = self.slots().keys
+            raise ShapeError(
+                f"The cache holds (rows, KV heads, slots, head dim) = {tuple(held.shape)} in {held.dtype} and was "
+                f"given {tuple(keys.shape)} in {keys.dtype}. One cache serves one model and one batch: make a new one "
+                "for another, or call reset() first."
+            )
+
+    @abc.abstractmethod
+    def wider(self, capacity: int) -> Store:
+        """An empty store with more slots, for the same rows."""
+
+    def widened(self, capacity: int) -> Store:
+        """A store with more slots and the same content."""
+        wide = self.wider(capacity)
+        wide.fill(*self.slots())
+        return wide
+
+    @abc.abstractmethod
+    def per_row(self) -> dict[str, Tensor]:
+        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+
+    def per_slot(self) -> tuple[str, ...]:
+        """Names of the tensors of `per_row` whose third axis is the slots. The others are copied whole."""
+        return ()
+
+    @abc.abstractmethod
+    def over(self, tensors: Mapping[str, Tensor]) -> Store:
+        """A store of the same kind over other tensors, named as in `per_row`."""
+
+
+def by_bits(kind: type[_S]) -> dict[str, type[_S]]:
+    """Kinds of a store that differ in `Store.bits`, by the names of `kvkeep.kv.slot_codec.KV_BITS`."""
+    return {
+        name: cast(type[_S], type(f"{kind.__name__}_{name}", (kind,), {"bits": bits})) for name, bits in KV_BITS.items()
+    }
+
+
+def inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a method outside of autograd, whose graph would hold every past step, and outside of inference mode.
+
+    Tensors that are made in ``torch.inference_mode`` cannot be written outside of it. Slots are made and written in
+    place in both modes, so they must be ordinary tensors.
+    """
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)  # nothing to switch; entering the contexts takes longer than an eviction
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapper
+
+
+# The default store: slots in the model's dtype, written in place and moved only at the end of a prompt chunk.
+
+
+class DenseStore(Store):
+    """Keys, values and positions of one layer, ``capacity`` slots per row and KV head.
+
+    The layout is drawn in ``docs/layouts.md``. The tensors are never replaced, so their storage pointers stay the same
+    for the life of the store, unless the number of rows changes.
+
+    Attributes:
+        keys: ``(B, Hk, capacity, D)``.
+        values: ``(B, Hk, capacity, E)``.
+        positions: true positions, ``-1`` = empty.
+    """
+
+    keys: Float[Tensor, "B Hk capacity D"]
+    values: Float[Tensor, "B Hk capacity E"]
+    positions: Int[Tensor, "B Hk capacity"]
+
+    def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
+        B, Hk, _, D = like_keys.shape
+        self.keys = like_keys.new_zeros((B, Hk, capacity, D))
+        self.values = like_values.new_zeros((B, Hk, capacity, like_values.shape[-1]))
+        self.positions = torch.full((B, Hk, capacity), EMPTY, dtype=torch.int32, device=like_keys.device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        per_head = sum(x.shape[-1] * x.element_size() for x in (self.keys, self.values))
+        return per_head * self.positions.shape[1]
+
+    def slots(self) -> Slots:
+        """The slots themselves, as attention reads them."""
+        return Slots(self.keys, self.values, self.positions)
+
+    def lying(self, used: int) -> Slots | None:
+        """The first ``used`` slots where they lie, in main memory."""
+        if not self.positions.is_cpu:
+            return None
+        return Slots(self.keys[:, :, :used], self.values[:, :, :used], self.positions[:, :, :used])
+
+    def fill(
+        self,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        positions: Int[Tensor, "B Hk n"],
+    ) -> None:
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        n = positions.shape[-1]
+        self.keys[:, :, :n] = keys
+        self.values[:, :, :n] = values
+        self.positions[:, :, :n] = positions
+        self.positions[:, :, n:] = EMPTY
+
+    def beside(
+        self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        empty = (self.positions[:, :, :used] < 0)[..., None]
+        found = [torch.cat([self.keys[:, :, :used], keys], dim=2), torch.cat([self.values[:, :, :used], values], dim=2)]
+        for tensor in found:
+            tensor[:, :, :used].masked_fill_(empty, 0.0)
+        return found[0], found[1]
+
+    def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
+        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        return all(
+            (new.shape[:2], new.shape[3], new.dtype, new.device)
+            == (held.shape[:2], held.shape[3], held.dtype, held.device)
+            for new, held in ((keys, self.keys), (values, self.values))
+        )
+
+    def wider(self, capacity: int) -> DenseStore:
+        """An empty store with more slots, for the same rows."""
+        return DenseStore(self.keys, self.values, capacity)
+
+    def per_row(self) -> dict[str, Tensor]:
+        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+        return {"keys": self.keys, "values": self.values, "positions": self.positions}
+
+    def per_slot(self) -> tuple[str, ...]:
+        """All tensors: they have one entry per slot."""
+        return ("keys", "values", "positions")
+
+    def over(self, tensors: Mapping[str, Tensor]) -> DenseStore:
+        """A dense store over other tensors, named as in `per_row`."""
+        other = copy.copy(self)
+        other.keys, other.values, other.positions = (tensors[name] for name in ("keys", "values", "positions"))
+        return other
+
+
+# Stores whose slots hold 8 or 4 bits per number, see `kvkeep.kv.slot_codec`. A token is coded once and never again.
+
+
+class QuantisedStore(Store):
+    """Codes of keys and values, scales and positions of one layer, ``capacity`` slots per row and KV head.
+
+    ``docs/quantised.md`` draws the layout. A token with NaN or an infinity in a head leaves its slot empty there.
+
+    Attributes:
+        vectors: codes of keys and values, and scales, ``(B, Hk, capacity, ...)``.
+        positions: true positions, ``-1`` = empty.
+    """
+
+    bits: tuple[int, int]
+    vectors: Vectors
+    positions: Int[Tensor, "B Hk capacity"]
+
+    def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
+        self._slots: CodedSlots | None = None
+        self.vectors = Vectors.blank(like_keys, like_values, capacity, self.bits)
+        shape = (*like_keys.shape[:2], capacity)
+        self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=like_keys.device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        return self.positions.shape[1] * self.vectors.token_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        return self.vectors.dtypes[0]
+
+    def opened(self) -> QuantisedStore:
+        """The store during a step: `slots` is always the same object, which remembers copies of its content."""
+        other = copy.copy(self)
+        other._slots = self.slots()
+        return other
+
+    def slots(self) -> CodedSlots:
+        """The slots, which hold codes."""
+        if self._slots is not None:
+            return self._slots
+        found = self.vectors.slots(self.positions)
+        assert isinstance(found, CodedSlots)
+        return found
+
+    def fill(
+        self,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        positions: Int[Tensor, "B Hk n"],
+    ) -> None:
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        order = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
+        self.take(Tokens.new(keys, values, self.bits), positions, order)
+
+    def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
+        """See `Store.tokens`."""
+        held = self._first(used)
+        if slots.positions.shape[2] == used:
+            return Tokens(held, *self.no_token())
+        return Tokens(held, slots.keys[:, :, used:], slots.values[:, :, used:])
+
+    def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
+        """See `Store.take`. The codes of tokens that lie in slots are moved as they are."""
+        n, found = positions.shape[-1], tokens.chosen(order)
+        for name, content in found.held.tensors.items():
+            self.vectors.tensors[name][:, :, :n] = content
+        self.positions[:, :, :n] = positions if found.usable is None else positions.masked_fill(~found.usable, EMPTY)
+        self.positions[:, :, n:] = EMPTY
+
+    def _first(self, used: int) -> Vectors:
+        """The content of the first slots."""
+        return self.vectors.each(lambda x: x[:, :, :used])
+
+    def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token. The codes are not read."""
+        return self.vectors.no_token(*self.positions.shape[:2])
+
+    def beside(
+        self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        return self._first(used).beside(self.positions[:, :, :used], keys, values)
+
+    def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
+        """Whether new keys and values have this store's rows, heads, head dims, device, and the model's dtype."""
+        shape = self.positions.shape[:2]
+        return keys.shape[:2] == values.shape[:2] == shape and self.vectors.fit(keys, values)
+
+    def wider(self, capacity: int) -> QuantisedStore:
+        """An empty store with more slots, for the same rows."""
+        return type(self)(*self.no_token(), capacity)
+
+    def widened(self, capacity: int) -> QuantisedStore:
+        """See `Store.widened`. The codes stay as they are."""
+        wide = self.wider(capacity)
+        mine, others = self.per_row(), wide.per_row()
+        for name, content in mine.items():
+            others[name][:, :, : self.capacity] = content
+        return wide
+
+    def per_row(self) -> dict[str, Tensor]:
+        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+        return {**self.vectors.tensors, "positions": self.positions}
+
+    def per_slot(self) -> tuple[str, ...]:
+        """All tensors: they have one entry per slot."""
+        return tuple(self.per_row())
+
+    def over(self, tensors: Mapping[str, Tensor]) -> QuantisedStore:
+        """A store of the same kind over other tensors, named as in `per_row`."""
+        other = copy.copy(self)
+        other._slots, other.vectors, other.positions = None, self.vectors.over(tensors), tensors["positions"]
+        return other
+
+
+QUANTISED = by_bits(QuantisedStore)
+"""The stores by the name of the setting, see `kvkeep.kv.slot_codec.check_bits`."""

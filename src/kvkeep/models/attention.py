@@ -1,0 +1,365 @@
+"""The transformers adapter: an attention function, a mask function, and `attach`. Nothing is patched.
+
+Importing this module registers both functions under the name ``kvkeep``; `attach` selects them for one model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from kvkeep.attention_stats import Nothing
+from kvkeep.backends import choose
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
+from kvkeep.models.device import check_offloaded, without_autocast
+from kvkeep.models.output_projection import OutputOf
+from kvkeep.models.support import (
+    check_attention,
+    check_cache,
+    check_has_weights,
+    check_heads,
+    check_placeholders,
+    check_positions,
+    check_split,
+    text_config,
+    unwrapped,
+)
+from kvkeep.models.weight_hash import WeightsOf
+from kvkeep.types import EMPTY, AttentionOptions, Slots
+
+# The mask that models hand to kvkeep's attention: which columns are padding. All else follows from positions.
+
+# without `to` and `device`: tools that move a model's inputs between devices ask whether these exist
+_TENSOR_ATTRIBUTES = {"contiguous", "dim", "dtype", "expand", "ndim", "shape", "size", "unsqueeze", "view"}
+
+
+@dataclass(frozen=True)
+class PaddingMask:
+    """The columns of a batch that are padding. Causality and sliding windows follow from positions.
+
+    Attributes:
+        real: which columns of the logical key axis hold real tokens; ``None``: all.
+        q_offset: column of the first query.
+        kv_offset: column of the first key, for caches that drop old keys.
+        window: sliding window that the model asked for.
+        honoured: whether this is all that the model asked for.
+    """
+
+    real: Bool[Tensor, "B columns"] | None
+    q_offset: int
+    kv_offset: int
+    window: int | None
+    honoured: bool = True
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say why there is no mask tensor if a model or cache uses this as one.
+
+        Raises:
+            UnsupportedModelError: the attribute is one of a tensor.
+            AttributeError: the attribute is another one.
+        """
+        if name in _TENSOR_ATTRIBUTES:
+            raise UnsupportedModelError(
+                f"Something wants a mask tensor (its {name!r}): a static or compiled cache, or the model's own code. "
+                "kvkeep's attention derives masks from positions. Use a BoundedCache or a DynamicCache, or go back "
+                'to the model\'s own attention with model.set_attn_implementation("sdpa").'
+            )
+        raise AttributeError(name)
+
+    def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
+        """The part of the mask that belongs to the ``T`` new tokens.
+
+        Raises:
+            ShapeError: the mask does not cover the tokens seen so far and the new ones.
+        """
+        if self.real is None:
+            return None
+        if self.real.shape[1] != self.q_offset + T:
+            raise ShapeError(
+                f"attention_mask has {self.real.shape[1]} columns, but {self.q_offset} tokens are in the cache and "
+                f"{T} are new. Pass a mask over all {self.q_offset + T}, old and new; or, for another text, call "
+                "reset() on the cache or make a new one. With use_cache=False pass no cache."
+            )
+        return self.real[:, self.q_offset :]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all tokens are real, and positions say all the rest."""
+        return self.real is None and self.honoured
+
+    def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
+        """Which of the ``T`` new tokens of a prompt are padding; ``None``: none that the mask tells.
+
+        Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
+        """
+        if self.real is None or T == 1 or self.real.shape[1] != self.q_offset + T:
+            return None
+        return ~self.real[:, self.q_offset :]
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Tensor],
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Bool[Tensor, "B columns"] | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> PaddingMask:
+    """The mask function of transformers' interface: keep the padding, and note whether positions say all the rest.
+
+    A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
+    """
+    expected = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
+    honoured = q_length == 1 or _same_function(mask_function, expected)
+    return PaddingMask(attention_mask, int(q_offset), kv_offset, local_size, honoured)
+
+
+def _same_function(one: object, two: object) -> bool:
+    """Whether two mask functions are the same code over the same closure."""
+    if isinstance(one, FunctionType) and isinstance(two, FunctionType):
+        inner = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, two))
+        return one.__code__ is two.__code__ and _same_function(*inner)
+    if isinstance(one, tuple) and isinstance(two, tuple):
+        return len(one) == len(two) and all(map(_same_function, one, two))
+    return type(one) is type(two) is int and one == two
+
+
+ATTENTION = "kvkeep"
+"""The name under which both functions are registered with transformers."""
+
+Decoder: TypeAlias = PreTrainedModel
+"""A decoder of transformers, for rooms that do not import transformers themselves."""
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def attach(model: _Model) -> _Model:
+    """Select kvkeep's attention for a model's text decoder and return the model.
+
+    With a dynamic cache, or without a cache, the model computes what it did before. A run is refused if it needs
+    something that kvkeep's attention does not compute: attention dropout, 4-D masks, packed sequences, attention
+    matrices, static caches. Encoders of images and sounds keep their own attention.
+    ``model.set_attn_implementation("sdpa")`` undoes it.
+
+    Args:
+        model: any decoder of transformers whose attention goes through its attention interface, also if
+            ``torch.compile`` or an adapter of PEFT is wrapped around it.
+
+    Raises:
+        InputError: ``model`` is no model of transformers.
+        UnsupportedModelError: the interface does not reach this model's attention, its cache is no KV cache, its
+            weights cannot be brought back from the disk, or kvkeep cannot follow how it is split over processes.
+    """
+    inner = unwrapped(model)
+    check_cache(inner)
+    check_offloaded(inner)
+    check_split(inner)
+    text = text_config(inner)
+    decoders = [part for part in inner.modules() if isinstance(part, PreTrainedModel) and part.config is text]
+    for part in decoders or [inner]:
+        check_attention(part)
+    if inner.config is text or not decoders:
+        inner.set_attn_implementation(ATTENTION)
+    else:
+        decoders[0].set_attn_implementation(ATTENTION)
+        if inner._can_set_attn_implementation():
+            inner.set_attn_implementation({"": ATTENTION})  # for the masks that the outer model makes
+    if _tell_ids not in inner._forward_pre_hooks.values():
+        inner.register_forward_pre_hook(_tell_ids, with_kwargs=True)
+    return model
+
+
+@contextmanager
+def attached(model: _Model) -> Iterator[_Model]:
+    """Attach a model and evaluate with it for a while; afterwards its attention, hooks and modes are what they were.
+
+    Only one thread at a time is let in, since the others would find a model in the wrong state. That thread may attach
+    again, as a callback does that evaluates something of its own.
+
+    Raises:
+        InputError, UnsupportedModelError: see `attach`.
+    """
+    inner = unwrapped(model)
+    with _ONE_AT_A_TIME:
+        modes = [(part, part.training) for part in model.modules()]
+        parts = [part.config for part in inner.modules() if isinstance(part, PreTrainedModel)]
+        chosen, told = [config._attn_implementation for config in parts], _tell_ids in inner._forward_pre_hooks.values()
+        try:
+            model.eval()
+            yield attach(model)
+        finally:
+            for part, training in modes:
+                part.training = training
+            for config, implementation in zip(parts, chosen, strict=True):
+                config._attn_implementation = implementation
+            if not told:
+                for number in [one for one, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
+                    inner._forward_pre_hooks.pop(number)
+                    inner._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`.
+
+    Raises:
+        InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong;
+            there is no new token; or the cache is not to be used.
+    """
+    cache = handed_over(kwargs)
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
+        if not cache.shapes_alone:
+            check_has_weights(cast(PreTrainedModel, model))
+        if kwargs.get("use_cache") is False:
+            raise InputError(
+                "A cache was given together with use_cache=False, an argument or a line of the generation_config. Each "
+                "step would feed the whole text into it again. Pass use_cache=True, or no cache."
+            )
+        if ids.shape[-1] == 0:
+            raise InputError(
+                f"The cache already holds {cache.get_seq_length()} tokens, and the prompt has no token after them. For "
+                "another text call reset() on the cache or make a new one; for a next turn use cache.continue_with."
+            )
+        if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
+            check_heads(cache, cast(PreTrainedModel, model).config)
+            cache.feeds(WeightsOf(model))
+        if cache.records and ids.shape[1] > 1:
+            check_positions(cast(PreTrainedModel, model), ids)
+        if cache.get_seq_length() == 0:
+            check_placeholders(cast(PreTrainedModel, model), ids, kwargs)
+        cache.note(ids, kwargs.get("attention_mask"))
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Float[Tensor, "B Hq T D"],
+    key: Float[Tensor, "B Hk S D"],
+    value: Float[Tensor, "B Hk S E"],
+    attention_mask: PaddingMask | Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " Hq"] | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "B T Hq E"], None]:
+    """The attention function of transformers' interface: a step of a bounded layer, or else dense attention.
+
+    Raises:
+        UnsupportedModelError: the model asks for something that attention over positions cannot honour.
+        ShapeError: keys or mask do not fit the tokens in the cache.
+        CapacityError: the policy does not evict and its budget is exhausted.
+    """
+    if not is_known(module, dropout=dropout, **kwargs):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for dropout, a position bias or attention that is not causal, which "
+            "kvkeep's attention does not compute. Call model.eval() if the model is in training mode."
+        )
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        raise UnsupportedModelError(
+            "output_attentions=True asks for a matrix of all attention probabilities, which kvkeep never has. Leave it "
+            'out, or go back to the model\'s own attention with model.set_attn_implementation("eager").'
+        )
+    if isinstance(attention_mask, Tensor):
+        raise UnsupportedModelError(
+            "A 4-D attention mask was passed; kvkeep derives causality from positions. Pass a 2-D padding mask."
+        )
+    if attention_mask is not None and not attention_mask.honoured:
+        raise UnsupportedModelError(
+            "The model wants a mask that is neither causal nor a sliding window: image tokens that see each other, "
+            "several texts packed into a row, chunked attention, or an encoder. kvkeep derives visibility from "
+            "positions and cannot honour it."
+        )
+    key, value, layer = unwrap(key, value)
+    mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=mask.window,
+        softcap=softcap,
+        sinks=s_aux,
+        output=None if layer is None else OutputOf(module, query.shape[1]),
+    )
+    with without_autocast(query.device.type):
+        if layer is None:
+            out = _dense(query, key, value, mask, options)
+        else:
+            out = _bounded(layer, query, key, value, mask, options)
+    if (padding := mask.padding(query.shape[2])) is not None:
+        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _bounded(
+    layer: HandingLayer,
+    query: Float[Tensor, "B Hq T D"],
+    key: Float[Tensor, "B Hk T D"],
+    value: Float[Tensor, "B Hk T E"],
+    mask: PaddingMask,
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hq T E"]:
+    """One step of a layer that handed its keys on."""
+    stepper = layer.take()
+    if options.window is not None and options.window < 1:
+        raise UnsupportedModelError("A layer has a sliding window of no tokens; check the model's config.json.")
+    if options.window != layer.window:
+        raise UnsupportedModelError(
+            f"The model asks for a sliding window of {options.window} tokens where its configuration gives the cache "
+            f"{layer.window}. Make the cache from this model's own configuration."
+        )
+    real, phase = mask.new_tokens(query.shape[2]), layer.phase_of(query.shape[2])
+    real = None if real is None else real.to(key.device)
+    return stepper.step(query, key, value, options=options, phase=phase, real=real)
+
+
+def is_known(
+    module: torch.nn.Module, *, dropout: float = 0.0, position_bias: Tensor | None = None, **kwargs: Any
+) -> bool:
+    """Whether a module asks `attention_forward` for what it computes: causal attention without dropout or biases."""
+    asked = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if asked is None else asked
+    return not dropout and position_bias is None and bool(causal)
+
+
+def _dense(
+    query: Float[Tensor, "B Hq T D"],
+    key: Float[Tensor, "B Hk S D"],
+    value: Float[Tensor, "B Hk S E"],
+    mask: PaddingMask,
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hq T E"]:
+    """Attention with another cache, or without one: columns are positions."""
+    B, T, S = query.shape[0], query.shape[2], key.shape[2]
+    k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
+    if mask.real is not None:
+        covered = torch.nn.functional.pad(
+            mask.real.to(key.device), (0, max(0, mask.kv_offset + S - mask.real.shape[1]))
+        )
+        k = k.masked_fill(~covered[:, mask.kv_offset : mask.kv_offset + S], EMPTY)
+    last = mask.q_offset + T - 1
+    k = k.masked_fill(k > last, EMPTY)  # a static cache hands over slots that are not written yet
+    q = (mask.q_offset + torch.arange(T, device=key.device)).expand(B, T)
+    backend = choose(query.device, query.dtype)
+    out, _ = backend.attend(query, Slots(key, value, k[:, None]), q, statistic=Nothing(), options=options)
+    return out
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+AttentionMaskInterface.register(ATTENTION, padding_mask)

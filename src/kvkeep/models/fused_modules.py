@@ -1,0 +1,261 @@
+"""Weights in a layout that makes decode steps on a CPU faster: products with a few tokens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from kvkeep.backends import small
+
+FORMATS = (torch.float32, torch.bfloat16)
+_TIMED_BYTES = 256 * 2**20
+_REPEATS = 6
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weights are stored in oneDNN's blocked layout only.
+
+    For plain weights torch changes the layout in every product with 2 to 64 rows, or computes slowly. The result
+    equals the plain layer's up to the order of summation.
+
+    Args:
+        linear: a plain layer on the CPU in float32 or bfloat16.
+        rows: number of rows of most products; other numbers work too.
+    """
+
+    def __init__(self, linear: nn.Linear, rows: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """A copy in the plain layout, made anew for each access."""
+        plain: Tensor = self._packed.to_dense()
+        return plain
+
+    def forward(self, x: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:
+        """The product with the weights, plus the bias."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return result
+
+
+def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -> int:
+    """Replace the linear layers of a model that runs on a CPU, in place, and return how many were replaced.
+
+    The plain weights are dropped, so that nothing is stored twice; the model can no longer be trained or saved. Some
+    layers stay as they are: quantised ones, layers with hooks, on another device or in another dtype, parts of
+    compiled modules, and weights that are shared, such as tied embeddings.
+
+    Args:
+        model: the model.
+        rows: number of rows of most products.
+        if_faster: time both layouts with this number of rows first, on up to 256 MiB of the weights, and replace
+            nothing if the plain layout is as fast. The answer depends on the processor, above all for one or two rows.
+    """
+    formats = {dtype for dtype in FORMATS if _works(dtype)}
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
+    found = [
+        (parent, name)
+        for parent in model.modules()
+        if id(parent) not in compiled
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and _is_plain(child, formats) and uses[id(child.weight)] == 1
+    ]
+    if if_faster and not faster([cast(nn.Linear, parent.get_submodule(name)) for parent, name in found], rows):
+        return 0
+    for parent, name in found:  # names only: a list of layers would keep every plain weight alive
+        setattr(parent, name, PackedLinear(cast(nn.Linear, parent.get_submodule(name)), rows))
+    return len(found)
+
+
+@torch.inference_mode()
+def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Module] | None = None) -> bool:
+    """Whether products of so many rows take less time after ``make``; by default with packed weights.
+
+    As in a decode step, all layers are run in turn, so that the processor's caches are cold.
+    """
+    sample: list[nn.Linear] = []
+    for layer in layers:
+        if sample and sum(one.weight.nbytes for one in [*sample, layer]) > _TIMED_BYTES:
+            break
+        sample.append(layer)
+    inputs = [layer.weight.new_ones(rows, 1, layer.in_features) for layer in sample]
+
+    def seconds(modules: Sequence[nn.Module]) -> float:
+        start = time.perf_counter()
+        for layer, x in zip(modules, inputs, strict=True):
+            layer(x)
+        return time.perf_counter() - start
+
+    others = [PackedLinear(layer, rows) if make is None else make(layer) for layer in sample]
+    pairs = [(seconds(sample), seconds(others)) for _ in range(_REPEATS)][1:]  # the first pass warms up
+    return statistics.median(fast for _, fast in pairs) < statistics.median(plain for plain, _ in pairs)
+
+
+def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
+    weight = layer.weight
+    if type(weight) is not nn.Parameter:  # e.g. quantised: it says that it has the dtype of its products
+        return False
+    return weight.device.type == "cpu" and weight.dtype in formats and weight.layout is torch.strided and not any(hooks)
+
+
+def _works(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has the operations on this processor; they are not part of its stable interface."""
+    try:
+        blank = nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)  # draws no random numbers
+        PackedLinear(blank, 2)(torch.ones(2, 16, dtype=dtype))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+# Modules whose work for a few rows is one call of the native kernel, and the trial that finds out which may be.
+
+SCALES = (0.001, 1.0, 3.0, 10.0, 30.0)
+"""Sizes of the random numbers of a trial."""
+
+LARGE = 100.0
+"""The largest output of a linear layer in a trial: models that limit theirs do so at 7 to 20."""
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Of the largest number of a row, by dtype."""
+
+_MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+class Together:
+    """Linear layers that are called in turn with the same tensor: the first call computes all outputs.
+
+    The other outputs are kept until their layers ask for them with the very same tensor, once.
+    """
+
+    def __init__(self, layers: list[FusedLinear]) -> None:
+        self._layers = layers
+        self._held: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
+
+    def output(self, layer: FusedLinear, x: Tensor) -> Tensor | None:
+        """The output of one layer; ``None`` if there is none."""
+        if layer is not self._layers[0]:
+            asked, outputs = self._held
+            return outputs.pop(id(layer), None) if asked is x else None
+        self._held = (None, {})
+        found = small.products(x, self._layers)
+        if found is None:
+            return None
+        self._held = (x, {id(other): out for other, out in zip(self._layers[1:], found[1:], strict=True)})
+        return found[0]
+
+
+class FusedLinear(nn.Linear):
+    """A linear layer whose products with a few rows are computed by the native kernel, from the plain weights.
+
+    In a dtype in which torch is slow on this processor, all its products are faster.
+    """
+
+    _together: Together | None = None
+
+    def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
+        """The product with the weights, plus the bias."""
+        if self._together is not None and (out := self._together.output(self, input)) is not None:
+            return out
+        found = small.products(input, (self,))
+        if found is not None:
+            return found[0]
+        wide = small.widened(input, self)
+        return super().forward(input) if wide is None else wide
+
+
+class FusedGate(nn.Module):
+    """Mixed into a feed-forward layer with a gate: one call for its three products."""
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output."""
+        out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
+        whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children()))
+        if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
+            out = small.gated(args[0], *parts)
+        return super().forward(*args, **kwargs) if out is None else out
+
+
+class FusedNorm(nn.Module):
+    """Mixed into a root mean square norm: one call."""
+
+    weight: nn.Parameter
+    _epsilon: float
+    _plus: float
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The norm of the last axis."""
+        out = None
+        if len(args) == 1 and not kwargs:
+            out = small.norm(args[0], self.weight, self._epsilon, plus=self._plus)
+        return super().forward(*args, **kwargs) if out is None else out
+
+
+def is_bare(layer: nn.Module) -> bool:
+    """Whether nobody has replaced a fused layer, or wants to see its calls, since it was fused."""
+    return type(layer) is FusedLinear and not is_heard(layer)
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether a module's calls have a hook, or another ``forward``."""
+    own = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return bool(own or _global_forward_hooks or _global_forward_pre_hooks)
+
+
+@torch.inference_mode()
+def agrees(
+    module: nn.Module,
+    weight: Tensor,
+    width: int,
+    kernel: Callable[[Tensor], Tensor | None],
+    reach: Sequence[nn.Linear] = (),
+) -> bool:
+    """Whether the kernel gives a module's outputs up to rounding, on random numbers of several sizes.
+
+    One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show.
+    """
+    draw, scales = torch.Generator().manual_seed(0), torch.tensor(SCALES)
+    x = torch.randn(len(SCALES) + len(reach), 1, width, generator=draw)
+    for layer, row in zip(reach, x[len(SCALES) :], strict=True):
+        most = layer(row.to(weight.dtype)).abs().max().float()
+        scales = torch.cat((scales, (LARGE / most)[None]))
+    x = x * scales[:, None, None]
+    try:
+        expected = module(x.to(weight.dtype))
+    except Exception:  # it takes something else
+        return False
+    found = kernel(x.to(weight.dtype))
+    return found is not None and is_close(found, expected)
+
+
+def is_close(found: Tensor, expected: object) -> bool:
+    """Whether a tensor is another one up to the rounding of its dtype."""
+    if not isinstance(expected, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    limit = TOLERANCE[found.dtype] * expected.float().abs().amax(dim=-1, keepdim=True)
+    return bool(((found.float() - expected.float()).abs() <= limit).all())
+
+
+def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    """The module's class with another ``forward`` before its own."""
+    if (mixin, kind) not in _MIXED:
+        names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        _MIXED[mixin, kind] = type(f"Fused{kind.__name__}", (mixin, kind), names)
+    return _MIXED[mixin, kind]

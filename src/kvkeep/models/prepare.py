@@ -1,0 +1,258 @@
+"""Norms, feed-forward layers and linear layers as single calls of the native kernel, for steps of a few rows."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import statistics
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from kvkeep.backends import choose, small
+from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
+from kvkeep.models.fused_modules import (
+    TOLERANCE,
+    FusedGate,
+    FusedLinear,
+    FusedNorm,
+    PackedLinear,
+    Together,
+    agrees,
+    faster,
+    mixed,
+    pack_weights,
+)
+
+FEW_ROWS = 2
+"""Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
+
+_PLAIN, _FUSED, _PACKED = "plain", "fused", "packed"
+_TIMED_BYTES = 256 * 2**20
+_REPEATS = 6
+_MIXINS = (FusedGate, FusedNorm, FusedLayer)
+FUSED = (FusedLinear, *_MIXINS)
+"""Classes of fused modules."""
+
+
+def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, products: bool = True) -> int:
+    """Let a model's small operators run in the native kernel, in place, and return how many modules were changed.
+
+    Changed are norms by the root mean square, feed-forward layers ``down(silu(gate(x)) * up(x))``, and linear layers.
+    Each is a single call then, for steps of a few rows outside of autograd; everything else runs as before. Weights,
+    names and `state_dict` stay as they are, so the model can still be saved and trained, and hooks that come later are
+    called.
+
+    Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
+    or in another dtype, quantised or packed ones (`kvkeep.pack_weights` goes first), parts of compiled modules, and
+    each whose outputs on random numbers are not those of the kernel.
+
+    Args:
+        model: the model.
+        rows: number of rows of most steps.
+        if_faster: time linear layers with this number of rows first, on up to 256 MiB of the weights, and leave
+            products to torch if it is as fast.
+        products: whether linear layers and feed-forward layers are changed, too, and not norms alone.
+    """
+    modules = [module for module in _open(model) if _is_still(module) and not isinstance(module, _MIXINS)]
+    norms = [module for module in modules if _fuse_norm(module)]
+    if not products:
+        return len(norms)
+    linear = _fusable(modules)
+    known = any(isinstance(module, FusedLinear) for module in modules)
+    if not known and (not linear or (if_faster and not _pays(model, linear, rows))):
+        return len(norms)
+    _fuse_linear(linear)
+    gates = [module for module in modules if _fuse_gate(module)]
+    for module in modules:
+        _join(module)
+    layers = [module for module in modules if fuse_layer(module)]
+    return len(norms) + len(linear) + len(gates) + len(layers)
+
+
+def fuse_if_slow(model: nn.Module) -> int:
+    """Fuse the linear layers alone whose dtype is slow in torch on this processor; return how many they are.
+
+    All their products are faster then, those of prompts above all. Hooks of every module are still called.
+    """
+    linear = [layer for layer in _fusable(_open(model)) if _is_still(layer) and small.slow(layer.weight.dtype)]
+    _fuse_linear(linear)
+    return len(linear)
+
+
+def _fusable(modules: Iterable[nn.Module]) -> list[nn.Linear]:
+    return [module for module in modules if type(module) is nn.Linear and _is_ours(module.weight)]
+
+
+def _fuse_linear(layers: list[nn.Linear]) -> None:
+    for layer in layers:
+        layer.__class__ = FusedLinear
+
+
+def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
+    """Whether steps with some rows are faster when a model is fused."""
+    way = None if _is_slow(layers) else _fastest(model, rows, (_PLAIN, _FUSED))
+    return _products_pay(layers, rows) if way is None else way == _FUSED
+
+
+def _products_pay(layers: list[nn.Linear], rows: int) -> bool:
+    """Whether products with some rows are faster when they are fused; in a slow dtype those of prompts always are."""
+    return _is_slow(layers) or faster(layers, rows, _twin)
+
+
+def _is_slow(layers: list[nn.Linear]) -> bool:
+    return all(small.slow(layer.weight.dtype) for layer in layers)
+
+
+def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
+    """The way in which decoder layers take the least time, measured on copies; ``None`` if they cannot be fused.
+
+    As in a decode step all layers are run in turn, up to 256 MiB of weights, so that the processor's caches are cold.
+    """
+    sample: list[nn.Module] = []
+    size = 0
+    decoders = (module for module in _open(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()
+    for layer in (module for module in decoders if all(map(_is_still, module.modules()))):
+        size += sum(weight.nbytes for weight in layer.parameters())
+        if sample and size > _TIMED_BYTES:
+            break
+        sample.append(layer)
+    kinds = {way: [_set_up(copied(layer), rows, way) for layer in sample] for way in ways}
+    if not sample or not all(isinstance(layer, FusedLayer) for layer in kinds[_FUSED]):
+        return None
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(_REPEATS):
+        for way, layers in kinds.items():
+            if (took := seconds(layers, rows)) is None:
+                return None
+            times[way].append(took)
+    return min(ways, key=lambda way: statistics.median(times[way][1:]))  # the first pass warms up
+
+
+def _set_up(model: nn.Module, rows: int, way: str) -> nn.Module:
+    """Fuse or pack all that can be."""
+    if way == _PACKED:
+        pack_weights(model, rows)
+    fuse_modules(model, rows, products=way == _FUSED)
+    return model
+
+
+def chosen(model: nn.Module) -> tuple[bool, bool]:
+    """Whether linear layers of a model have been fused, and whether some have been packed."""
+    kinds = {type(module) for module in model.modules()}
+    return FusedLinear in kinds, PackedLinear in kinds
+
+
+def prepare(
+    model: nn.Module, rows: int, like: tuple[bool, bool] | None = None, *, whole: bool = False
+) -> tuple[int, int]:
+    """Fuse and pack the modules of a model for steps of so many rows, where that is faster.
+
+    Args:
+        model: the model.
+        rows: number of rows of most steps.
+        like: what was `chosen` for the same model in another process. Nothing is timed then, and both compute the same
+            numbers to the last digit.
+        whole: measure whole decoder layers, and not their products alone. Jobs do not: with fused layers the last
+            digits of a text depend on whether a prompt of more than 16 tokens is read beside it.
+
+    Returns:
+        The number of modules that were fused, and of layers that were packed.
+    """
+    if like is None and chosen(model)[0]:
+        like = True, False  # they are fused since the model was loaded; `chosen` could not tell whether the rest is
+    if like is not None:
+        if not like[0]:
+            _restore(model)
+        packed = pack_weights(model, rows) if like[1] else 0
+        return fuse_modules(model, rows, products=like[0]), packed
+    if whole and (way := _fastest(model, rows, (_PLAIN, _FUSED, _PACKED))) is not None:
+        packed = pack_weights(model, rows) if way == _PACKED else 0
+        return fuse_modules(model, rows, products=way == _FUSED), packed
+    first = _fuse_by_products(model, rows) if rows <= FEW_ROWS else 0
+    packed = pack_weights(model, rows, if_faster=True)
+    return first or _fuse_by_products(model, rows), packed
+
+
+def _fuse_by_products(model: nn.Module, rows: int) -> int:
+    """Fuse a model, and its products if they alone are faster."""
+    linear = _fusable(module for module in _open(model) if _is_still(module))
+    return fuse_modules(model, rows, products=bool(linear) and _products_pay(linear, rows))
+
+
+def _restore(model: nn.Module) -> None:
+    """Make linear layers plain that were fused when the model was loaded."""
+    layers: list[nn.Module] = [module for module in model.modules() if type(module) is FusedLinear]
+    for layer in layers:
+        layer.__class__ = nn.Linear
+        vars(layer).pop("_together", None)
+
+
+def _twin(layer: nn.Linear) -> nn.Module:
+    """A fused layer on the same weights."""
+    twin = copy.copy(layer)
+    twin.__class__ = FusedLinear
+    return twin
+
+
+def _open(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules but those within compiled ones."""
+    compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
+    return (module for module in model.modules() if id(module) not in compiled)
+
+
+def _is_still(module: nn.Module) -> bool:
+    """Whether a module is in evaluation mode, and nobody listens to it or has replaced its ``forward``."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not (module.training or any(hooks) or "forward" in vars(module))
+
+
+def _is_ours(weight: object) -> bool:
+    """Whether the kernel can read a weight, and this processor has the kernel."""
+    if type(weight) is not nn.Parameter or weight.dtype not in TOLERANCE or not weight.is_contiguous():
+        return False
+    return weight.is_cpu and choose(weight.device, weight.dtype).small
+
+
+def _fuse_norm(module: nn.Module) -> bool:
+    """Fuse a norm if it is one: with one vector of weights, that are multiplied as they are or plus 1."""
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(epsilon, float) or len(module._parameters) != 1 or any(module.children()):
+        return False
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or not _is_ours(weight):
+        return False
+    for plus in (0.0, 1.0):
+        kernel = functools.partial(small.norm, weight=weight, epsilon=epsilon, plus=plus)
+        if agrees(module, weight, len(weight), kernel):
+            vars(module).update(_epsilon=epsilon, _plus=plus)  # first, since another thread may be in the module
+            module.__class__ = mixed(FusedNorm, type(module))
+            return True
+    return False
+
+
+def _fuse_gate(module: nn.Module) -> bool:
+    """Fuse a feed-forward layer if it is one with a gate under SiLU."""
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
+        return False
+    if not agrees(module, gate.weight, gate.in_features, lambda x: small.gated(x, gate, up, down), (gate, up)):
+        return False
+    module.__class__ = mixed(FusedGate, type(module))
+    return True
+
+
+def _join(module: nn.Module) -> None:
+    """Let the query, key and value of attention be computed together, if its code hands one tensor to all three."""
+    try:
+        calls = re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(type(module).forward))
+    except (OSError, TypeError):  # there is no source
+        return
+    layers = [getattr(module, name, None) for name, _ in calls]
+    fused = [layer for layer in layers if isinstance(layer, FusedLinear)]
+    if len({name for name, _ in calls}) == len(fused) == 3 and len({argument for _, argument in calls}) == 1:
+        together = Together(fused)
+        for layer in fused:
+            layer._together = together

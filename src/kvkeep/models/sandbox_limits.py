@@ -1,0 +1,25 @@
+"""What the scripts of `kvkeep.models.sandbox` share: a bound on memory, and answers line by line. Only Python itself."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Limit the memory that this process may still allocate, if the system can."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, used + more_bytes))
+
+
+def serve(answer: Callable[[str], Mapping[str, object]], more_bytes: int) -> None:
+    """Say that the process is ready, and answer each line of standard input by one line."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    print("{}", file=answers, flush=True)
+    limit_memory(more_bytes)
+    for line in sys.stdin:
+        print(json.dumps(answer(line)), file=answers, flush=True)

@@ -1,0 +1,209 @@
+"""Prompts and conversations as tokens, and a model together with its tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvkeep.cache.hf_layers import handed
+from kvkeep.errors import InputError
+from kvkeep.models.attention import attach
+from kvkeep.models.chat_templates import fill
+from kvkeep.models.device import enough_memory
+from kvkeep.models.files import explained
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.prepare import fuse_if_slow
+from kvkeep.models.support import auto_class
+
+
+def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
+    """The token ids of a prompt, in the tokenizer's chat template if it has one.
+
+    Args:
+        checkpoint: the model and its tokenizer.
+        prompt: the text; with a template, the user's message.
+        raw: leave the chat template out.
+
+    Raises:
+        InputError: the prompt is empty or no valid text, or the tokenizer does not belong to the model.
+        ModelFileError: the tokenizer fails.
+    """
+    if not prompt.strip():
+        raise InputError("The prompt is empty. Give some text.")
+    _check_text(prompt)
+    if checkpoint.tokenizer.chat_template is None or raw:
+        return _encoded(checkpoint, prompt)
+    return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
+
+
+def encode_chat(
+    checkpoint: Checkpoint, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> Int[Tensor, "1 T"]:
+    """The token ids of a conversation, up to the beginning of the model's answer.
+
+    Args:
+        checkpoint: the model and its tokenizer.
+        messages: each with ``role`` and ``content``.
+        tools: functions of which the template tells the model.
+
+    Raises:
+        InputError: there is no chat template, the template fails, or a message is no valid text.
+        ModelFileError: the tokenizer fails.
+    """
+    if checkpoint.tokenizer.chat_template is None:
+        raise InputError(f"The tokenizer of {checkpoint.name} has no chat template; give a prompt instead of messages.")
+    for message in messages:
+        _check_text(message["content"])
+    return _encoded(checkpoint, fill(checkpoint.tokenizer, messages, tools), add_special_tokens=False)
+
+
+def encode_next(
+    checkpoint: Checkpoint,
+    before: Sequence[Mapping[str, Any]],
+    new: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Int[Tensor, "1 T"]:
+    """The token ids of new messages in a memory that is not empty, up to the beginning of the model's next answer.
+
+    Args:
+        checkpoint: the model and its tokenizer.
+        before: the conversation so far, which ends with an answer; its token ids begin with what closes that answer.
+            Without one a conversation begins: its token ids have no beginning of a text.
+        new: each with ``role`` and ``content``.
+        tools: functions of which the template tells the model, as far as it tells them after the last answer.
+
+    Raises:
+        InputError: see `encode_chat`; or the template does not show where the last answer ends.
+    """
+    if not before:
+        ids = encode_chat(checkpoint, new, tools)
+        return ids[:, 1:] if int(ids[0, 0]) == checkpoint.tokenizer.bos_token_id and ids.shape[1] > 1 else ids
+    for message in new:
+        _check_text(message["content"])
+    known = [message["content"] for message in (*before, *new)]
+    mark = next(text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in one for one in known))
+    text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new], tools)
+    if text.count(mark) != 1:
+        raise InputError(
+            f"The chat template of {checkpoint.name} does not show the last answer as it is, so a conversation cannot "
+            "go on in its memory. Use `raw=True` and write what follows the answer yourself."
+        )
+    return _encoded(checkpoint, text.partition(mark)[2], add_special_tokens=False)
+
+
+def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
+    """The token ids of a text that follows another one, without the chat template and without special tokens.
+
+    Raises:
+        InputError: see `encode`.
+    """
+    if not text:
+        raise InputError("The text is empty. Give some text.")
+    _check_text(text)
+    return _encoded(checkpoint, text, add_special_tokens=False)
+
+
+def _check_text(text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-ins for bytes that are not UTF-8
+        raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
+
+
+def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:
+    """The tokens of a text, after a check that the model has all of them."""
+    with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
+        ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
+    if ids.numel() == 0:
+        raise InputError("The prompt has no tokens. Give some text.")
+    vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
+    if int(ids.max()) >= vocabulary:
+        raise InputError(
+            f"The tokenizer of {checkpoint.name} gives token {int(ids.max())}, and the model knows only {vocabulary}. "
+            "The two do not belong together."
+        )
+    return ids.long()
+
+
+def check_length(checkpoint: Checkpoint, prompt_tokens: int, new_tokens: int) -> None:
+    """Refuse a text that is longer than a table of learned positions.
+
+    Raises:
+        InputError: prompt and new tokens together are longer than the table.
+    """
+    limit = checkpoint.position_limit
+    room = 0 if limit is None else limit - prompt_tokens + 1  # the model does not read the last new token
+    if limit is None or new_tokens <= room:
+        return
+    remedy = f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt to less than {limit}"
+    raise InputError(
+        f"{checkpoint.name} has learned positions for {limit} tokens; {prompt_tokens} of the prompt and {new_tokens} "
+        f"new ones are more. No eviction policy changes that: {remedy}, or choose a model with rotary positions."
+    )
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A loaded model with its tokenizer.
+
+    Attributes:
+        checkpoint: the configuration and the tokenizer.
+        model: the model, with kvkeep's attention attached.
+    """
+
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+
+    @property
+    def dtype(self) -> str:
+        """The name of the weights' dtype."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        """The name of the model's device."""
+        return str(self.model.device)
+
+    @torch.inference_mode()
+    def read(self, prompt: Int[Tensor, "1 T"], cache: Cache) -> None:
+        """Fill a cache: run tokens through the model and drop its output.
+
+        Raises:
+            InputError: the device's memory is too small.
+        """
+        with enough_memory(self.model.device):
+            self.model(input_ids=prompt.to(self.model.device), **handed(self.model, cache), logits_to_keep=1)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def show_token(self, token_id: int) -> str:
+        """The text of one token, also of a special one; half a character is shown as U+FFFD."""
+        return str(self.checkpoint.tokenizer.decode([token_id]))
+
+
+def with_random_weights(writer: Writer, seed: int) -> Writer:
+    """A model of the same architecture, dtype and device with untrained weights, as a control for findings.
+
+    Args:
+        writer: the model.
+        seed: the same seed draws the same weights; torch's global generator stays as it was.
+
+    Raises:
+        InputError: the device's memory is too small for a second model.
+    """
+    with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
+        torch.manual_seed(seed)
+        config = copy.deepcopy(writer.model.config)
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
+        torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
+    fuse_if_slow(attach(model.eval()))
+    return replace(writer, model=model)

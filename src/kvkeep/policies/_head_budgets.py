@@ -1,0 +1,222 @@
+"""Rules by which the KV heads of a layer share its budget, on top of any policy that rates each head's tokens."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.budget import table
+from kvkeep.errors import BudgetError, UnsupportedOperationError
+from kvkeep.head_profile import Profile
+from kvkeep.kv import ranking
+from kvkeep.policies.base import HeadBudgets, Near, Policy
+from kvkeep.types import EMPTY, Budget, View
+
+RULES = {"uniform": "", "ada": "0.2", "global": "0.2"}
+"""Rules that divide a budget among heads: name → default parameter."""
+
+PROFILE = "profile"
+"""The rule that takes budgets from a file, which is written ``profile:FILE``."""
+
+
+def under(policy: Policy, rule: str | None) -> Policy:
+    """The policy whose heads share their budget by a rule.
+
+    Args:
+        policy: the policy.
+        rule: ``ada:0.2``, ``global:0.2``, ``uniform`` or ``profile:FILE``; ``None`` for the policy's own rule.
+
+    Raises:
+        BudgetError: there is no such rule.
+        UnsupportedOperationError: the policy cannot have budgets per head.
+    """
+    if rule is None:
+        return policy
+    name, share = parsed(rule)
+    if name != "uniform":
+        _check(policy)
+    found = copy.copy(policy)
+    object.__setattr__(found, "spreads", _SHARING[name](share) if name in _SHARING else None)
+    return found
+
+
+def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Policy:
+    """The policy beside heads that a profile limits to their first and newest tokens; ``None``: no head is limited.
+
+    Args:
+        policy: the policy.
+        profile: the needs of all heads.
+        layers: numbers of the layers with keys in the model.
+    """
+    near = None
+    if profile is not None and any(map(any, limited := profile.limited())):
+        slots = max(policy.least, profile.least)
+        near = Near(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)
+    if policy.near == near:
+        return policy
+    found = copy.copy(policy)
+    object.__setattr__(found, "near", near)
+    return found
+
+
+def parsed(rule: str) -> tuple[str, float]:
+    """The name of a rule and its number, 0 if it has none.
+
+    Raises:
+        BudgetError: there is no such rule, or its number is out of range.
+    """
+    name, colon, text = str(rule).partition(":")
+    if name == PROFILE and text:
+        return name, 0.0
+    if name not in RULES or (colon and not (text and RULES[name])):
+        raise BudgetError(f"Unknown head budget {rule!r:.80}; use uniform, ada:0.2, global:0.2 or profile:FILE.")
+    try:
+        share = float(text or RULES[name] or 0)
+    except ValueError:
+        raise BudgetError(
+            f"{rule!r:.80}: {text!r:.40} is not a number; write for example {name}:{RULES[name]}."
+        ) from None
+    if not 0.0 <= share <= 1.0:
+        raise BudgetError(f"{rule!r:.80} is out of range: the share that is divided equally lies between 0 and 1.")
+    return name, share
+
+
+def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) -> None:
+    """Refuse the rule ``global`` with what it does not go together with.
+
+    Args:
+        windows: all layers have sliding windows.
+        chunk: a layer takes its prompt in chunks, before the next layer begins.
+        layer_budget: the budget is spread over the layers by another rule.
+        split: the model is split over processes.
+
+    Raises:
+        UnsupportedOperationError: one of these is so.
+    """
+    reasons = {
+        "a model all of whose layers have sliding windows: these keep budgets of their own, so there is nothing to "
+        "share. Use `head_budget=ada` or a profile": windows,
+        "`prefill_chunk` of a cache, whose layers read the prompt one after the other. Leave `prefill_chunk` out; "
+        "chunks of an engine, and of generate's prefill_chunk_size, go through all layers": chunk,
+        "`layer_budget`, since it divides the budget among the layers, too. Leave `layer_budget` out": layer_budget,
+        "a model that is split over processes. Run it in one, or use `head_budget=ada`": split,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise UnsupportedOperationError(f"`head_budget=global` does not go together with {reason}.")
+
+
+def refusal(policy: Policy) -> str | None:
+    """The reason why budgets per head mean nothing to a policy, ``None`` if there is none."""
+    if policy.shares_heads:
+        return "its heads decide together and hold the same tokens"
+    if policy.bursts is not None:
+        return "it drops tokens of all heads of a layer at once, and counts on equally many in each"
+    return None if policy.evicts else "it never evicts"
+
+
+def _check(policy: Policy) -> None:
+    """Refuse a policy to which budgets per head mean nothing.
+
+    Raises:
+        UnsupportedOperationError: the policy is one.
+    """
+    if why := refusal(policy):
+        raise UnsupportedOperationError(
+            f"{policy} cannot have budgets per head: {why}. Choose another policy, or uniform."
+        )
+
+
+def average(view: View, budget: Budget | None = None) -> Int[Tensor, "B 1"]:
+    """The budget of each row, the mean over its heads; or that of another number that follows from budgets."""
+    budget, (B, Hk, _) = view.budget if budget is None else budget, view.positions.shape
+    each = table(budget, view.seen)
+    if isinstance(budget, int):
+        return each
+    whole = view.heads.all(each.expand(B, Hk))
+    return whole.sum(dim=1, keepdim=True) // whole.shape[1]
+
+
+def ada(alpha: float) -> HeadBudgets:
+    """Ada-KV's rule: heads share a layer's budget by the number of their tokens among the best of all heads.
+
+    Source: Feng et al., arXiv:2407.11550.
+
+    Args:
+        alpha: share of the budget that is divided equally.
+    """
+    return HeadBudgets(functools.partial(_heads, alpha), functools.partial(_most, alpha))
+
+
+def across(alpha: float) -> HeadBudgets:
+    """Ada-KV's rule over the heads of all layers: they share the budgets of all layers.
+
+    Args:
+        alpha: share of the budget that is divided equally.
+    """
+    return replace(ada(alpha), ceilings=functools.partial(_ceilings, alpha))
+
+
+_SHARING = {"ada": ada, "global": across}
+"""Rules that divide a budget by scores."""
+
+
+def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
+    """The budget of each head. Protected tokens are not shared out. Equal if there is nothing to choose."""
+    now, mean = table(view.budget, view.seen).expand(view.positions.shape[:2]), average(view)
+    base, tokens = _older(policy, view, mean)
+    own, Hk = (alpha * base.double() + 1e-9).long(), tokens.shape[1]
+    best = _among_the_best(view, score, tokens, base * Hk)
+    share = ranking.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
+    crowded = (tokens >= 0).sum(dim=-1).amax(dim=1, keepdim=True) > base
+    budgets = torch.where(crowded, share, base) + mean - base
+    return torch.where(view.reads[:, None], view.heads.mine(budgets), now)
+
+
+def _older(
+    policy: Policy, view: View, mean: Int[Tensor, "B 1"]
+) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads slots"]]:
+    """The slots of a head that are shared out, on average, and the positions of the tokens that compete for them."""
+    sinks, recent = policy.protected(mean)
+    fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
+    first_recent = view.seen[:, None] - recent
+    older = (view.positions >= sinks) & (view.positions < first_recent[:, :, None])
+    return (mean - fixed).clamp(min=0), view.heads.all_slots(view.positions.masked_fill(~older, EMPTY), EMPTY)
+
+
+def _among_the_best(
+    view: View, score: Float[Tensor, "B Hk S"], tokens: Int[Tensor, "B heads slots"], n: Int[Tensor, "B 1"]
+) -> Int[Tensor, "B heads"]:
+    """The number of each head's tokens among the ``n`` best of all heads."""
+    found = view.heads.all_slots(score.nan_to_num(nan=-torch.inf), -torch.inf)
+    best = ranking.keep(found.flatten(1)[:, None], tokens.flatten(1)[:, None], n)
+    return best.view(tokens.shape).sum(dim=-1)
+
+
+def _ceilings(
+    alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"], heads: int
+) -> Int[Tensor, "B Hk"]:
+    """Upper limits of what `_heads` gives to some of the heads, before the others are known.
+
+    Tokens of other heads can only take places among the best. So a head gets at most the share that it would get now,
+    and two slots more by rounding. All tokens that are counted among the best now are within the limit, too, because
+    they may be counted in the end. A row that reads no prompt keeps all its tokens.
+    """
+    mean = average(view)
+    base, tokens = _older(policy, view, mean)
+    best = _among_the_best(view, score, tokens, base * heads)
+    share = (best.double() * (1.0 - alpha) + alpha * base.double()).ceil().long() + 2
+    most = torch.maximum(share, best) + mean - base
+    return torch.where(view.reads[:, None], most.maximum(mean), view.positions.shape[-1])
+
+
+def _most(alpha: float, policy: Policy, budget: int, heads: int) -> int:
+    """The largest budget of a head: its own part, all that is shared out, and two more for rounding."""
+    base = max(0, budget - sum(map(int, policy.protected(budget))) - (policy.grows.room if policy.grows else 0))
+    return budget + math.ceil(base * (heads - 1) * (1.0 - alpha)) + 2

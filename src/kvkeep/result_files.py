@@ -1,0 +1,432 @@
+"""Files of results that survive crashes: one writer at a time, written whole or not at all, synced to the disk.
+
+Batch jobs, evaluations and analyses write their results through these functions.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from kvkeep.errors import InputError
+
+if sys.platform != "win32":  # Windows has no POSIX locks, so a second writer is not kept out there
+    import fcntl
+
+_TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_LEFTOVER = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new")
+"""Names of the temporary files of `write_whole`."""
+_LONGEST = 200
+"""Bytes of a name that a temporary file's name repeats; file systems take 255 in all."""
+_DEEPEST = 60
+_LARGEST = 2**64
+"""Limits of nesting, for recursive functions, and of whole numbers, for sums with floats."""
+
+
+class Lock:
+    """The right to write to a file or folder, held until it is released or the process ends in any way.
+
+    The lock belongs to the file or folder itself, so no lock file is left behind. On file systems without locks it
+    keeps nobody out.
+
+    Args:
+        target: an open file, or a folder that exists.
+        name: name of the target in messages.
+        shared: whether others may hold it as well that share it.
+
+    Raises:
+        InputError: another process, or another part of this one, is writing there.
+    """
+
+    def __init__(self, target: IO[bytes] | Path, name: str, *, shared: bool = False):
+        self._own: int | None = None
+        if sys.platform == "win32":  # nor can a folder be opened there
+            return
+        if isinstance(target, Path):
+            descriptor = self._own = os.open(target, os.O_RDONLY)
+        else:
+            descriptor = target.fileno()
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                self.release()
+                raise InputError(
+                    f"Another run is writing to {name}. Two writers would mix up or lose results: wait for the other "
+                    "one to end, or give another output."
+                ) from error
+
+    def release(self) -> None:
+        """Let others write to a folder. A file stays open, and locked until it is closed."""
+        if self._own is not None:
+            os.close(self._own)
+            self._own = None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Replace a file's content: after a crash or a power cut the file holds the old or the new one, never a part.
+
+    The new content is written to a file of a random name first, so that no link that somebody made is followed.
+
+    Args:
+        path: the file.
+        data: the content, whole or in pieces.
+
+    Raises:
+        OSError: the file cannot be written; the old content stays.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{_short(path.name)}.", suffix=".new", dir=path.parent)
+    beside = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
+            sync(file)
+        os.chmod(beside, 0o666 & ~_umask())  # mkstemp's files can be read by their owner only
+        beside.replace(path)
+    except BaseException:
+        with suppress(OSError):  # a full disk needs the room
+            beside.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def _short(name: str) -> str:
+    """The part of a file's name that its temporary file's name repeats."""
+    return os.fsdecode(os.fsencode(name)[:_LONGEST])
+
+
+def remove_leftovers(folder: Path, names: Collection[str], before: float | None = None) -> None:
+    """Remove temporary files that `write_whole` left behind when its process was killed.
+
+    Args:
+        folder: the folder; the caller holds the lock on its files.
+        names: names of the files that were written.
+        before: time of the lock, as of `time.time`; younger files stay. Default: now.
+    """
+    limit, names = time.time() if before is None else before, {*map(_short, names)}
+    with suppress(OSError):  # leftovers do no harm
+        for path in folder.iterdir():
+            found = _LEFTOVER.fullmatch(path.name)
+            if found and found[1] in names and path.is_file() and path.lstat().st_mtime < limit:
+                path.unlink()
+
+
+def in_full(name: str | os.PathLike[str]) -> Path:
+    """The path with the home folder in place of ``~``; ``~name`` stays if there is no such user."""
+    with suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
+
+
+def as_text(name: str) -> str:
+    """A file's name as UTF-8 text; bytes that are not UTF-8 become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def sync(file: IO[bytes]) -> None:
+    """Wait until everything that was written to a file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_whole(path: Path) -> bytes | None:
+    """The content of a file; ``None`` if there is nothing of that name.
+
+    Raises:
+        InputError: the path is no file or a broken link, or the file cannot be read.
+    """
+    try:
+        if not path.is_file() and os.path.lexists(path):  # a pipe would never end
+            kind = "is a folder" if path.is_dir() else "is a link to nothing" if path.is_symlink() else "is no file"
+            raise InputError(f"{path} {kind}, where results should be. Remove it, or choose another folder.")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}. Make it readable, or choose another folder.") from (
+            error
+        )
+
+
+def parse(data: bytes) -> Any:
+    """The value of a JSON text. Its numbers and strings can be computed with, shown and written again.
+
+    Raises:
+        ValueError: the text is not JSON, or holds a number or string that kvkeep never writes.
+    """
+    try:
+        found = json.loads(data.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_plain(found, _DEEPEST)
+    return found
+
+
+def _check_plain(value: object, room: int) -> None:
+    """Refuse values that JSON, a float or UTF-8 cannot hold, and nesting too deep for recursive functions."""
+    if room == 0:
+        raise ValueError("it is nested too deeply")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _check_plain(key, room - 1)
+            _check_plain(part, room - 1)
+    elif isinstance(value, list):
+        for part in value:
+            _check_plain(part, room - 1)
+    elif isinstance(value, str):
+        value.encode()
+    elif (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) > _LARGEST):
+        raise ValueError("a number in it is not finite, or too large")
+
+
+def read_object(path: Path, remedy: str = "Remove it, or choose another `output` folder.") -> dict[str, Any] | None:
+    """Read a file that holds a JSON object; ``None`` if there is no file.
+
+    Args:
+        path: the file.
+        remedy: a sentence on what to do about a file that cannot be used.
+
+    Raises:
+        InputError: the file cannot be read, or does not hold a JSON object.
+    """
+    data = read_whole(path)
+    if data is None:
+        return None
+    try:
+        found = parse(data)
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: {error}. {remedy}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no JSON object. {remedy}")
+    return found
+
+
+def finite(value: Any) -> Any:
+    """The same value with null in place of NaN and infinity, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _umask() -> int:
+    """The process's file mode mask, which can be read only by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's entries are on the disk, if the system supports it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# A folder of results of an evaluation or an analysis.
+#
+# One run at a time writes to it. Results of another run are refused, and old rows are checked when they are read.
+
+MANIFEST = "run.json"
+"""The file that says which run a folder belongs to; without it, files in the folder may be anybody's."""
+
+
+class Results:
+    """A folder of results, to which one run at a time writes.
+
+    Args:
+        path: the folder; it need not exist yet.
+
+    Attributes:
+        path: the folder.
+        names: files that a run writes there, beside `MANIFEST`.
+
+    Raises:
+        InputError: the path is not a folder.
+    """
+
+    names: Collection[str] = ()
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._locked = False
+        self._held = ExitStack()
+        """Further locks, held as long as the folder's."""
+        with self.writing():
+            if not path.is_dir() and os.path.lexists(path):
+                raise InputError(f"{path} is a file, or a link to nothing; `output` needs a folder for results.")
+
+    def check_free(self) -> None:
+        """Refuse a folder that another run is writing to, before expensive work begins.
+
+        Raises:
+            InputError: another run is writing there.
+        """
+        if self.path.is_dir():
+            with self.locked():
+                pass
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and keep other runs out; a nested call does nothing.
+
+        Raises:
+            InputError: another run is writing there, or the folder cannot be made.
+        """
+        if self._locked:
+            yield
+            return
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = Lock(self.path, str(self.path))
+        with lock, self._held:
+            self._locked = True
+            remove_leftovers(self.path, {MANIFEST, *self.names})
+            try:
+                yield
+            finally:
+                self._locked = False
+
+    def check_new(self) -> None:
+        """Refuse a folder without `MANIFEST` if it has a file that a run would overwrite.
+
+        Raises:
+            InputError: there is such a file.
+        """
+        if found := sorted(name for name in self.names if os.path.lexists(self.path / name)):
+            raise InputError(
+                f"{self.path} has {found[0]} but no {MANIFEST}, so it is unknown what was run there, and the file "
+                "would be overwritten. Choose another `output` folder."
+            )
+
+    def write_bytes(self, name: str, data: bytes) -> Path:
+        """Write a file with `write_whole` and return its path.
+
+        Raises:
+            InputError: the file cannot be written; earlier results stay.
+        """
+        with self.writing():
+            write_whole(self.path / name, data)
+        return self.path / name
+
+    @property
+    def safe(self) -> str:
+        """A sentence on the results that are safely on the disk; may be empty."""
+        return ""
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn a failed write into an `InputError` that says what is safe and how to go on.
+
+        Raises:
+            InputError: something cannot be written.
+        """
+        try:
+            yield
+        except OSError as error:
+            safe = f"{self.safe} " if self.safe else ""
+            raise InputError(
+                f"Results cannot be written to {self.path}: {error.strerror}. {safe}Make room or choose another "
+                "folder, and run the same command again: it goes on from there."
+            ) from error
+
+
+def read_rows(
+    path: Path, beginning: bytes, fault: Callable[[dict[str, Any]], str | None]
+) -> tuple[int, list[dict[str, Any]]]:
+    """Read a file of one JSON object per line: the number of bytes of its whole lines, and the rows.
+
+    A last line that was cut off, as by a power cut, is left out.
+
+    Args:
+        path: the file; a missing file has no rows.
+        beginning: the first bytes of every row; a last line without them was not begun by a run.
+        fault: returns what is wrong with an object that should be a row; ``None`` if nothing is.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not a row.
+    """
+    data = read_whole(path) or b""
+    rows: list[dict[str, Any]] = []
+    end = 0
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        row, what = _row(line, fault)
+        if row is None and end + len(line) == len(data) and _is_torn(line, beginning):
+            break
+        if what is not None:
+            raise InputError(
+                f"Line {number} of {path} is no row of results: {what}. The file was changed or damaged: remove that "
+                "line and run the same command again, or choose another folder."
+            )
+        rows.append(row)
+        end += len(line)
+    return end, rows
+
+
+def _is_torn(line: bytes, beginning: bytes) -> bool:
+    """Whether a line was cut off, or never reached the disk, which then has zero bytes in its place."""
+    written = line.rstrip(b"\0\n")
+    return line != b"\n" and beginning.startswith(written[: len(beginning)])
+
+
+def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
+    """The value of a line, ``None`` if it was cut off; and what is wrong with it, ``None`` if nothing is."""
+    try:
+        row = parse(line) if line.endswith(b"\n") else None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        row = None
+    except ValueError as error:
+        return line, str(error)
+    return row, fault(row) if isinstance(row, dict) else "it is no JSON object"
+
+
+def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse to go on in a folder that holds another run.
+
+    Args:
+        folder: the folder.
+        found: settings of the run there.
+        wanted: settings of the new run, as far as they are known.
+        names: settings that have to be the same: key → name in messages.
+
+    Raises:
+        InputError: a setting differs.
+    """
+    for key, name in names.items():
+        if key in wanted and found.get(key) != wanted[key]:
+            _refuse(folder, name, found.get(key, "unknown"), wanted[key])
+
+
+def _refuse(folder: Path, what: str, then: object, now: object) -> NoReturn:
+    show = str if type(then) is type(now) else repr
+    was, here = (text if len(text := show(value)) <= _LONGEST else text[:_LONGEST] + "…" for value in (then, now))
+    raise InputError(
+        f"{folder} holds results of another run: {what} was {was} and is {here} now. Mixed results cannot be compared: "
+        "choose another `output` folder, or the same settings to go on."
+    )
+
+
+def command(words: str, *arguments: object) -> str:
+    """A command line for a shell: the words as they are, then the arguments, quoted."""
+    return " ".join([words, *(shlex.quote(str(argument)) for argument in arguments)])

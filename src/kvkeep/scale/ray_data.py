@@ -1,0 +1,154 @@
+"""A stage for pipelines of Ray Data: a dataset of prompts in, the same rows with their completions out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvkeep.batch.input import COMPLETION, OPTIONS, Line, reason_of, request_of
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import Request, Result
+from kvkeep.engine.sampling_params import Sampling
+from kvkeep.errors import InputError, KVKeepError
+from kvkeep.models.load import load_with_tokenizer
+from kvkeep.scale.cluster import need_ray
+from kvkeep.scale.remote_files import bare
+from kvkeep.scale.worker import Loop
+
+_READ = ("prompt", "messages", OPTIONS)
+_TEXTS = ("text", "finish_reason", "error")
+_NUMBERS = ("prompt_tokens", "new_tokens")
+
+
+def generate(
+    dataset: Any,
+    model: str | None = None,
+    *,
+    workers: int = 1,
+    sampling: Sampling | None = None,
+    raw: bool = False,
+    dtype: str = "auto",
+    resources: Mapping[str, Any] | None = None,
+    batch_size: int = 256,
+    **options: Any,
+) -> Any:
+    """Continue the prompts of a dataset of Ray, as a stage of a pipeline; nothing runs before the dataset is read.
+
+    A row has a ``prompt`` (a text) or ``messages``, and perhaps ``options`` as in a batch job's line, a structure or a
+    text in JSON. It gets a column ``completion``: a structure of ``text``, ``finish_reason``, ``prompt_tokens``,
+    ``new_tokens`` and ``error``. A row that cannot be run has the reason in ``error`` and no text; the others go on.
+    Random tokens are drawn by the row's content, so they do not depend on the order of rows or on who runs them, and
+    equal rows get equal texts. Ray Data runs a batch again if its worker dies.
+
+    Args:
+        dataset: a ``ray.data.Dataset``.
+        model: a hub name or a folder that every node has; the embedded model by default.
+        workers: number of engines, each in an actor of its own.
+        sampling: how tokens are chosen, where a row's options do not say it.
+        raw: whether texts are taken without the chat template.
+        dtype: dtype of the weights, see `kvkeep.load`.
+        resources: what a worker takes, as arguments of ``ray.remote``, e.g. ``{"num_gpus": 1}``; one CPU by default.
+        batch_size: rows that a worker takes at once; several times the engine's rows, so that few of them idle at the
+            end of a batch.
+        options: of `kvkeep.Engine`, such as ``policy``, ``budget`` and ``rows``.
+
+    Returns:
+        A ``ray.data.Dataset`` with the column ``completion``.
+
+    Raises:
+        InputError: Ray is not installed, this is no dataset, or a number is below 1.
+    """
+    need_ray()
+    from ray.data import Dataset
+
+    if not isinstance(dataset, Dataset):
+        raise InputError(f"`dataset` is a {type(dataset).__name__} and no ray.data.Dataset; see ray.data.from_items.")
+    for name, number in {"workers": workers, "batch_size": batch_size}.items():
+        if not isinstance(number, int) or number < 1:
+            raise InputError(f"`{name}={number}` is out of range; give 1 or more.")
+    made: dict[str, Any] = {"model": model, "sampling": sampling or Sampling(), "raw": raw, "dtype": dtype}
+    return dataset.map_batches(
+        Stage,
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        concurrency=workers,
+        fn_constructor_kwargs={**made, "options": options},
+        **{"num_cpus": 1, **(resources or {})},
+    )
+
+
+class Stage:
+    """An engine that continues the prompts of batches of rows.
+
+    Args:
+        model: a hub name or a folder; the embedded model by default.
+        sampling: how tokens are chosen, where a row's options do not say it.
+        raw: whether texts are taken without the chat template.
+        dtype: dtype of the weights.
+        options: of the engine.
+    """
+
+    def __init__(
+        self, model: str | None, sampling: Sampling, raw: bool, dtype: str, options: Mapping[str, Any]
+    ) -> None:
+        network, tokenizer = load_with_tokenizer(model, dtype=dtype)
+        self._loop = Loop(Engine(network, tokenizer, **options))
+        self._loop.start()
+        self._sampling, self._raw = sampling, raw
+
+    def __call__(self, batch: Any) -> Any:
+        """A table of Arrow with the same columns, and ``completion``."""
+        import pyarrow
+
+        if COMPLETION in batch.column_names:
+            raise InputError(f'The dataset has a column "{COMPLETION}", the name of the result; rename it.')
+        names = [name for name in _READ if name in batch.column_names]
+        waiting = [self._begun(row) for row in batch.select(names).to_pylist()]
+        answers = [_completion(one if isinstance(one, str) else one.result()) for one in waiting]
+        kinds = {name: pyarrow.string() for name in _TEXTS} | {name: pyarrow.int64() for name in _NUMBERS}
+        return batch.append_column(COMPLETION, pyarrow.array(answers, pyarrow.struct(list(kinds.items()))))
+
+    def _begun(self, row: Mapping[str, Any]) -> Any:
+        """What takes the results of a row's request, or why it cannot be run."""
+        try:
+            line = Line(1, "", {}, _request(row, self._sampling, raw=self._raw))
+        except (KVKeepError, ValueError) as error:
+            return reason_of(error)
+        return self._loop.put(line)
+
+
+def _request(row: Mapping[str, Any], sampling: Sampling, *, raw: bool) -> Request:
+    """The request of a row.
+
+    Raises:
+        InputError: it has no prompt, or a wrong option.
+    """
+    prompt, messages, options = (bare(row.get(name)) for name in _READ)
+    if (prompt is None) == (messages is None):
+        raise InputError('it must have either "prompt" or "messages"')
+    if isinstance(options, str):
+        options = json.loads(options)
+    if prompt is not None and not isinstance(prompt, str):
+        raise InputError('its "prompt" is no text')
+    asked = request_of(1, (0,), options or {}, sampling)
+    own = isinstance(options, dict) and "seed" in options
+    sequence = 0 if own else _sequence(prompt, messages, options)
+    return dataclasses.replace(asked, prompt=prompt, messages=messages, raw=raw, sequence=sequence)
+
+
+def _sequence(*content: Any) -> int:
+    """A number by which the tokens of a row are drawn: 62 bits of a fingerprint of its content."""
+    found = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(found[:8], "big") >> 2
+
+
+def _completion(answer: list[Result] | str) -> dict[str, Any]:
+    """The fields of a row's completion. All rows have the same fields, as Arrow wants it."""
+    if isinstance(answer, str):
+        return {**dict.fromkeys((*_TEXTS, *_NUMBERS)), "error": answer}
+    (one,) = answer
+    numbers = dict(zip(_NUMBERS, (one.prompt_tokens, len(one.token_ids)), strict=True))
+    return {"text": one.text, "finish_reason": one.finish_reason, **numbers, "error": None}

@@ -1,0 +1,117 @@
+"""A router of Ray Serve that sends each request to the replica that it names. Importing it imports Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import ray.exceptions
+from ray.serve.exceptions import RayServeException
+from ray.serve.request_router import RequestRouter
+
+from kvkeep.scale import ray_serve_replicas
+from kvkeep.scale.ray_serve_replica import Facts
+from kvkeep.server.router import LostError, MissedError, Received
+
+
+class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
+    """Sends a request to the replica that its ``multiplexed_model_id`` names, and otherwise to any.
+
+    A request for a replica that has ended reaches another one, which says so; see
+    `kvkeep.scale.ray_serve_replica.Replica.ask`.
+    """
+
+    def __init__(self, deployment_id: Any, *args: Any, **options: Any) -> None:
+        super().__init__(deployment_id, *args, **options)
+        self._place = str(deployment_id)
+
+    def update_replicas(self, replicas: Any) -> None:
+        """Note the replicas that run."""
+        super().update_replicas(replicas)
+        rows = {one.replica_id.unique_id: int(one.routing_stats.get("rows", 0)) for one in replicas}
+        ray_serve_replicas.note(self._place, rows)
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """Note that a replica has ended, before Ray Serve tells it."""
+        super().on_replica_actor_died(replica_id)
+        ray_serve_replicas.drop(self._place, replica_id.unique_id)
+
+    async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+        """The named replica, or all."""
+        wanted = pending_request.metadata.multiplexed_model_id if pending_request else ""
+        return [[one for one in candidate_replicas if one.replica_id.unique_id == wanted] or candidate_replicas]
+
+
+# How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve.
+
+_STARTING_S = 0.1
+
+
+class RayReplicas:
+    """The replicas of a deployment of Ray Serve, see `kvkeep.server.router.Replicas`.
+
+    Args:
+        handle: of the deployment, whose replicas are `kvkeep.scale.ray_serve_replica.Replica`.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._place = handle, str(handle.deployment_id)
+        self._ended: set[str] = set()
+
+    async def facts(self) -> list[Facts]:
+        """What all replicas say of themselves, as soon as Ray Serve has told of one."""
+        await self._handle.facts.remote()
+        while not self.here():
+            await asyncio.sleep(_STARTING_S)
+        return list(await asyncio.gather(*(self._send(one, "facts") for one in self.here())))
+
+    def here(self) -> Mapping[str, int]:
+        """The replicas that take requests, and the rows of each."""
+        found = ray_serve_replicas.of(self._place)
+        self._ended &= found.keys()
+        return {name: rows for name, rows in found.items() if name not in self._ended}
+
+    async def ask(self, replica: str, request: Received) -> AsyncGenerator[Any, None]:
+        """Yield the messages with which a replica answers.
+
+        Raises:
+            MissedError: the replica has ended; the request did not reach it.
+            LostError: it has ended with the request.
+        """
+        messages = self._send(replica, "ask", replica, request, stream=True)
+        try:
+            async for message in messages:
+                if message is None:
+                    raise MissedError(replica)
+                yield message
+        except MissedError:
+            self._ended.add(replica)
+            raise
+        except (ray.exceptions.RayError, RayServeException) as error:
+            if isinstance(error, ray.exceptions.ActorDiedError):
+                self._ended.add(replica)
+            raise LostError(replica) from error
+        finally:
+            messages.cancel()
+
+    async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
+        """Whether a replica holds a session or an answer.
+
+        Raises:
+            LostError: it has ended.
+        """
+        try:
+            return bool(await self._send(replica, "holds", replica, kind, owner, name))
+        except (ray.exceptions.RayError, RayServeException) as error:
+            raise LostError(replica) from error
+
+    def _send(self, replica: str, method: str, *args: object, stream: bool = False) -> Any:
+        """Call a method of a replica. The call has a number of its own.
+
+        Ray Serve takes the number of a call from the request that it belongs to, and confuses calls of one request that
+        are under way at once.
+        """
+        called = getattr(self._handle.options(multiplexed_model_id=replica, stream=stream), method)
+        return contextvars.Context().run(called.remote, *args)

@@ -1,0 +1,356 @@
+"""Inputs of jobs that are not a local JSONL file: Parquet, folders, and the remote paths that pyarrow knows.
+
+They are copied to a local JSONL file first, so that everything after that is the same for all jobs. Ray Data reads the
+same paths through the same package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote, urlsplit
+
+from kvkeep.batch.input import COMPLETION
+from kvkeep.errors import InputError, one_line, pip_install
+from kvkeep.result_files import Lock, sync, sync_folder
+from kvkeep.scale import EXTRA
+
+_PARQUET = (".parquet", ".pq")
+_LINES = (".jsonl", ".ndjson", ".json")
+_LOCAL = "file://"
+
+
+def is_foreign(source: str) -> bool:
+    """Whether an input is no local JSONL file or pipe: an address with a scheme, a Parquet file, or a folder."""
+    return is_address(source) or is_parquet(source) or os.path.isdir(source)
+
+
+def is_address(name: str) -> bool:
+    """Whether a name has a scheme, such as ``s3://``."""
+    return "://" in name
+
+
+def is_parquet(name: str) -> bool:
+    """Whether a name is that of a Parquet file."""
+    return name.lower().endswith(_PARQUET)
+
+
+def is_within(name: str, source: str) -> bool:
+    """Whether a file would be a part of an input, which is a folder."""
+    return name.lower().endswith((*_PARQUET, *_LINES)) and _plain(name).startswith(f"{_plain(source).rstrip('/')}/")
+
+
+def _plain(name: str) -> str:
+    """A path without links; an address as it is, unless it is that of a local path."""
+    local = unquote(name.removeprefix(_LOCAL)) if name.startswith(_LOCAL) else name
+    return name if is_address(local) else Path(os.path.realpath(local)).as_posix()
+
+
+@contextmanager
+def as_lines(source: str) -> Iterator[Path]:
+    """A local JSONL file with the lines of an input, for the time of this block.
+
+    A row of Parquet becomes a line: its columns in their order, without those that are null. The files of a folder
+    are read in the order of their names.
+
+    Args:
+        source: ``s3://…``, ``gs://…``, ``hdfs://…``, ``file://…``, a Parquet file, or a folder.
+
+    Raises:
+        InputError: pyarrow is not installed, the input cannot be read, or a row cannot be written as JSON.
+    """
+    try:
+        from pyarrow import fs
+    except ImportError as error:
+        raise InputError(f"{source} is read by pyarrow, which is not installed: {pip_install(EXTRA)}.") from error
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
+            copy = Path(folder) / "lines.jsonl"
+            try:
+                system, path = fs.FileSystem.from_uri(source if is_address(source) else str(Path(source).resolve()))
+                with copy.open("wb") as target:
+                    for name in _files(system, path, source):
+                        _copy(system, name, target)
+            except InputError:
+                raise
+            except Exception as error:  # whatever a file system raises: no such file, no rights, no network
+                raise InputError(f"The input {source} cannot be read: {one_line(error):.300}") from error
+            yield copy
+    except OSError as error:
+        raise InputError(f"There is no folder for a copy of {source}: {error.strerror}. Set TMPDIR.") from error
+
+
+def _files(system: Any, path: str, source: str) -> list[str]:
+    """The file, or the files of a folder in the order of their names."""
+    from pyarrow import fs
+
+    found = system.get_file_info(path)
+    if found.type == fs.FileType.NotFound:
+        raise InputError(f"The input {source} does not exist.")
+    if found.type != fs.FileType.Directory:
+        return [path]
+    inside = system.get_file_info(fs.FileSelector(path, recursive=True))
+    names = sorted(one.path for one in inside if one.is_file and one.path.lower().endswith((*_PARQUET, *_LINES)))
+    if not names:
+        raise InputError(f"The folder {source} has no file that ends with {', '.join((*_LINES, *_PARQUET))}.")
+    return names
+
+
+def _copy(system: Any, name: str, target: IO[bytes]) -> None:
+    """Append the lines of a file."""
+    if not is_parquet(name):
+        with system.open_input_stream(name) as stream:
+            shutil.copyfileobj(stream, target)
+        target.write(b"\n")  # a file may end without a line break; an empty line is no line
+        return
+    from pyarrow import parquet
+
+    with system.open_input_file(name) as file:
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                target.write(line_of(row, name))
+
+
+def line_of(row: dict[str, Any], name: str) -> bytes:
+    """A row as a line of JSON, without what is null.
+
+    Raises:
+        InputError: JSON has no form for a value.
+    """
+    try:
+        return json.dumps(bare(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"A row of {name} cannot be written as JSON: {one_line(error)}") from error
+
+
+def bare(value: Any) -> Any:
+    """A value without the fields of its objects that are null: a column of structures has every field in every row."""
+    if isinstance(value, dict):
+        return {key: bare(one) for key, one in value.items() if one is not None}
+    return [bare(one) for one in value] if isinstance(value, list) else value
+
+
+# Outputs of jobs that are not a local JSONL file: Parquet, and the remote paths that pyarrow knows.
+#
+# A job writes to a local file, from which it can go on, and the whole file is published when its lines have run. What
+# stands at the destination is therefore always a whole: the one before, or the new one.
+
+_PART = ".part"
+"""The ending of a file that is being written, here or at the destination."""
+
+
+def is_foreign_output(target: str) -> bool:
+    """Whether an output is no local JSONL file or pipe: an address with a scheme, or a Parquet file."""
+    return is_address(target) or is_parquet(target)
+
+
+class Destination:
+    """Where the completions of a job go, and the local folder in which they are collected.
+
+    Args:
+        target: ``s3://…``, ``gs://…``, ``hdfs://…``, ``file://…``, or a Parquet file.
+        home: has the folder of a target that is an address; that of a Parquet file lies beside it.
+
+    Attributes:
+        path: the local file of completions.
+
+    Raises:
+        InputError: pyarrow is not installed, or it does not know the address.
+    """
+
+    def __init__(self, target: str, home: Path) -> None:
+        try:
+            from pyarrow import fs
+        except ImportError as error:
+            raise InputError(
+                f"The output {target} is written by pyarrow, which is not installed: {pip_install(EXTRA)}."
+            ) from error
+        self.target, self._published = target, 0
+        with self._explained("cannot be written"):
+            self._system, self._at = fs.FileSystem.from_uri(
+                target if is_address(target) else str(Path(target).resolve())
+            )
+        if not self._at.strip("/"):
+            raise InputError(f"The output {target} names no file.")
+        self._folder = home / self._name() if is_address(target) else Path(f"{target}.collected")
+        self.path = self._folder / "completions.jsonl"
+        own = hashlib.sha256(f"{platform.node()}:{self.path.absolute()}".encode()).hexdigest()[:8]
+        self._part = (
+            f"{self._at}.{own}{_PART}"  # that of a job on another machine, or of another user, has another name
+        )
+
+    @property
+    def collected(self) -> bool:
+        """Whether there are completions to publish."""
+        return self._size() > 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the local folder to this job, and begin with what an earlier run has published.
+
+        At the end the folder is removed, unless it holds more than what is published.
+
+        Raises:
+            InputError: another job writes to the destination, it cannot be written or read, or it is a Parquet file
+                that is finished.
+        """
+        with self._locked():
+            try:
+                self._check()
+                if not self._size() and self._exists():
+                    self._take_up()
+                    self._published = self._size()
+                yield
+            finally:
+                self._copy.unlink(missing_ok=True)
+                if self._size() == self._published:
+                    self.path.unlink(missing_ok=True)
+                with suppress(OSError):  # lines that were set aside are in there
+                    self._folder.rmdir()
+
+    def publish(self, *, complete: bool) -> None:
+        """Write what was collected to the destination.
+
+        Args:
+            complete: whether the job has ended, so that nothing more is needed here.
+
+        Raises:
+            InputError: that fails. The local file stays.
+        """
+        lines: io.BufferedIOBase
+        with self._explained("is no table", f"All completions are in {self.path}, as JSONL."):
+            lines = io.BytesIO(as_parquet(self.path)) if is_parquet(self.target) else self.path.open("rb")
+        kept = f"All completions are in {self.path}; the same command writes them again."
+        with lines, self._explained("cannot be written", kept):
+            self._put(lines)
+            self._system.move(self._part, self._at)
+            if self._is_local:
+                sync_folder(Path(self._at).parent)
+        if complete:
+            self._published = self._size()
+
+    def _check(self) -> None:
+        """See whether the destination can be written."""
+        with self._explained("cannot be written"):
+            self._put(io.BytesIO())
+            self._system.delete_file(self._part)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock the local folder. Another job may remove it at its end, just before it is locked here."""
+        while True:
+            with self._explained(f"needs the folder {self._folder}, which cannot be written"):
+                self._folder.mkdir(parents=is_address(self.target), exist_ok=True)
+                try:
+                    before, lock = self._folder.stat(), Lock(self._folder, self.target)
+                except FileNotFoundError:
+                    continue
+            with lock:
+                if self._folder.is_dir() and os.path.samestat(before, self._folder.stat()):
+                    yield
+                    return
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def _exists(self) -> bool:
+        from pyarrow import fs
+
+        with self._explained("cannot be read"):
+            found = self._system.get_file_info(self._at).type
+        if found == fs.FileType.Directory:
+            raise InputError(f"The output {self.target} is a folder. Give the name of a file in that folder.")
+        return bool(found != fs.FileType.NotFound)
+
+    def _take_up(self) -> None:
+        if is_parquet(self.target):
+            raise InputError(f"The output {self.target} exists. Remove it, or give another name.")
+        what = f"cannot be read, or copied to {self._folder}"
+        with self._explained(what), self._system.open_input_stream(self._at) as stream:
+            with self._copy.open("wb") as file:
+                shutil.copyfileobj(stream, file)
+            self._copy.replace(self.path)
+
+    def _name(self) -> str:
+        """A name for the place of an address, however it is spelled."""
+        place = str(Path(self._at).resolve()) if self._is_local else f"{self._at}?{urlsplit(self.target).query}"
+        return hashlib.sha256(f"{self._system.type_name}:{place}".encode()).hexdigest()[:16]
+
+    @property
+    def _copy(self) -> Path:
+        """The local file while it is read from the destination."""
+        return Path(f"{self.path}{_PART}")
+
+    @property
+    def _is_local(self) -> bool:
+        from pyarrow import fs
+
+        return isinstance(self._system, fs.LocalFileSystem)
+
+    def _put(self, lines: io.BufferedIOBase) -> None:
+        """Write beside the destination. A local disk has it all before the file gets its name."""
+        with self._system.open_output_stream(self._part) as stream:
+            shutil.copyfileobj(lines, stream)
+        if self._is_local:
+            with open(self._part, "rb+") as file:
+                sync(file)
+
+    @contextmanager
+    def _explained(self, what: str, kept: str = "") -> Iterator[None]:
+        """Turn whatever a file system raises into an `InputError`: no rights, no network, no such bucket."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:
+            reason = one_line(error).rstrip(".")
+            raise InputError(f"The output {self.target} {what}: {reason:.300}. {kept}".rstrip()) from error
+
+
+def as_parquet(path: Path) -> bytes:
+    """The lines of a job's output as the rows of a Parquet file, fields as columns. Texts stay texts, dates as well.
+
+    Raises:
+        ValueError: a field has values that are no column.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    with path.open("rb") as lines:
+        rows = [_row(json.loads(line)) for line in lines]
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name] = pyarrow.array([row.get(name) for row in rows])
+        except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
+            raise ValueError(f"one column cannot hold all values of the field {name!r:.80} ({error})") from error
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table(columns), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _row(fields: dict[str, Any]) -> dict[str, Any]:
+    """A line as a row. Its options become a text of JSON: lines may give them in several kinds, and as any schema."""
+    completion = fields.get(COMPLETION)
+    if isinstance(completion, dict) and "options" in completion:
+        fields = {**fields, COMPLETION: {**completion, "options": json.dumps(completion["options"])}}
+    found: dict[str, Any] = _filled(fields)
+    return found
+
+
+def _filled(value: Any) -> Any:
+    """A value without objects that are empty, or become so: Parquet has no form for them. In a list they are null."""
+    if isinstance(value, dict):
+        return {key: found for key, one in value.items() if (found := _filled(one)) != {}}
+    if isinstance(value, list):
+        return [None if (found := _filled(one)) == {} else found for one in value]
+    return value

@@ -1,0 +1,442 @@
+"""Workers on a cluster of Ray, and the pieces of a job on their way through them: lines, or cells of an evaluation.
+
+The driver hands each worker as many pieces as keep it busy, and takes the answers as they come. A worker that dies is
+replaced, and its pieces run again. The driver alone knows which pieces are done, so that no answer counts twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from kvkeep.errors import InputError
+from kvkeep.scale.cluster import LostClusterError, Need, check_alive, last_words, need_ray
+
+# A kind of work that a crew does in pieces, and what each of its workers says of itself. Nothing here knows Ray.
+
+Layout: TypeAlias = tuple[bool, bool]
+"""How weights were laid out for speed, see `kvkeep.models.prepare.chosen`. It changes the last digits of products."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a worker says of itself once it can work.
+
+    Attributes:
+        weights: a fingerprint of the model's weights.
+        layout: how they were laid out.
+        host: name of its machine.
+        pid: number of its process.
+    """
+
+    weights: str
+    layout: Layout
+    host: str
+    pid: int
+
+
+F = TypeVar("F", bound=Facts)
+
+
+@dataclass(frozen=True)
+class Trade(Generic[F]):
+    """A kind of work.
+
+    Attributes:
+        worker: the class of its workers. It is made from what makes a worker's tools, ``begin(layout)`` returns its
+            facts or the message of an error, and ``run(number, piece, …)`` returns the answer of a piece.
+        piece: a word for a piece.
+        at_once: the calls that a worker takes at once.
+        ahead: the pieces that a worker with such facts has been handed at most.
+        patience_s: seconds without an answer of a worker that has work, after which the user is told.
+    """
+
+    worker: type[Any]
+    piece: str
+    at_once: int
+    ahead: Callable[[F], int]
+    patience_s: float
+
+
+# The pieces of a job on their way to workers: new ones, those of workers that died, and those that may be the cause.
+#
+# Nothing here knows Ray.
+
+Item: TypeAlias = tuple[int, Any]
+"""The number of a piece, and what its worker is told of it: the bytes of a line, for example."""
+
+Source: TypeAlias = Callable[[int], Item | None]
+"""Returns a new piece for the worker at a place, by the place's number; ``None`` if there is no more."""
+
+SUSPECT = 2
+"""Deaths of its worker after which a piece waits for the end of the job, and then runs alone."""
+GUILTY = 2
+"""Deaths of a worker that ran a piece alone, after which the piece has failed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a piece.
+
+    Attributes:
+        number: the piece's number.
+        digest: a line's fingerprint.
+        whole: its result, such as a line of the output; ``None`` if it failed.
+        reason: why it failed.
+        new: tokens that were generated for a line.
+    """
+
+    number: int
+    digest: str = ""
+    whole: Any = None
+    reason: str | None = None
+    new: int = 0
+
+
+class Pieces:
+    """The pieces of a job that wait for a worker.
+
+    Args:
+        source: gives new pieces.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._again: deque[Item] = deque()
+        self._suspects: deque[Item] = deque()
+        self._died: Counter[int] = Counter()
+        self._died_alone: Counter[int] = Counter()
+
+    def take(self, place: int) -> Item | None:
+        """A piece for the worker at a place; those of dead workers come first, and suspects never."""
+        return self._again.popleft() if self._again else self._source(place)
+
+    def suspect(self) -> Item | None:
+        """A piece that has to run alone."""
+        return self._suspects.popleft() if self._suspects else None
+
+    def any_left(self, place: int) -> bool:
+        """Whether a piece waits; a new one is fetched for the worker at a place to know it."""
+        if not self._again and not self._suspects and (item := self._source(place)) is not None:
+            self._again.append(item)
+        return bool(self._again or self._suspects)
+
+    def give_back(self, item: Item, *, alone: bool) -> Answer | None:
+        """Queue a piece of a dead worker again; the answer of one that has failed, as it killed workers all alone."""
+        number = item[0]
+        self._died[number] += 1
+        self._died_alone[number] += alone
+        if self._died_alone[number] >= GUILTY:
+            return Answer(number, reason=f"its worker died {self._died[number]} times")
+        (self._suspects if self._died[number] >= SUSPECT else self._again).append(item)
+        return None
+
+
+# A place for a worker in a crew: who works there, at which pieces, and how long it has been silent.
+
+
+@dataclass(eq=False)
+class Place:
+    """A place for a worker.
+
+    Attributes:
+        handle: the worker; ``None`` if nobody works here any more.
+        starting: its `Facts`, to come; ``None`` once they are there.
+        running: answer to come → piece.
+        deaths: since its last answer.
+        alone: whether its only piece is a suspect.
+        facts: of its worker.
+        most_s: seconds of silence after which the user is told first.
+        heard: when it answered last, or began to work, in seconds of a clock.
+        patience_s: seconds of silence after which the user is told next.
+    """
+
+    number: int
+    most_s: float
+    handle: Any = None
+    starting: Any = None
+    running: dict[Any, Item] = field(default_factory=dict)
+    deaths: int = 0
+    alone: bool = False
+    facts: Facts | None = None
+    heard: float = 0.0
+    patience_s: float = 0.0
+
+    def hear(self) -> None:
+        """Note that the worker lives."""
+        self.heard, self.patience_s = time.monotonic(), self.most_s
+
+    def silence(self, piece: str) -> str | None:
+        """What to tell the user of a worker that has not answered for long, each time after twice the time.
+
+        Args:
+            piece: a word for a piece of its work.
+        """
+        silent = time.monotonic() - self.heard
+        if self.facts is None or not self.running or silent < self.patience_s:
+            return None
+        self.patience_s *= 2
+        return (
+            f"worker {self.number} (process {self.facts.pid} on {self.facts.host}) has answered nothing for "
+            f"{silent / 60:.0f} minutes. If it hangs, end that process: it is replaced, and its {piece}s run again"
+        )
+
+
+Stopped: TypeAlias = Callable[[], bool]
+Take: TypeAlias = Callable[[Answer], object]
+
+DEATHS = 3
+"""Deaths of a worker without an answer in between, after which its place stays empty."""
+_PATIENCE_S = 0.5
+_SLOW = 40  # waits without a worker, after which the user is told
+_LOST = 8  # waits without a worker, after which the cluster is asked for
+
+
+class Crew(Generic[F]):
+    """Some workers of one trade.
+
+    Args:
+        trade: what they do.
+        make: makes a worker's tools, such as its engine. It travels to the worker's process.
+        size: the number of workers.
+        need: what each takes.
+        like: how the first worker lays out the weights; it chooses by speed if this is left out.
+        tell: prints a note for the user.
+
+    Attributes:
+        size: the number of workers.
+    """
+
+    def __init__(
+        self,
+        trade: Trade[F],
+        make: Callable[..., Any],
+        size: int,
+        need: Need,
+        *,
+        like: Layout | None = None,
+        tell: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self._ray, self._trade, self._make, self._like, self._tell = need_ray(), trade, make, like, tell
+        options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": trade.at_once}
+        options |= {"memory": need.memory} if need.memory else {}
+        self._remote = self._ray.remote(trade.worker).options(**options, max_restarts=0, max_task_retries=0)
+        self._places = [Place(number, trade.patience_s) for number in range(1, size + 1)]
+        self._pieces = Pieces(lambda place: None)
+        self._facts: F | None = None
+        self._lost, self._last = False, ""
+        self.size = size
+
+    @property
+    def facts(self) -> F:
+        """What the workers say of themselves; all say the same of the model."""
+        assert self._facts is not None
+        return self._facts
+
+    def begin(self, stopped: Stopped = lambda: False) -> None:
+        """Start all workers and wait until they can work, unless the user wants to stop.
+
+        Raises:
+            InputError: a worker cannot make its tools, dies, or has other weights than the others.
+        """
+        first, *others = self._places
+        self._await([first], stopped)
+        self._await(others, stopped)  # they lay out the weights as the first one has
+
+    def _await(self, places: Sequence[Place], stopped: Stopped) -> None:
+        """Start workers and wait until they can work."""
+        if stopped():
+            return
+        for place in places:
+            self._hire(place)
+        waits = 0
+        while (waiting := [place for place in places if place.starting is not None]) and not stopped():
+            ready, _ = self._ray.wait([place.starting for place in waiting], timeout=_PATIENCE_S)
+            waits += 1
+            if waits % _SLOW == 0:
+                self._tell(f"waiting for {len(waiting)} of {len(self._places)} workers to start")
+            for place in [place for place in waiting if place.starting in ready]:
+                try:
+                    problem = self._welcome(place, self._ray.get(place.starting))
+                except Exception as error:
+                    raise InputError(f"Worker {place.number} died while it began: {last_words(error)}.") from error
+                if problem:
+                    raise InputError(problem)
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """What the first worker answers when one of its methods is called; it has nothing else to do then.
+
+        Raises:
+            InputError: it dies.
+        """
+        first = self._places[0]
+        try:
+            return self._ray.get(getattr(first.handle, what).remote(*arguments))
+        except Exception as error:
+            raise InputError(
+                f"Worker {first.number} died while it checked {self._trade.piece}s: {last_words(error)}."
+            ) from error
+
+    def run(
+        self,
+        source: Source,
+        told: Sequence[Any],
+        take: Take,
+        stopped: Stopped = lambda: False,
+    ) -> None:
+        """Run pieces to their ends, or until the user wants to stop.
+
+        Args:
+            source: gives the pieces as workers become free.
+            told: what workers are told beside each piece.
+            take: gets the answer of each piece once, in any order.
+            stopped: whether the user wants to stop.
+
+        Raises:
+            InputError: no worker is left.
+            LostClusterError: the cluster has gone away.
+        """
+        self._pieces, waits = Pieces(source), 0
+        while not stopped():
+            self._feed(told)
+            running = [reference for place in self._places for reference in place.running]
+            if not running and not self._pieces.any_left(self._places[0].number):
+                return
+            if all(place.handle is None for place in self._places):
+                raise InputError(
+                    f"No worker is left: each died {DEATHS} times without an answer, at last of this: {self._last}. "
+                    "Perhaps they need more than their nodes have; the nodes' logs of Ray say more. The same command "
+                    "goes on from here."
+                )
+            starting = [place.starting for place in self._places if place.starting is not None]
+            ready, rest = self._ray.wait(running + starting, timeout=_PATIENCE_S)
+            more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0) if ready and rest else ([], [])
+            waits = 0 if running or ready else waits + 1
+            self._tell_of(waits)
+            self._collect({*ready, *more}, take)
+
+    def _tell_of(self, waits: int) -> None:
+        """Say that nothing comes, after so many waits in which no worker ran, or from workers that have work.
+
+        Raises:
+            LostClusterError: the cluster has gone away.
+        """
+        if waits and waits % _LOST == 0:
+            self._check_alive()
+        if waits and waits % _SLOW == 0:
+            self._tell("no worker runs; waiting for the cluster to start one")
+        for silence in filter(None, [place.silence(self._trade.piece) for place in self._places]):
+            self._tell(silence)
+
+    def close(self) -> None:
+        """End all workers, unless the cluster has gone away."""
+        for place in self._places if not self._lost else ():
+            self._dismiss(place)
+
+    def _check_alive(self) -> None:
+        try:
+            check_alive(self._ray)
+        except LostClusterError:
+            self._lost = True
+            raise
+
+    def _hire(self, place: Place) -> None:
+        place.handle = self._remote.remote(self._make)
+        place.starting = place.handle.begin.remote(self._like if self._facts is None else self._facts.layout)
+
+    def _dismiss(self, place: Place) -> None:
+        if place.handle is not None:
+            with suppress(Exception):  # it is gone, or the cluster is
+                self._ray.kill(place.handle, no_restart=True)
+        place.handle = place.starting = None
+        place.alone = False
+        place.running.clear()
+
+    def _welcome(self, place: Place, said: F | str) -> str | None:
+        """Take the facts of a new worker; return what is wrong with it."""
+        if isinstance(said, str):
+            return said
+        known = self._facts = self._facts or said
+        if said.weights != known.weights:
+            return (
+                f"Workers have different weights under one name: those on {said.host} are not those on {known.host}. "
+                "Give every node the same files."
+            )
+        place.starting, place.facts = None, said
+        return None
+
+    def _feed(self, told: Sequence[Any]) -> None:
+        """Hand pieces to the workers with the fewest, as long as one has less than it should have."""
+        most = self._trade.ahead(self.facts)
+        while free := [
+            place
+            for place in self._places
+            if place.handle is not None and place.starting is None and not place.alone and len(place.running) < most
+        ]:
+            place = min(free, key=lambda one: len(one.running))
+            item = self._pieces.take(place.number)
+            if item is None and not place.running and (item := self._pieces.suspect()) is not None:
+                place.alone = True
+            if item is None:
+                return
+            if not place.running:
+                place.hear()
+            place.running[place.handle.run.remote(*item, *told)] = item
+
+    def _collect(self, ready: set[Any], take: Take) -> None:
+        """Take what has come: answers, facts of new workers, deaths."""
+        for place in self._places:
+            for reference in [one for one in (place.starting, *place.running) if one is not None and one in ready]:
+                if reference is not place.starting and reference not in place.running:
+                    break  # its worker was found dead before
+                try:
+                    said = self._ray.get(reference)
+                except Exception as error:
+                    self._replace(place, last_words(error), take)
+                    break
+                if reference is place.starting:
+                    if problem := self._welcome(place, said):
+                        self._dismiss(place)
+                        self._tell(f"worker {place.number} is given up: {problem}")
+                else:
+                    del place.running[reference]
+                    place.deaths, place.alone = 0, False
+                    place.hear()
+                    take(said)
+
+    def _replace(self, place: Place, reason: str, take: Take) -> None:
+        """Start a worker in place of a dead one, and give its pieces back."""
+        lost, alone, self._last = list(place.running.values()), place.alone, reason
+        finished = self._finished(place, take)
+        self._dismiss(place)
+        lost = [item for item in lost if item[0] not in finished]
+        for item in lost:
+            if (failed := self._pieces.give_back(item, alone=alone)) is not None:
+                take(failed)
+        place.deaths += 0 if alone else 1
+        again = f"; {len(lost)} of its {self._trade.piece}s run again" if lost else ""
+        if place.deaths >= DEATHS:
+            self._tell(f"worker {place.number} is given up after {DEATHS} deaths without an answer{again}: {reason}")
+            return
+        self._tell(f"worker {place.number} died and is replaced{again}: {reason}")
+        self._hire(place)
+
+    def _finished(self, place: Place, take: Take) -> set[int]:
+        """Take the answers that a worker gave before it died; return their numbers."""
+        found = set()
+        ready = (
+            self._ray.wait(list(place.running), num_returns=len(place.running), timeout=0)[0] if place.running else []
+        )
+        for reference in ready:
+            try:
+                said = self._ray.get(reference)
+            except Exception:  # it died before this answer
+                continue
+            found.add(place.running.pop(reference)[0])
+            place.deaths = 0
+            take(said)
+        return found

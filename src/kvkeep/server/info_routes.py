@@ -1,0 +1,127 @@
+"""The routes that write no text: models, tokens, health and version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request, Response
+
+from kvkeep.errors import InputError
+from kvkeep.models import tokenization
+from kvkeep.openai import requests as openai
+from kvkeep.openai.requests import CHAT
+from kvkeep.policies.registry import available
+from kvkeep.server.errors import parameter, unknown
+from kvkeep.server.model import Served
+from kvkeep.server.request_queue import Desk, in_thread
+from kvkeep.server.schemas import DetokenizeBody, TokenizeBody, body_of
+from kvkeep.server.settings import Settings
+from kvkeep.server.sse import reply
+from kvkeep.version import __version__
+
+
+class Looker:
+    """Answers questions about the server and the tokenizer.
+
+    Args:
+        served: the model.
+        desk: knows how many requests run.
+        settings: of the server.
+    """
+
+    def __init__(self, served: Served, desk: Desk, settings: Settings) -> None:
+        self._served, self._desk, self._settings = served, desk, settings
+
+    @property
+    def _longest(self) -> int | None:
+        """The most tokens of a prompt and its answer."""
+        return self._settings.max_model_len or self._served.max_model_len
+
+    async def models(self, request: Request) -> Response:
+        """List the model."""
+        return reply({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """Describe the model."""
+        name = request.path_params["name"]
+        if name != self._settings.name:
+            raise unknown("model", name, f"This server runs {self._settings.name}.")
+        return reply(self._card())
+
+    async def health(self, request: Request) -> Response:
+        """Say whether the server lives, and whether it takes requests; how many conversations fit at once."""
+        engine = self._served.engine
+        ready = not self._desk.draining
+        found = {
+            "status": "ready" if ready else "draining",
+            "rows": engine.rows,
+            "rows_free": max(0, engine.rows - engine.n_running),
+            "row_bytes": engine.row_bytes,
+            "waiting": engine.n_waiting,
+        }
+        live = request.query_params.get("check") == "live"
+        return reply(found, 200 if ready or live else 503)
+
+    async def version(self, request: Request) -> Response:
+        """Say the version of kvkeep."""
+        return reply({"version": __version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        """Turn a text or a conversation into tokens."""
+        body = await body_of(request, TokenizeBody, self._settings)
+        ids = await in_thread(lambda: self._ids(body))
+        return reply(
+            {
+                "tokens": ids,
+                "count": len(ids),
+                "max_model_len": self._settings.max_model_len or self._served.max_model_len,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """Turn tokens into a text."""
+        body = await body_of(request, DetokenizeBody, self._settings)
+        found = await in_thread(lambda: self._served.text_of(self._served.known(body.tokens)))
+        return reply({"prompt": found})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Describe the tokenizer, as far as clients that count tokens need it."""
+        tokenizer = self._served.checkpoint.tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        found: dict[str, Any] = {name: _plain(getattr(tokenizer, name, None)) for name in names}
+        limit = self._longest
+        kind = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": limit, "vocab_size": len(tokenizer)}
+        return reply({**kind, **found})
+
+    def _card(self) -> dict[str, Any]:
+        """The model as the list of models has it."""
+        length = {"max_model_len": self._longest}
+        engine = self._served.engine
+        own = {"policy": str(engine.policy), "budget": engine.budget, "rows": engine.rows}
+        return {
+            "id": self._settings.name,
+            "object": "model",
+            "created": self._served.created,
+            "owned_by": "kvkeep",
+            **length,
+            "kvkeep": {**own, "policies": sorted(available())},
+        }
+
+    def _ids(self, body: TokenizeBody) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise InputError("Give either a prompt or messages.")
+        if body.messages is not None:
+            (messages,) = openai.read(CHAT, {"messages": body.messages}, use=self._served.tool_use).prompts
+            return self._served.encode(messages, bounded=False)
+        if not body.prompt:
+            return []
+        if body.add_special_tokens is False:
+            plain: list[int] = tokenization.encode_rest(self._served.checkpoint, body.prompt)[0].tolist()
+            return plain
+        if not body.prompt.strip():
+            raise parameter("prompt", "has no text but white space")
+        return self._served.encode(body.prompt, raw=True, bounded=False)
+
+
+def _plain(found: object) -> str | None:
+    return None if found is None else str(found)

@@ -1,0 +1,182 @@
+"""The model that is served: its name, its engine, and its tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkeep.engine import Engine
+from kvkeep.errors import InputError
+from kvkeep.models import tokenization
+from kvkeep.models.chat_templates import fill
+from kvkeep.models.load import Checkpoint
+from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
+from kvkeep.openai.requests import Prompt
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, ready to answer.
+
+    Attributes:
+        engine: runs it.
+        checkpoint: its configuration and tokenizer.
+        created: seconds since 1970 at which it was loaded.
+        longest: the most tokens of a prompt; ``None``: no limit.
+        tool_use: how it uses tools.
+    """
+
+    engine: Engine
+    checkpoint: Checkpoint
+    created: int = field(default_factory=lambda: int(time.time()))
+    longest: int | None = None
+    tool_use: ToolUse = BY_WORDS
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The number of positions that the model was trained for."""
+        return self.checkpoint.trained_length
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model knows."""
+        size: int = self.checkpoint.config.get_text_config(decoder=True).vocab_size
+        return size
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The number of characters of the longest token."""
+        return max(map(len, self.checkpoint.tokenizer.get_vocab()))
+
+    def encode(
+        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = (), raw: bool = False, bounded: bool = True
+    ) -> list[int]:
+        """The token ids of a prompt.
+
+        Args:
+            prompt: a text, token ids, or messages.
+            tools: functions of which the chat template tells the model.
+            raw: take a text as it is, without the chat template.
+            bounded: refuse a prompt that is too long at a glance, before it is tokenized.
+
+        Raises:
+            KVKeepError: the prompt cannot be encoded.
+        """
+        if bounded:
+            self._check_length(prompt)
+        if isinstance(prompt, str):
+            plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw)[0].tolist()
+            return plain
+        if isinstance(prompt[0], int):
+            return self.known([one for one in prompt if isinstance(one, int)])
+        messages = [one for one in prompt if isinstance(one, dict)]
+        if self.checkpoint.tokenizer.chat_template is None and len(messages) == 1 and messages[0]["role"] == "user":
+            return self.encode(
+                messages[0]["content"], bounded=bounded
+            )  # as everywhere in kvkeep, a text without a template
+        chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools)[0].tolist()
+        return chat
+
+    def _check_length(self, prompt: Prompt) -> None:
+        """Refuse a text of more characters than all tokens that are taken could have. Tokenizing it takes seconds.
+
+        Raises:
+            InputError: it is that long.
+        """
+        if self.longest is None:
+            return
+        texts = (
+            [prompt]
+            if isinstance(prompt, str)
+            else [one.get("content") or "" for one in prompt if isinstance(one, dict)]
+        )
+        characters, most = sum(map(len, texts)), self.longest * self.longest_token
+        if characters > most:
+            raise InputError(
+                f"This server takes {self.longest} tokens, which are at most {most} characters; the prompt has "
+                f"{characters}. Shorten the prompt."
+            )
+
+    def known(self, ids: Sequence[int]) -> list[int]:
+        """Token ids, after a check that the model has all of them.
+
+        Raises:
+            InputError: it does not have one.
+        """
+        size = self.vocabulary
+        wrong = next((one for one in ids if not 0 <= one < size), None)
+        if wrong is not None:
+            raise InputError(f"The prompt has token {wrong}, and the model knows 0 to {size - 1}.")
+        return list(ids)
+
+    def text_of(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """The text of tokens."""
+        return str(self.checkpoint.tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    def show(self, before: int | None, token: int) -> str:
+        """The text of a token after another one. Many tokenizers drop white space at the beginning of a text."""
+        if before is not None:
+            first, both = self.text_of([before]), self.text_of([before, token])
+            if both.startswith(first):
+                return both.removeprefix(first)
+        return self.text_of([token])
+
+
+# Which form of calls a model uses, found by a look at what its chat template writes.
+
+AUTO = "auto"
+_NAME = "kvkeep_probe"
+_FUNCTION = {"name": _NAME, "description": "A probe.", "parameters": {"type": "object", "properties": {}}}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
+_CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": _NAME, "arguments": {"probe": 1}}}
+_ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+_CALLED: list[dict[str, Any]] = [
+    *_ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "abcdefgh1", "content": "1"},
+]
+
+
+def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
+    """How a model uses tools.
+
+    Args:
+        checkpoint: its tokenizer has the chat template.
+        name: the form, one of `TOOL_FORMS`, or ``auto``: the one that the template writes calls in, or else Hermes'.
+
+    Raises:
+        InputError: there is no such form.
+    """
+    if name != AUTO and name not in TOOL_FORMS:
+        raise InputError(f"tool_form={name:.40} is none of {', '.join((AUTO, *TOOL_FORMS))}.")
+    told, called = (_filled(checkpoint, one) for one in (_ASKED, _CALLED))
+    written = next((one for one in TOOL_FORMS.values() if _writes(one, called)), None)
+    form = (written or HERMES) if name == AUTO else TOOL_FORMS[name]
+    return ToolUse(form, form is written and _NAME in told, _token(checkpoint, form))
+
+
+def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
+    """The text of a conversation with a tool; empty if the template refuses it."""
+    if checkpoint.tokenizer.chat_template is None:
+        return ""
+    try:
+        return fill(checkpoint.tokenizer, messages, _TOOLS)
+    except InputError:
+        return ""
+
+
+def _writes(form: ToolForm, text: str) -> bool:
+    """Whether a template has written the probe's call in a form."""
+    marks = [form.mark] if form.needs_mark else [""]
+    return any(f"{mark}{begin}{_NAME}{form.middle}{{" in text for mark in marks for begin in form.opens)
+
+
+def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
+    """The token of a form's mark, if it is a special one and stands once in an answer."""
+    if form.next is not None and form.mark in form.next:
+        return None
+    added = getattr(checkpoint.tokenizer, "added_tokens_decoder", {})
+    return next((token for token, one in added.items() if one.special and one.content == form.mark), None)

@@ -1,0 +1,167 @@
+"""Which replica takes a request: the one that holds its session or answer, one that has read its beginning, or the
+one with the most free rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Key: TypeAlias = tuple[str, str, str]
+"""A kind of thing, its owner, and its name."""
+SESSION, RESPONSE = "session", "response"
+_MOST_KNOWN, _LONGEST = 2**16, 128
+"""Things of which the router remembers the replica, and characters of a name."""
+_PIECE, _MOST_PIECES = 512, 64
+"""Characters between two beginnings of a prompt that are compared, and the number of beginnings."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request needs of its replica.
+
+    Attributes:
+        held: the session or the answer that it goes on with.
+        fresh: the name of the session that it makes.
+        beginnings: fingerprints of the prompt's beginnings, the longest first.
+        rows: rows that it takes.
+    """
+
+    held: tuple[str, str] | None = None
+    fresh: str | None = None
+    beginnings: Sequence[bytes] = ()
+    rows: int = 0
+
+
+def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> Wish:
+    """What a request needs, as far as its path and body say it. What is wrong with a body, its replica says.
+
+    Args:
+        method, path, body: of the request.
+        prefixes: whether beginnings of prompts are wanted.
+    """
+    parts = [part[:_LONGEST] for part in path.strip("/").split("/")]
+    fresh = _text(body, "id")
+    if parts[:2] == ["v1", "sessions"]:
+        if len(parts) == 2:
+            return Wish() if fresh is None else Wish(held=(SESSION, fresh), fresh=fresh)
+        return Wish(held=(SESSION, parts[2]), fresh=fresh if parts[3:] == ["fork"] else None)
+    if parts[:2] == ["v1", "responses"]:
+        name = parts[2] if len(parts) > 2 else _text(body, "previous_response_id")
+        if name is not None:
+            return Wish(held=(RESPONSE, name), rows=int(method == "POST"))
+    if (name := _text(body, "session_id")) is not None and path.endswith("/chat/completions"):
+        return Wish(held=(SESSION, name), rows=1)
+    if method != "POST" or parts[:1] != ["v1"]:
+        return Wish()
+    return Wish(beginnings=beginnings(body) if prefixes else (), rows=_rows(body))
+
+
+def beginnings(body: Mapping[str, Any]) -> list[bytes]:
+    """Fingerprints of the beginnings of a prompt in steps of 512 characters, the longest first.
+
+    Only prompts under the same policy and budget share memory.
+    """
+    prompt = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), "")
+    text = prompt if isinstance(prompt, str) else _written(prompt)
+    running, found = hashlib.sha256(repr((body.get("policy"), body.get("budget"))).encode("utf-8", "replace")), []
+    for start in range(0, min(len(text) - _PIECE + 1, _PIECE * _MOST_PIECES), _PIECE):
+        running.update(text[start : start + _PIECE].encode("utf-8", "surrogatepass"))
+        found.append(running.copy().digest()[:16])
+    return found[::-1]
+
+
+def _written(prompt: object) -> str:
+    """A prompt as JSON, without those parts of a list that no beginning reaches."""
+    text = ""
+    for one in prompt if isinstance(prompt, list) else [prompt]:
+        text += f"{json.dumps(one)}, "
+        if len(text) > _PIECE * _MOST_PIECES:
+            break
+    return text
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    """A name in a body; ``None`` for what no replica takes as one."""
+    found = body.get(name)
+    return found if isinstance(found, str) and len(found) <= _LONGEST else None
+
+
+def _rows(body: Mapping[str, Any]) -> int:
+    """The rows that a body asks for: one for each choice of each prompt."""
+    n, prompt = body.get("n"), body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return prompts * n if isinstance(n, int) and 0 < n <= 128 else prompts
+
+
+class Places:
+    """What a router knows of replicas: who holds what, and how many rows are taken.
+
+    Sessions, answers and beginnings that were not used for long are forgotten; replicas are asked again then.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, str] = OrderedDict()
+        self.busy: Counter[str] = Counter()
+        self._makers: dict[Key, str] = {}
+        self._making: Counter[Key] = Counter()
+        self._turn: dict[str, int] = {}
+        self._count = itertools.count(1)
+
+    def find(self, key: Key, here: Mapping[str, int]) -> str | None:
+        """The replica that holds something, as far as it is known, and if it still runs."""
+        found = self._known.get(key)
+        if found is None or found not in here:
+            return None
+        self._known.move_to_end(key)
+        return found
+
+    def note(self, key: Any, replica: str) -> None:
+        """Remember the replica that holds something."""
+        self._known[key] = replica
+        self._known.move_to_end(key)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def forget(self, key: Key) -> None:
+        """Forget the replica that was thought to hold something."""
+        self._known.pop(key, None)
+
+    @contextmanager
+    def made(self, key: Key, replica: str) -> Iterator[bool]:
+        """Keep a name for a replica while it makes something; ``False`` if another one is making it."""
+        mine = self._makers.setdefault(key, replica) == replica
+        self._making[key] += mine
+        try:
+            yield mine
+        finally:
+            self._making[key] -= mine
+            if not self._making[key]:
+                del self._making[key], self._makers[key]
+
+    def choose(self, wish: Wish, here: Mapping[str, int]) -> str:
+        """The replica for a request that may run on any: one that is warm and has a free row, or the emptiest one."""
+        emptiest = min(here, key=lambda one: (self.busy[one] / max(1, here[one]), self._turn.get(one, 0)))
+        warm = next((one for key in wish.beginnings if (one := self._known.get(key)) in here), None)
+        chosen = warm if warm is not None and self.busy[warm] < max(1, here[warm]) else emptiest
+        for key in wish.beginnings:
+            self.note(key, chosen)
+        self._turn = {one: turn for one, turn in self._turn.items() if one in here} | {chosen: next(self._count)}
+        return chosen
+
+    @contextmanager
+    def taken(self, replica: str, rows: int) -> Iterator[None]:
+        """Count the rows of a request while it runs."""
+        self.busy[replica] += rows
+        try:
+            yield
+        finally:
+            self.busy[replica] -= rows
+            if not self.busy[replica]:
+                del self.busy[replica]

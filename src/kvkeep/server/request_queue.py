@@ -1,0 +1,239 @@
+"""The way of requests to the engine and of their tokens back: a bounded queue, time-outs, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias
+
+from kvkeep.engine import Engine, Event, Result
+from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.engine.grammar import TOO_COMPLEX, FormError
+from kvkeep.errors import KVKeepError
+from kvkeep.server.errors import RefusalError, refusal_of
+from kvkeep.server.rate_limits import Meter, Spending
+from kvkeep.server.settings import Settings
+
+Found: TypeAlias = "tuple[int, Event | BaseException]"
+"""The place of a request, and its event or the reason why there are no more."""
+Run: TypeAlias = "AsyncGenerator[tuple[int, Event] | None, None]"
+"""Yields ``None`` as soon as a request has a row, then the place of each event's request and the event."""
+
+_LOOK_S = 0.02
+"""Seconds between two looks at whether a request has got a row."""
+_LONGEST_RETRY_S = 60
+
+
+class Desk:
+    """Hands requests to the engine, no more than may wait, and hands back their events.
+
+    Args:
+        engine: the engine.
+        settings: limits of the queue, and times.
+
+    Attributes:
+        active: the number of requests that wait or run.
+        draining: whether new requests are refused, because the server is about to end.
+        ended: called with every result.
+        refused: called with every refusal.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self._engine, self._settings = engine, settings
+        self.active = 0
+        self.draining = False
+        self.ended: list[Callable[[Result], object]] = []
+        self.refused: list[Callable[[RefusalError], object]] = []
+        self._seconds = 1.0  # that a request took, as a moving mean
+
+    async def run(self, streams: Sequence[AsyncEvents], meter: Meter) -> Run:
+        """Run requests together, and yield their events. Whoever closes the generator cancels them.
+
+        Args:
+            streams: the requests.
+            meter: is told of what they use, and of their end.
+
+        Raises:
+            RefusalError: the queue is full, a request waits too long for a row or takes too long, cannot run, or fails.
+        """
+        spending = Spending(meter)
+        with self._noted(), self._place(len(streams)):
+            events: asyncio.Queue[Found] = asyncio.Queue()
+            early: list[tuple[int, Event]] = []
+            begun = [asyncio.ensure_future(_begin(place, one, events)) for place, one in enumerate(streams)]
+            limit = self._settings.request_timeout_s
+            timer = asyncio.get_running_loop().call_later(limit, events.put_nowait, (0, _late(limit)))
+            try:
+                early = await self._started(streams, events)
+                yield None
+                left = len(streams)
+                while left:
+                    place, event = early.pop() if early else _opened(streams, await events.get())
+                    spending.note(place, event)
+                    if event.result is not None:
+                        left -= 1
+                        self._end(event.result)
+                    if not left:
+                        meter.end()  # before the client can know, who may then begin the next request
+                    yield place, event
+            finally:
+                timer.cancel()
+                await _stop(begun, streams)
+                for place, found in [*early, *_left(events)]:
+                    spending.note(place, found)
+                meter.end()
+
+    async def results(self, streams: Sequence[AsyncEvents], meter: Meter) -> list[Result]:
+        """Run requests together, and return their results.
+
+        Raises:
+            RefusalError: see `run`.
+        """
+        found: dict[int, Result] = {}
+        run = self.run(streams, meter)
+        try:
+            async for item in run:
+                if item is not None and item[1].result is not None:
+                    found[item[0]] = item[1].result
+        finally:
+            await run.aclose()
+        return [found[place] for place in range(len(streams))]
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Tell of a refusal."""
+        try:
+            yield
+        except RefusalError as refusal:
+            for told in self.refused:
+                told(refusal)
+            raise
+
+    @contextmanager
+    def _place(self, count: int) -> Iterator[None]:
+        """A place in the queue for some requests.
+
+        Raises:
+            RefusalError: there is none.
+        """
+        room = self._engine.rows + self._settings.max_queue
+        if self.draining:
+            raise RefusalError(503, "The server is about to end: it takes no requests.", headers={"Retry-After": "5"})
+        if count > room:
+            raise RefusalError(
+                400, f"The request asks for {count} texts at once, and this server takes {room}. Ask for less."
+            )
+        if self.active + count > room:
+            raise self._busy(f"{self.active} requests run or wait, the most that this server takes.")
+        self.active += count
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.active -= count
+            self._seconds += (time.monotonic() - start - self._seconds) / 8
+
+    def _busy(self, why: str) -> RefusalError:
+        """The refusal of a request for which there is no room, with a guess of when there will be some."""
+        turns = max(1, self.active - self._engine.rows) / max(1, self._engine.rows)
+        wait = min(_LONGEST_RETRY_S, max(1, math.ceil(turns * self._seconds)))
+        message = f"{why} Try again in {wait} s."
+        return RefusalError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
+
+    async def _started(self, streams: Sequence[AsyncEvents], events: asyncio.Queue[Found]) -> list[tuple[int, Event]]:
+        """Wait until the first request has a row, or an event is there; return the event."""
+        limit = time.monotonic() + self._settings.queue_timeout_s
+        pause, first = _LOOK_S / 16, streams[0]
+        while events.empty() and (first.number is None or self._engine.waits(first.number)):
+            if time.monotonic() > limit:
+                raise self._busy(f"No row was free within {self._settings.queue_timeout_s:g} s.")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    return [_opened(streams, await events.get())]
+            pause = min(2 * pause, _LOOK_S)
+        return [] if events.empty() else [_opened(streams, events.get_nowait())]
+
+    def _end(self, result: Result) -> None:
+        """Count a request that has ended.
+
+        Raises:
+            RefusalError: it has failed.
+        """
+        for told in self.ended:
+            told(result)
+        if result.finish_reason == "error":
+            status = 400 if str(result.error).startswith(TOO_COMPLEX) else 500  # the grammar is the client's
+            param = FormError.param if status == 400 else None
+            raise RefusalError(status, f"The request failed: {result.error}", param=param)
+        if result.finish_reason == "cancelled":
+            raise RefusalError(
+                503, "The request was cancelled: its session was deleted, or the server is about to end."
+            )
+
+
+def _left(events: asyncio.Queue[Found]) -> Iterator[tuple[int, Event]]:
+    """The events that nobody has taken out of a queue."""
+    while not events.empty():
+        place, event = events.get_nowait()
+        if isinstance(event, Event):
+            yield place, event
+
+
+async def _begin(place: int, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:
+    """Send the events of one request to a queue, or the reason why there are none."""
+
+    def sink(found: Event | BaseException) -> None:
+        events.put_nowait((place, found))
+
+    try:
+        await stream.begin(sink)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        sink(error)
+
+
+def _opened(streams: Sequence[AsyncEvents], found: Found) -> tuple[int, Event]:
+    """An event that was taken out of a queue.
+
+    Raises:
+        BaseException: it is a failure; one of kvkeep is a refusal.
+    """
+    place, event = found
+    if isinstance(event, RefusalError):
+        raise event
+    try:
+        return place, streams[place].taken(event)
+    except KVKeepError as error:
+        raise refusal_of(error) from error
+
+
+def _late(limit: float) -> RefusalError:
+    message = f"The request took longer than {limit:g} s and was cancelled. Ask for fewer tokens."
+    return RefusalError(503, message, code="timeout")
+
+
+async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEvents]) -> None:
+    """Cancel what still runs. Rows are free at the engine's next step."""
+    for task in tasks:
+        task.cancel()
+    for stream in streams:
+        await stream.aclose()
+    with suppress(asyncio.CancelledError):
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Do some work that takes time in a thread.
+
+    Raises:
+        RefusalError: the work refuses the request.
+    """
+    waiting: Awaitable[Any] = asyncio.to_thread(work)
+    try:
+        return await waiting
+    except KVKeepError as error:
+        raise refusal_of(error) from error

@@ -1,0 +1,578 @@
+"""The router before several replicas of a server: each request goes whole to one of them, and its answer back.
+
+It has no routes of its own but three that ask all replicas: health, metrics, and the list of sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvkeep.errors import InputError
+from kvkeep.openai.messages import decoded
+from kvkeep.server.app import answer_to
+from kvkeep.server.errors import GoneError, RefusalError
+from kvkeep.server.metrics import Refusals
+from kvkeep.server.middleware import Gate
+from kvkeep.server.placement import SESSION, Places, Wish, wish_of
+from kvkeep.server.rate_limits import Limits, Meter
+from kvkeep.server.schemas import received
+from kvkeep.server.session_leases import HELD
+from kvkeep.server.settings import Settings
+from kvkeep.server.sse import DONE, ends, failed, owner_of, reply, unless_gone
+
+# A request that came to another process, run through the application of this one.
+
+
+@dataclass(frozen=True)
+class Received:
+    """A whole request, small enough to travel between processes.
+
+    Attributes:
+        method, path, query: of its first line.
+        headers: names in lower case, and values.
+        body: all of it.
+        client: the address of the client.
+    """
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    client: tuple[str, int] | None = None
+
+    @property
+    def scope(self) -> Scope:
+        """The request as an application takes it."""
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode("utf-8", "surrogateescape"),
+            "root_path": "",
+            "query_string": self.query,
+            "headers": list(self.headers),
+            "client": self.client,
+            "server": None,
+        }
+
+
+USED = "kvkeep.used"
+"""The type of a message, and the name in other messages, for what a request has used since the last one."""
+_MOST_UNTOLD = 16
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a request has used since it was told last.
+
+    Attributes:
+        tokens: tokens that were read or written.
+        ended: whether it does not wait or run any more.
+    """
+
+    tokens: int = 0
+    ended: bool = False
+
+
+class _Away:
+    """The meter of a request that a router counts. What it is told travels with the answer.
+
+    Args:
+        put: takes the messages of the answer.
+    """
+
+    def __init__(self, put: Callable[[Message], object]) -> None:
+        self._put, self._untold = put, Used()
+
+    def spend(self, tokens: int) -> None:
+        self._untold = Used(self._untold.tokens + tokens, self._untold.ended)
+        if self._untold.tokens >= _MOST_UNTOLD:
+            self.send({"type": USED})
+
+    def end(self) -> None:
+        self._untold = Used(self._untold.tokens, ended=True)
+
+    def send(self, message: Message) -> None:
+        """Send a message, with all that was not told yet."""
+        if self._untold != Used():
+            message, self._untold = {**message, USED: self._untold}, Used()
+        self._put(message)
+
+
+async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, None]:
+    """Yield the messages with which an application answers. Whoever closes the generator is a client that leaves."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    left, parts = asyncio.Event(), iter([{"type": "http.request", "body": request.body, "more_body": False}])
+
+    async def receive() -> Message:
+        for part in parts:
+            return part
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        meter.send(message)
+
+    meter = _Away(messages.put_nowait)
+    work = asyncio.ensure_future(app({**request.scope, "state": {"meter": meter}}, receive, send))
+    work.add_done_callback(lambda _: messages.put_nowait(None))
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await work
+    finally:
+        left.set()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+def headers_of(found: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
+    """The headers that travel with a request: its body is whole, and the connection is another one."""
+    dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
+    return tuple((name.lower(), value) for name, value in found if name.lower() not in dropped)
+
+
+# The messages of a replica's answer on their way to the client.
+
+
+class Relay:
+    """Sends an answer on. Nothing is sent before the first piece of its body is there.
+
+    Args:
+        send: sends messages to the client.
+        write_s: seconds in which the client must take a piece.
+        named: whether events of a stream have names.
+        begins: called with the status of an answer before anything of it is sent.
+        meter: is told of what the request uses.
+
+    Attributes:
+        begun: whether something was sent.
+        ended: whether the last piece was sent.
+    """
+
+    def __init__(
+        self, send: Send, *, write_s: float, named: bool, begins: Callable[[int], object], meter: Meter | None = None
+    ) -> None:
+        self._send, self._write_s, self._named, self._begins, self._meter = send, write_s, named, begins, meter
+        self._start: Message | None = None
+        self.begun = self.ended = False
+
+    async def run(self, messages: AsyncGenerator[Message, None], *, unless: str | None) -> bool:
+        """Send an answer on; ``False`` if nothing was sent because it has a header.
+
+        Args:
+            messages: of the answer.
+            unless: the header.
+
+        Raises:
+            GoneError: the client does not take what is sent.
+        """
+        async for message in messages:
+            self._count(message.pop(USED, None))
+            if message["type"] == USED:
+                continue
+            if message["type"] == "http.response.start":
+                self._begins(message["status"])
+                if unless is not None and unless in Headers(raw=message["headers"]):
+                    return False
+                self._start = message
+                continue
+            if self._start is not None and not self.begun:
+                self.begun = True
+                await self._pass(self._start)
+            await self._pass(message)
+            self.ended = ends(message)
+        return True
+
+    async def broken(self, refusal: RefusalError) -> bool:
+        """End an answer that breaks off, with an error as the last event; ``False`` if nothing of it was sent."""
+        if not self.begun:
+            return False
+        assert self._start is not None
+        if not Headers(raw=self._start["headers"]).get("content-type", "").startswith("text/event-stream"):
+            raise GoneError  # a part of an answer; the connection ends without the rest
+        last = failed(refusal, named=self._named) + (b"" if self._named else DONE)
+        await self._pass({"type": "http.response.body", "body": last, "more_body": False})
+        return True
+
+    def _count(self, used: Used | None) -> None:
+        """Tell the meter of what a message says of the use."""
+        if self._meter is None or used is None:
+            return
+        self._meter.spend(used.tokens)
+        if used.ended:
+            self._meter.end()
+
+    async def _pass(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._write_s):
+                await self._send(message)
+        except (OSError, TimeoutError) as error:
+            raise GoneError from error
+
+
+# Health, metrics and sessions of several replicas as one answer.
+
+
+def health(found: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple[dict[str, Any], int]:
+    """The health of all replicas: sums of rows, and each replica's own; and the status of the answer.
+
+    Args:
+        found: replica → its health.
+        draining: whether the router is about to end.
+    """
+    ready = any(one["status"] == "ready" for one in found.values()) and not draining
+    sums = {name: sum(one[name] for one in found.values()) for name in ("rows", "rows_free", "waiting")}
+    body = {
+        "status": "draining" if draining else "ready" if ready else "starting",
+        **sums,
+        "row_bytes": max((one["row_bytes"] for one in found.values()), default=0),
+        "replicas": {name: dict(one) for name, one in sorted(found.items())},
+    }
+    return body, 200 if ready else 503
+
+
+def metrics(found: Mapping[str, str], own: str) -> str:
+    """The metrics of all replicas and of the router, each sample with a label ``replica``.
+
+    Args:
+        found: replica → its metrics as text for Prometheus.
+        own: those of the router.
+    """
+    families: dict[str, list[str]] = {}
+    for replica, text in [*sorted(found.items()), ("router", own)]:
+        family, heads = "", list[str]()
+        for line in text.splitlines():
+            if line.startswith("#"):
+                heads = [*heads, line] if heads and line.split(" ", 3)[2] == family else [line]
+                family = line.split(" ", 3)[2]
+                continue
+            families.setdefault(family, list(heads)).append(_labelled(line, replica))
+    count = ["# HELP kvkeep_replicas Replicas that answer.", "# TYPE kvkeep_replicas gauge"]
+    lines = [line for family in families.values() for line in family]
+    return "\n".join([*lines, *count, f"kvkeep_replicas {len(found)}"]) + "\n"
+
+
+def _labelled(sample: str, replica: str) -> str:
+    """A sample with a label more."""
+    end = min(place for place in (sample.find("{"), sample.find(" ")) if place >= 0)
+    name, rest = sample[:end], sample[end:]
+    return f'{name}{{replica="{replica}"' + (f",{rest[1:]}" if rest[0] == "{" else f"}}{rest}")
+
+
+def sessions(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The list of sessions of all replicas, each once."""
+    data = {entry["id"]: entry for one in found.values() for entry in one["data"]}
+    return {"object": "list", "data": [data[name] for name in sorted(data)]}
+
+
+# How a router reaches the replicas of a server; it does not know what runs them.
+
+
+class LostError(Exception):
+    """A replica has ended while it had a request."""
+
+
+class MissedError(LostError):
+    """A replica has ended, or is about to, before it had a request."""
+
+
+@runtime_checkable
+class Replicas(Protocol):
+    """The replicas of a server."""
+
+    def here(self) -> Mapping[str, int]:
+        """The replicas that take requests, and the rows of each; 0 where they are not known yet."""
+
+    def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
+        """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
+
+        Raises:
+            MissedError: the replica has ended; the request did not reach it.
+            LostError: it has ended with the request.
+        """
+
+    async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
+        """Whether a replica holds a session or an answer.
+
+        Raises:
+            LostError: it has ended.
+        """
+
+
+_ANSWER_S = 5.0
+"""Seconds in which a replica must answer a question about itself."""
+_HELD_S, _PAUSE_S = 10.0, 0.2
+"""Seconds for which a session is waited for whose holder is about to end, and between two tries."""
+_TRIES = 5
+_LATE_S = 30.0
+"""Seconds after the time-out of requests at which a replica that has not ended its answer is given up."""
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Front:
+    """Sends each request to a replica.
+
+    Args:
+        replicas: the replicas.
+        settings: of the server.
+        prefixes: whether replicas keep common beginnings of prompts.
+
+    Attributes:
+        refusals: counts what the router itself refuses for the limits of keys.
+        draining: whether new requests are refused, because the router is about to end.
+    """
+
+    def __init__(self, replicas: Replicas, settings: Settings, *, prefixes: bool = False) -> None:
+        self._replicas, self._settings, self._prefixes = replicas, settings, prefixes
+        self._places, self.refusals = Places(), Refusals(settings.name)
+        self.draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request = Request(scope, receive)
+        sums = {"/health": self._health, "/metrics": self._metrics, "/v1/sessions": self._sessions}
+        if request.method == "GET" and (summed := sums.get(scope["path"])) is not None:
+            await (await summed(request))(scope, receive, send)
+            return
+        if self.draining:
+            raise RefusalError(503, "The server is about to end: it takes no requests.", headers={"Retry-After": "5"})
+        asked = await _received(request, self._settings)
+        wish = await self._wish(asked)
+        owner, named = owner_of(request), asked.path == "/v1/responses"
+
+        def begins(status: int) -> None:
+            if status in (404, 503) and wish.held is not None:
+                self._places.forget((wish.held[0], owner, wish.held[1]))  # another one may hold it
+
+        meter, write_s = scope["state"].get("meter"), self._settings.read_timeout_s
+        relay = Relay(send, write_s=write_s, named=named, begins=begins, meter=meter)
+        try:
+            await unless_gone(request, self._answer(owner, asked, wish, relay))
+        except GoneError:
+            if not relay.begun:
+                raise
+
+    async def _answer(self, owner: str, asked: Received, wish: Wish, relay: Relay) -> None:
+        """Let a replica answer. One that ends with the request, or hangs, is an error for the client."""
+        limit = self._settings.request_timeout_s + _LATE_S
+        try:
+            async with asyncio.timeout(limit):
+                await self._tried(owner, asked, wish, relay)
+        except (LostError, TimeoutError) as error:
+            refusal = _lost() if isinstance(error, LostError) else _hung(limit)
+            if not await relay.broken(refusal):
+                raise refusal from error
+
+    async def _tried(self, owner: str, asked: Received, wish: Wish, relay: Relay) -> None:
+        """Let a replica answer. One that ends before it has the request is replaced, and a held session waited for.
+
+        Raises:
+            LostError: the replica has ended with the request or broken its answer off, or several have ended before
+                they had it.
+        """
+        end, tries = time.monotonic() + _HELD_S, 0
+        while True:
+            replica = await self._place(owner, wish)
+            try:
+                async with self._taken(owner, wish, replica), aclosing(self._replicas.ask(replica, asked)) as messages:
+                    if await relay.run(messages, unless=HELD if time.monotonic() < end else None):
+                        break
+            except MissedError:
+                tries += 1
+                if tries == _TRIES:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+        if not relay.ended:
+            raise LostError(replica)
+
+    @asynccontextmanager
+    async def _taken(self, owner: str, wish: Wish, replica: str) -> AsyncIterator[None]:
+        """Keep for a replica what a request takes there: rows, and the name of the session that it makes.
+
+        Raises:
+            RefusalError: another replica has a session of this name, or is making it.
+        """
+        with self._places.taken(replica, wish.rows):
+            if wish.fresh is None:
+                yield
+                return
+            key = (SESSION, owner, wish.fresh)
+            with self._places.made(key, replica) as mine:
+                if not mine or await self._elsewhere(key, replica):
+                    message = f"There is a session {wish.fresh} already. Choose another name."
+                    raise RefusalError(409, message, param="id")
+                self._places.note(key, replica)
+                yield
+
+    async def _wish(self, asked: Received) -> Wish:
+        """What a request needs of its replica."""
+        try:
+            many = len(asked.body) > 2**18
+            body = await asyncio.to_thread(decoded, asked.body) if many else decoded(asked.body or b"{}")
+        except (ValueError, RecursionError, InputError):
+            body = {}  # its replica says what is wrong
+        return wish_of(asked.method, asked.path, body, prefixes=self._prefixes)
+
+    async def _place(self, owner: str, wish: Wish) -> str:
+        """The replica for a request.
+
+        Raises:
+            RefusalError: there is none.
+        """
+        here = self._here()
+        if wish.held is None:
+            return self._places.choose(wish, here)
+        kind, name = wish.held
+        found = await self._holder(kind, owner, name)
+        if found is None:
+            found = self._places.choose(wish, self._here())
+            self._places.note((kind, owner, name), found)
+        return found
+
+    async def _holder(self, kind: str, owner: str, name: str) -> str | None:
+        """The replica that holds something. All are asked if it is not known."""
+        key = (kind, owner, name)
+        if (found := self._places.find(key, self._here())) is not None:
+            return found
+        here = list(self._here())
+        answers = await asyncio.gather(*(self._holds(one, key) for one in here))
+        known = self._places.find(key, self._here())  # somebody else may have found, or chosen it meanwhile
+        found = next((one for one, holds in zip(here, answers, strict=True) if holds), known)
+        if found is not None:
+            self._places.note(key, found)
+        return found
+
+    async def _elsewhere(self, key: tuple[str, str, str], replica: str) -> bool:
+        """Whether another replica holds something now. What the router knows of it may be long gone."""
+        other = await self._holder(*key)
+        return other is not None and other != replica and await self._holds(other, key)
+
+    async def _holds(self, replica: str, key: tuple[str, str, str]) -> bool:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._replicas.holds(replica, *key)
+        except (LostError, TimeoutError):
+            return False
+
+    def _here(self) -> Mapping[str, int]:
+        """The replicas that take requests.
+
+        Raises:
+            RefusalError: there are none.
+        """
+        if not (here := self._replicas.here()):
+            raise RefusalError(503, "No replica of the model runs now. Try again in 5 s.", headers={"Retry-After": "5"})
+        return here
+
+    async def _health(self, request: Request) -> Response:
+        """Sum the rows of all replicas up."""
+        asked = await _received(request, self._settings)
+        found = await self._all(replace(asked, query=b"check=live"))
+        body, status = health({one: json.loads(raw) for one, raw in found.items()}, draining=self.draining)
+        return reply(body, 200 if request.query_params.get("check") == "live" else status)
+
+    async def _metrics(self, request: Request) -> Response:
+        """Show the metrics of all replicas, each by its name."""
+        found = await self._all(await _received(request, self._settings))
+        text = metrics({one: raw.decode() for one, raw in found.items()}, self.refusals.text())
+        return Response(text, headers={"Content-Type": _METRICS})
+
+    async def _sessions(self, request: Request) -> Response:
+        """List the sessions of a key on all replicas.
+
+        Raises:
+            RefusalError: no replica says which it has.
+        """
+        self._here()
+        if not (found := await self._all(await _received(request, self._settings))):
+            raise RefusalError(
+                503, "No replica could list its sessions. Try again in 5 s.", headers={"Retry-After": "5"}
+            )
+        return reply(sessions({one: json.loads(raw) for one, raw in found.items()}))
+
+    async def _all(self, asked: Received) -> dict[str, bytes]:
+        """Ask all replicas the same; return the bodies of those that answer."""
+        here = list(self._replicas.here())
+        found = await asyncio.gather(*(self._body(one, asked) for one in here))
+        return {one: body for one, body in zip(here, found, strict=True) if body is not None}
+
+    async def _body(self, replica: str, asked: Received) -> bytes | None:
+        """The body of a replica's answer; ``None`` if it does not answer well."""
+        parts, ended = [], False
+        try:
+            async with asyncio.timeout(_ANSWER_S), aclosing(self._replicas.ask(replica, asked)) as messages:
+                async for message in messages:
+                    if message.get("status", 200) != 200:
+                        return None
+                    parts.append(message.get("body", b""))
+                    ended = ends(message)
+        except (LostError, TimeoutError):
+            return None
+        return b"".join(parts) if ended else None
+
+
+def make_front(
+    replicas: Replicas, settings: Settings, origins: Sequence[str] = (), *, prefixes: bool = False
+) -> FastAPI:
+    """The application that sends requests to replicas.
+
+    Args:
+        replicas: the replicas.
+        settings: of the server.
+        origins: origins of web pages that may call it.
+        prefixes: whether replicas keep common beginnings of prompts.
+    """
+    app = FastAPI(title="kvkeep", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.desk = front = Front(replicas, settings, prefixes=prefixes)
+    app.mount("/", front)
+    for kind in (RefusalError, GoneError, ClientDisconnect, HTTPException):
+        app.add_exception_handler(kind, answer_to)
+    app.state.limits = limits = Limits(settings.key_requests, settings.key_tokens)
+    limits.refused.append(front.refusals.note)
+    app.add_middleware(Gate, settings=settings, limits=limits)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+async def _received(request: Request, settings: Settings) -> Received:
+    """The request as it travels to a replica."""
+    client = request.client
+    return Received(
+        method=request.method,
+        path=request.scope["path"],
+        query=request.scope["query_string"],
+        headers=headers_of(request.headers.raw),
+        body=await received(request, settings),
+        client=None if client is None else (client.host, client.port),
+    )
+
+
+def _lost() -> RefusalError:
+    message = (
+        "The replica that ran the request has ended. Send the request again; a session goes on from its last turn."
+    )
+    return RefusalError(503, message, code="replica_lost", headers={"Retry-After": "1"})
+
+
+def _hung(seconds: float) -> RefusalError:
+    message = f"The replica has not ended its answer within {seconds:g} s, and was given up. Send the request again."
+    return RefusalError(503, message, code="timeout", headers={"Retry-After": "1"})

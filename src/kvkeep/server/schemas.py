@@ -1,0 +1,338 @@
+"""The bodies of requests. Fields that are not named here are ignored, as clients of OpenAI's API expect."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+from typing import Annotated, Any, ClassVar, TypeVar, cast
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from kvkeep.errors import InputError, show_bytes
+from kvkeep.openai.messages import MAX_DEPTH, decoded
+from kvkeep.server.errors import RefusalError, parameter, refusal_of
+from kvkeep.server.settings import Settings
+
+# Parts of bodies that the OpenAPI document describes, and that are checked where they are read.
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_OBJECT: dict[str, Any] = {"type": "object"}
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": {**_TEXT, "pattern": "^[A-Za-z0-9_-]{1,64}$"}, "arguments": _TEXT},
+    "required": ["name", "arguments"],
+}
+_CALL = {"type": "object", "properties": {"id": _TEXT, "type": {"const": "function"}, "function": _FUNCTION}}
+_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": _TEXT}, "required": ["type", "text"]}
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
+
+
+def _message(roles: list[str], required: list[str], **more: object) -> dict[str, Any]:
+    fields = {"role": {"enum": roles}, "content": _CONTENT, **more}
+    return {"type": "object", "properties": fields, "required": ["role", *required], "additionalProperties": False}
+
+
+_KINDS = [
+    _message(["system", "developer", "user", "assistant"], ["content"]),
+    _message(["assistant"], ["tool_calls"], tool_calls={"type": "array", "items": {**_CALL, "required": ["function"]}}),
+    _message(["tool"], ["content"], tool_call_id=_TEXT),
+]
+Messages = Annotated[list[Any] | None, WithJsonSchema({"type": "array", "items": {"anyOf": _KINDS}, "minItems": 1})]
+"""The messages of a chat."""
+
+Tool = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {
+                        "name": {**_TEXT, "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                        "description": _TEXT,
+                        "parameters": {**_OBJECT, "description": "A JSON schema."},
+                        "strict": {"type": "boolean"},
+                    },
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        }
+    ),
+]
+"""A function that the model may call."""
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+Prompts = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [_TEXT, _IDS, *({"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS))]}
+    ),
+]
+"""A text, token ids, or a list of either."""
+
+
+Span = Annotated[list[int], Field(min_length=2, max_length=2)]
+OWN = ("budget", "policy", "keep_ratio", "pins", "guard", "session_id")
+"""Fields of kvkeep in the bodies of OpenAI's API."""
+
+
+def _within(least: int | float, most: int | float | None = None, description: str | None = None) -> Any:
+    """A number that may be left out; its range is described here, and checked where it is used."""
+    limits = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
+    return Field(None, description=description, json_schema_extra=cast("dict[str, Any]", limits))
+
+
+class Body(BaseModel):
+    """A body."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
+    own: ClassVar[tuple[str, ...]] = OWN
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Generating(Body):
+    """The fields that all bodies have that ask for new tokens."""
+
+    own: ClassVar[tuple[str, ...]] = (*OWN, "structured_outputs")
+    model: str | None = None
+    max_tokens: int | None = _within(0, description="The most new tokens.")
+    min_tokens: int | None = _within(0, description="No end token and no stop text ends a text with fewer tokens.")
+    temperature: float | None = _within(0, 1000, "0: the likeliest token. By default 1.")
+    top_p: float | None = _within(1e-6, 1)
+    top_k: int | None = _within(-1)
+    min_p: float | None = _within(0, 1)
+    repetition_penalty: float | None = _within(0.01, 100)
+    presence_penalty: float | None = _within(-2, 2)
+    frequency_penalty: float | None = _within(-2, 2)
+    logit_bias: dict[str, float] | None = Field(None, description="Token id → what is added to its logit.")
+    n: int | None = _within(1, 128)
+    seed: int | None = _within(0, 2**63 - 1, "The same seed draws the same tokens. By default another one each time.")
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    response_format: dict[str, Any] | None = Field(None, description="text, json_object or json_schema.")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM's: one of json, json_object, regex, choice and grammar."
+    )
+    budget: int | None = _within(1, description="Tokens kept per layer and KV head.")
+    keep_ratio: float | None = _within(0, 1, "The budget as a share of the prompt, in (0, 1].")
+    policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
+    pins: list[Span] | None = Field(None, description="Spans of the prompt's positions that are never evicted.")
+    guard: float | None = _within(0, 1, "The largest share of attention that the prompt's cut may lose.")
+
+    def openai_fields(self) -> dict[str, Any]:
+        """The fields that `kvkeep.openai.requests.read` knows."""
+        return self.model_dump(exclude_none=True, exclude={"keep_ratio", "pins", "guard", "session_id"})
+
+
+class ChatBody(Generating):
+    """The body of a chat."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
+    messages: Messages = None
+    max_completion_tokens: int | None = _within(1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = _within(0, 20)
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or a function.")
+    parallel_tool_calls: bool | None = None
+    modalities: list[Any] | None = None
+    session_id: str | None = Field(None, description="Continue the conversation of this session with new messages.")
+
+
+class CompletionBody(Generating):
+    """The body of a completion."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
+    prompt: Prompts = Field(None, description="A text, token ids, or a list of either.")
+    logprobs: int | None = _within(0, 20)
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TokenizeBody(Body):
+    """A text or a conversation whose tokens are asked for."""
+
+    own: ClassVar[tuple[str, ...]] = ()
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Tokens whose text is asked for."""
+
+    own: ClassVar[tuple[str, ...]] = ()
+    model: str | None = None
+    tokens: list[int]
+
+
+class SessionBody(Body):
+    """A new session."""
+
+    own: ClassVar[tuple[str, ...]] = ("id", "policy", "budget", "pins")
+    id: str | None = Field(None, description="Its name: up to 64 letters, digits, - and _. By default a new one.")
+    policy: str | None = None
+    budget: int | None = None
+    pins: list[Span] | None = Field(None, description="Spans of the first turn's positions that are never evicted.")
+
+
+class ForkBody(Body):
+    """A copy of a session."""
+
+    own: ClassVar[tuple[str, ...]] = ("id",)
+    id: str | None = Field(None, description="The name of the copy.")
+
+
+class RewindBody(Body):
+    """How far a session goes back."""
+
+    own: ClassVar[tuple[str, ...]] = ("turns",)
+    turns: int = Field(1, ge=1, description="Turns that are taken back.")
+
+
+class PinBody(Body):
+    """The body of a request that pins tokens of a session."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["pins"]})
+    own: ClassVar[tuple[str, ...]] = ("pins",)
+    pins: list[Span] | None = Field(None, description="Spans of positions that no head may drop from now on.")
+
+
+class ResponseBody(Body):
+    """The body of a response."""
+
+    own: ClassVar[tuple[str, ...]] = ("budget", "policy", "guard", "pins")
+    model: str | None = None
+    input: str | list[Any]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    seed: int | None = None
+    policy: str | None = None
+    budget: int | None = None
+    pins: list[Span] | None = None
+    guard: float | None = None
+
+
+# Bodies of requests: bounded in size and time, strict JSON, and checked by their schema.
+
+_B = TypeVar("_B", bound=Body)
+_LARGE = 2**18
+"""Bytes of a body that is parsed in a thread of its own, so that other clients do not wait."""
+_ALIKE = 0.8
+
+
+async def body_of(request: Request, kind: type[_B], settings: Settings, *, empty: bool = False) -> _B:
+    """Read the body of a request.
+
+    Args:
+        request: the request.
+        kind: the schema of the body.
+        settings: the largest size, and the time.
+        empty: whether no body is the same as ``{}``.
+
+    Raises:
+        RefusalError: the body is too large, comes too slowly, is no JSON object, or does not follow the schema.
+    """
+    raw = await received(request, settings)
+    if empty and not raw.strip():
+        raw = b"{}"
+    if len(raw) < _LARGE:
+        return checked(kind, _fields(raw))
+    return checked(kind, await asyncio.to_thread(_fields, raw))
+
+
+async def received(request: Request, settings: Settings) -> bytes:
+    """The bytes of a body.
+
+    Raises:
+        RefusalError: it is too large, or comes too slowly.
+    """
+    most, parts, size = settings.max_body_bytes, [], 0
+    declared = request.headers.get("content-length", "0")
+    too_large = RefusalError(
+        413,
+        f"The body is larger than {show_bytes(most)}, the most that this server reads. Send less.",
+        code="too_large",
+    )
+    if declared.isdecimal() and int(declared[:20]) > most:
+        raise too_large
+    try:
+        async with asyncio.timeout(settings.read_timeout_s):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > most:
+                    raise too_large
+    except TimeoutError as error:
+        seconds = settings.read_timeout_s
+        raise RefusalError(408, f"The body did not come within {seconds:g} s. Send the request again.") from error
+    return b"".join(parts)
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body."""
+    try:
+        return decoded(raw)
+    except json.JSONDecodeError as error:
+        reason = f"is no JSON: {error}"
+    except UnicodeDecodeError as error:
+        reason = f"is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}"
+    except RecursionError:
+        reason = f"is nested too deeply, more than {MAX_DEPTH} levels"
+    except InputError as error:
+        reason = f"cannot be read: {error}"
+    raise RefusalError(400, f"The body {reason}. Send one JSON object.")
+
+
+def checked(kind: type[_B], fields: dict[str, Any]) -> _B:
+    """The fields of a body after the checks of its schema. Unknown fields are ignored, misspelt ones of kvkeep are not.
+
+    Raises:
+        RefusalError: a field has another type, or is a misspelt name of kvkeep.
+    """
+    for name in fields.keys() - kind.model_fields.keys():
+        alike = difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE)
+        if alike:
+            raise parameter(name[:80], f"is unknown; did you mean {alike[0]}?")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first(error) from error
+
+
+def _first(error: ValidationError) -> RefusalError:
+    """The first mistake that a schema has found."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = [part for part in found["loc"] if isinstance(part, int) or part.isidentifier()]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")[:80]
+    reason = found["msg"][:1].lower() + found["msg"][1:]
+    if not name:
+        return refusal_of(InputError(f"the body cannot be used: {reason}"))
+    return parameter(name, f"is refused: {reason}")

@@ -1,0 +1,223 @@
+"""The right to hold a session, where several servers share one folder: at most one of them holds a session at a time.
+
+A lease is a lock on a range of one file, so it ends with its process, however that ends. Each server has a folder of
+its own below the shared one. Whoever gets the lease of a session moves the session's file into its own folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from kvkeep.engine.session_store import SUFFIX
+from kvkeep.errors import InputError
+from kvkeep.result_files import Lock, sync_folder
+from kvkeep.server.errors import RefusalError
+
+if sys.platform != "win32":
+    import fcntl
+
+HELD = "x-kvkeep-held"
+"""The header of a refusal because another server holds the session."""
+_FILE = ".leases"
+
+
+@runtime_checkable
+class Leases(Protocol):
+    """The rights of a server to hold sessions."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether other servers take over sessions from their files."""
+
+    def take(self, name: str) -> bool:
+        """Take the right to hold a session; ``False`` if another server has it.
+
+        The session's file, if there is one, is in this server's folder afterwards.
+        """
+
+    def give(self, name: str) -> None:
+        """Give the right up."""
+
+    def names(self) -> Iterator[str]:
+        """The names of sessions with a file in any server's folder."""
+
+
+class Alone:
+    """The rights of a server that shares its folder with nobody."""
+
+    shared = False
+
+    def take(self, name: str) -> bool:
+        """Do nothing: every session is its own."""
+        return True
+
+    def give(self, name: str) -> None:
+        """Do nothing."""
+
+    def names(self) -> Iterator[str]:
+        """No names: the engine knows all."""
+        return iter(())
+
+
+class SharedFolder:
+    """Leases of the sessions in a folder that several servers use, each in a process of its own.
+
+    Args:
+        root: the folder; all servers see it under this path or another one.
+        own: the name of this server's folder in it, which no other server has ever had.
+
+    Attributes:
+        own: this server's folder, for its engine.
+
+    Raises:
+        InputError: the folder cannot be used, its file system has no locks, or a single server uses it.
+    """
+
+    shared = True
+
+    def __init__(self, root: Path, own: str) -> None:
+        self._root, self.own = root, root / own
+        self._held: set[str] = set()
+        if sys.platform == "win32":
+            raise InputError("Windows has no locks that several servers could share. Leave `session_dir` out.")
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
+            with ExitStack() as stack:
+                stack.callback(self._file.close)
+                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")  # while this server lives, its folder stays
+                self.own.mkdir(exist_ok=True)
+                stack.pop_all()
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise InputError(
+                f"`session_dir={root}` cannot be shared by servers: {why}. Give another folder."
+            ) from error
+        self._keep_single_servers_out()
+
+    def take(self, name: str) -> bool:
+        """Take the right to hold a session, and its file; ``False`` if another server has it.
+
+        Raises:
+            RefusalError: it cannot be locked, or its file cannot be moved.
+        """
+        if name in self._held:
+            return True
+        try:
+            self._check_file()
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, name)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError as error:
+            raise RefusalError(500, f"The session cannot be locked: {error.strerror or error}.") from error
+        self._held.add(name)
+        try:
+            self._fetch(f"{name}{SUFFIX}")
+        except OSError as error:
+            self.give(name)
+            why = error.strerror or str(error)
+            raise RefusalError(500, f"The file of the session cannot be taken over: {why}.") from error
+        return True
+
+    def give(self, name: str) -> None:
+        """Give the right up."""
+        if name in self._held:
+            self._held.discard(name)
+            self._lock(fcntl.LOCK_UN, name)
+
+    def names(self) -> Iterator[str]:
+        """The names of sessions with a file in any server's folder.
+
+        Raises:
+            RefusalError: the shared folder cannot be read.
+        """
+        try:
+            folders = self._folders()
+        except OSError as error:
+            raise RefusalError(500, f"The session folder cannot be read: {error.strerror or error}.") from error
+        for folder in folders:
+            with suppress(OSError):  # removed meanwhile
+                for entry in os.scandir(folder):
+                    if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+                        yield entry.name.removesuffix(SUFFIX)
+
+    def close(self) -> None:
+        """Give all rights up, and remove this server's folder if nothing is left in it."""
+        self._file.close()
+        self._single.release()
+        with suppress(OSError):
+            self.own.rmdir()
+
+    def _check_file(self) -> None:
+        """Check that the locks of this server are those that others see.
+
+        Raises:
+            RefusalError: the file of locks was removed or replaced.
+        """
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._root / _FILE), os.fstat(self._file.fileno())):
+                return
+        raise RefusalError(
+            500,
+            "The file of locks in the session folder was removed or replaced while servers use it, so two could hold "
+            "one session. The server must be started anew.",
+        )
+
+    def _lock(self, kind: int, name: str) -> None:
+        """Lock the byte of a name, or unlock it. Names share a byte once in 2**62."""
+        place = int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") >> 2
+        fcntl.lockf(self._file, kind, 1, place)
+
+    def _fetch(self, file: str) -> None:
+        """Move a session's file into the own folder. The caller has its lease."""
+        if (self.own / file).exists():
+            return
+        for folder in self._folders():
+            with suppress(FileNotFoundError):
+                (folder / file).replace(self.own / file)
+                sync_folder(self.own)
+                self._clear(folder)
+                return
+
+    def _clear(self, folder: Path) -> None:
+        """Remove the folder of a server that has ended, if nothing is left in it."""
+        if folder == self._root:
+            return
+        with suppress(OSError):  # its server lives, or files are left
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{folder.name}")
+            try:
+                folder.rmdir()
+            finally:
+                self._lock(fcntl.LOCK_UN, f"/{folder.name}")
+
+    def _folders(self) -> list[Path]:
+        """The folders of all servers, and the shared one, where a single server leaves files."""
+        with os.scandir(self._root) as found:
+            return [self._root, *(self._root / one.name for one in found if one.is_dir(follow_symlinks=False))]
+
+    def _keep_single_servers_out(self) -> None:
+        """Hold the folder, so that no engine takes it for itself; see `kvkeep.engine.session_store`.
+
+        Raises:
+            InputError: one has it.
+        """
+        try:
+            self._single = Lock(self._root, str(self._root), shared=True)
+        except InputError as error:
+            self._file.close()
+            raise InputError(
+                f"A server without replicas uses the session folder {self._root}, and would not know of theirs. Close "
+                "it first, or give each a `session_dir` of its own."
+            ) from error
+
+
+def elsewhere(name: str) -> RefusalError:
+    """The refusal of a session that another server holds. Its router waits for a while and asks again."""
+    message = f"Another replica holds the session {name}, and is about to end. Try again in 1 s."
+    return RefusalError(503, message, code="session_elsewhere", headers={"Retry-After": "1", HELD: "1"})

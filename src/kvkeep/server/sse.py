@@ -1,0 +1,234 @@
+"""Answers as JSON, and the end of work for clients that have gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias, TypeVar
+
+from fastapi import Request, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from kvkeep.engine import Result
+from kvkeep.errors import KVKeepError
+from kvkeep.openai import responses
+from kvkeep.server.errors import GoneError, RefusalError, refusal_of
+from kvkeep.server.rate_limits import Meter
+
+_T = TypeVar("_T")
+
+
+def encoded(value: object) -> bytes:
+    """JSON in UTF-8. Half of a character, which UTF-8 does not have, becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer with a JSON body."""
+    return Response(encoded(value), status, dict(headers or {}), "application/json")
+
+
+def refused(refusal: RefusalError) -> Response:
+    """The answer to a request that is refused."""
+    return reply(refusal.body, refusal.status, refusal.headers)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do some work for a client, and cancel it when the client closes the connection.
+
+    Raises:
+        GoneError: the client has closed the connection.
+    """
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise GoneError
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def owner_of(request: Request) -> str:
+    """The owner of the key with which a request came."""
+    return str(request.state.owner)
+
+
+def meter_of(request: Request) -> Meter:
+    """What a request that runs the model tells of its use."""
+    found: Meter = request.state.meter
+    return found
+
+
+def ends(message: Message) -> bool:
+    """Whether a message is the last piece of an answer."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+async def gone(request: Request) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# Answers that are sent while they are written, as server-sent events.
+
+Chunks: TypeAlias = AsyncGenerator[Mapping[str, Any], None]
+"""The JSON objects of an answer."""
+After: TypeAlias = Callable[[], Awaitable[object]]
+"""What is done when an answer is complete."""
+_LOOKS = 4
+"""Looks at a stream within the shortest of its times."""
+_PING = b": still reading\n\n"
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream without names of events."""
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class EventStream(Response):
+    """An answer that is sent piece by piece. A client that leaves, or does not read, ends it.
+
+    Args:
+        request: the request.
+        chunks: the JSON objects of the answer.
+        ping_s: seconds without an object after which a comment is sent.
+        write_s: seconds in which the client must take a piece.
+        done: whether a last event says that the answer is complete.
+        named: whether each event has the name of its object's ``type``.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        chunks: Chunks,
+        *,
+        ping_s: float,
+        write_s: float,
+        done: bool = True,
+        named: bool = False,
+    ):
+        super().__init__(status_code=200, headers=_HEADERS, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._request, self._chunks, self._ping_s, self._write_s = request, chunks, ping_s, write_s
+        self._done, self._named = done, named
+        self._sent = 0.0
+        self._sending = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        self._sent = time.monotonic()
+        work = [self._write(send), self._watch(send), gone(self._request)]
+        writing, *_ = tasks = [asyncio.ensure_future(one) for one in work]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                with suppress(GoneError):
+                    writing.result()
+        finally:
+            for one in tasks:
+                one.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._chunks.aclose()
+
+    async def _write(self, send: Send) -> None:
+        """Send all chunks. A failure is the last one."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for chunk in self._chunks:
+                await self._send(send, _event(chunk, named=self._named))
+        except (RefusalError, KVKeepError) as error:
+            refusal = error if isinstance(error, RefusalError) else refusal_of(error)
+            await self._send(send, failed(refusal, named=self._named))
+        if self._done:
+            await self._send(send, DONE)
+        self._sending = True  # no comment after the end
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _watch(self, send: Send) -> None:
+        """Send a comment whenever there is no chunk for long; return when the client does not take what is sent."""
+        while True:
+            await asyncio.sleep(min(self._ping_s, self._write_s) / _LOOKS)
+            waited = time.monotonic() - self._sent
+            if self._sending and waited > self._write_s:
+                return
+            if not self._sending and waited > self._ping_s:
+                await self._send(send, _PING)
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        """Send a piece, and note when.
+
+        Raises:
+            GoneError: the client has closed the connection.
+        """
+        self._sent, self._sending = time.monotonic(), True
+        try:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except OSError as error:
+            raise GoneError from error
+        self._sending = False
+
+
+def _event(value: Mapping[str, Any], *, named: bool) -> bytes:
+    name = f"event: {value['type']}\n".encode() if named else b""
+    return b"%bdata: %b\n\n" % (name, encoded(value))
+
+
+def failed(refusal: RefusalError, *, named: bool) -> bytes:
+    """The event of a failure in a stream that has begun."""
+    return _event({"type": "error", **refusal.body} if named else refusal.body, named=named)
+
+
+async def begun(chunks: Chunks) -> Chunks:
+    """Chunks that begin with an empty one, after it was taken out. What cannot begin is refused before any is sent."""
+    try:
+        await anext(chunks)
+    except BaseException:
+        await chunks.aclose()
+        raise
+    return chunks
+
+
+async def followed(chunks: Chunks, after: After) -> Chunks:
+    """Chunks, and something that is done after the last one."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+        await after()
+    finally:
+        await chunks.aclose()
+
+
+# The numbers of an answer: tokens as OpenAI's API counts them, and what kvkeep kept of them.
+
+
+def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
+    """The usage of an answer with ``n`` texts for each prompt."""
+    return {**responses.usage(results, n), "kvkeep": kept_of(results)}
+
+
+def kept_of(results: Sequence[Result]) -> dict[str, Any]:
+    """The tokens that were seen and kept, summed over texts, and the mean of the attention that was lost."""
+    return {
+        "kept_tokens": sum(min(one.budget, _seen(one)) for one in results),
+        "seen_tokens": sum(map(_seen, results)),
+        "kv_bytes": sum(one.memory.allocated_bytes for one in results),
+        "lost_mass": {
+            "prompt": _mean([one.lost_mass.prompt for one in results]),
+            "decode": _mean([one.lost_mass.decode for one in results]),
+        },
+    }
+
+
+def _seen(result: Result) -> int:
+    return result.prompt_tokens + len(result.token_ids)
+
+
+def _mean(found: Sequence[float | None]) -> float | None:
+    known = [one for one in found if one is not None]
+    return sum(known) / len(known) if known else None

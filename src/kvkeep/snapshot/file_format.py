@@ -1,0 +1,382 @@
+"""The header of a snapshot's file, checked against the size of the file before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import stat
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.errors import InputError
+from kvkeep.kv.slot_codec import KV_BITS
+from kvkeep.pins import Spans, spans
+from kvkeep.result_files import parse
+from kvkeep.snapshot.contents import Contents, Flag, Place
+from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
+
+# The layout of a snapshot's file: names, dtypes, and the description in the header.
+#
+# A file is safetensors. Its metadata has one entry, ``kvkeep``, a JSON object: the fingerprint, and for each layer the
+# numbers that need no tensor. Only occupied slots are stored; a bit for each slot up to the last occupied one says
+# which these are. ``docs/sessions.md`` draws the layout.
+
+
+class Parts(NamedTuple):
+    """Everything that a file holds, see `kvkeep.Snapshot`."""
+
+    contents: Contents
+    fingerprint: Fingerprint
+    tokens: Int[Tensor, " n"] | None
+    pending: int
+    note: Mapping[str, Any]
+
+
+KEY = "kvkeep"
+"""The entry of the metadata."""
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""The dtypes of safetensors that a snapshot may have."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+TOKENS, OCCUPIED = "tokens", "occupied"
+
+LAYER = re.compile(r"layers\.(\d{1,4})\.(occupied|[a-z]{1,20}(?:\.[A-Za-z0-9_]{1,60})?)")
+SHARED = re.compile(r"shared\.([a-z]{1,20})")
+STATE = re.compile(r"states\.(\d{1,4})\.([a-z_]{1,40})(?:\.(\d{1,4}))?")
+"""Names of tensors: of a layer with slots, of the tables that layers share, and of a layer with a state."""
+
+SCALES = ("store.key_scales", "store.value_scales")
+"""Tensors that slots of codes have besides their numbers, see `kvkeep.kv.slot_codec`."""
+
+CUT = ("store.keys", "store.values", "store.positions", *SCALES)
+"""Tensors with one entry per slot, besides the policy's state."""
+
+
+def is_cut(name: str, whole: Collection[str] = ()) -> bool:
+    """Whether a layer's tensor has one entry per slot. State that each head has once is named in ``whole``."""
+    return name in CUT or (name.startswith("state.") and name not in whole)
+
+
+LONGEST_HEADER = 64 * 2**20 - 8
+_MOST_DIMS = 8
+_LARGEST = 2**48
+"""Limit of a tensor's numbers, also where one of its axes is empty."""
+
+
+class NotASnapshotError(ValueError):
+    """The reason why a file cannot be used, as a clause."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+        start: its first byte, counted from the end of the header.
+        stop: the byte after its last one.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+        about: the description that kvkeep wrote.
+        entries: the tensors by name.
+        start: the byte after the header.
+    """
+
+    about: Mapping[str, Any]
+    entries: Mapping[str, Entry]
+    start: int
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+    """A regular file and its size. A pipe is not waited for.
+
+    Raises:
+        NotASnapshotError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(descriptor)
+        raise NotASnapshotError("it is no regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        yield file, about.st_size
+
+
+def read_header(file: IO[bytes], size: int) -> Header:
+    """Read the header of a file of so many bytes.
+
+    Raises:
+        NotASnapshotError: the file is no safetensors file, is not whole, or was not written by kvkeep.
+    """
+    check(size > 0, "it is empty")
+    check(size >= 10, f"it has only {size} bytes")
+    length = int.from_bytes(file.read(8), "little")
+    check(2 <= length <= LONGEST_HEADER and file.read(1) == b"{", "it is no safetensors file")
+    check(length <= size - 8, f"it has {size} bytes, and its header alone should have {length}: it was cut off")
+    try:
+        found = parse(b"{" + file.read(length - 1))
+    except ValueError as error:
+        raise NotASnapshotError(f"its header cannot be read ({error!s:.80})") from error
+    check(isinstance(found, dict), "its header is no JSON object")
+    metadata = found.pop("__metadata__", None)
+    text = metadata.get(KEY) if isinstance(metadata, dict) else None
+    check(isinstance(text, str), "it holds tensors, but no memory of kvkeep")
+    try:
+        about = parse(str(text).encode())
+    except ValueError as error:
+        raise NotASnapshotError(f"its description cannot be read ({error!s:.80})") from error
+    check(isinstance(about, dict), "its description is no JSON object")
+    entries = {name: _entry(name, one) for name, one in found.items()}
+    _check_cover(entries, size - 8 - length)
+    return Header(about, entries, 8 + length)
+
+
+def _entry(name: str, found: object) -> Entry:
+    """The description of a tensor, whose shape and number of bytes agree."""
+    shown = f"tensor {name!r:.60}"
+    check(isinstance(found, dict) and found.keys() == {"dtype", "shape", "data_offsets"}, f"{shown} is not described")
+    assert isinstance(found, dict)
+    dtype = DTYPES.get(found["dtype"]) if isinstance(found["dtype"], str) else None
+    if dtype is None:
+        raise NotASnapshotError(f"{shown} has the dtype {found['dtype']!r:.20}, which no snapshot has")
+    shape, offsets = _numbers(found["shape"]), _numbers(found["data_offsets"])
+    proper = shape is not None and len(shape) <= _MOST_DIMS and math.prod(max(1, n) for n in shape) <= _LARGEST
+    check(proper, f"{shown} has no proper shape")
+    check(offsets is not None and len(offsets) == 2 and offsets[0] <= offsets[1], f"{shown} has no proper place")
+    assert shape is not None
+    assert offsets is not None
+    wanted, given = math.prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+    check(wanted == given, f"{shown} has {given} bytes, and its shape {list(shape)!s:.60} asks for {wanted}")
+    return Entry(dtype, shape, *offsets)
+
+
+def _numbers(found: object) -> tuple[int, ...] | None:
+    """A list of whole numbers from 0 on; ``None`` if it is none."""
+    if isinstance(found, list) and all(type(number) is int and number >= 0 for number in found):
+        return tuple(found)
+    return None
+
+
+def _check_cover(entries: Mapping[str, Entry], size: int) -> None:
+    """Refuse tensors that overlap, leave gaps, or end elsewhere than the file."""
+    end = 0
+    for entry in sorted(entries.values(), key=lambda one: (one.start, one.stop)):
+        check(entry.start == end, "its tensors overlap or leave gaps")
+        end = entry.stop
+    check(end == size, f"its tensors have {end} bytes, and {size} follow the header: it was cut off or is damaged")
+
+
+def read_tensor(file: IO[bytes], start: int, entry: Entry) -> Tensor:
+    """Read a tensor.
+
+    Raises:
+        NotASnapshotError: the file has become shorter.
+    """
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    if not tensor.numel():
+        return tensor
+    file.seek(start + entry.start)
+    room = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    while len(room):
+        n = file.readinto(room)  # type: ignore[attr-defined]
+        check(bool(n), "it became shorter while it was read")
+        room = room[n:]
+    return tensor
+
+
+def check(holds: bool, why: str) -> None:
+    """Refuse a file unless a condition holds.
+
+    Raises:
+        NotASnapshotError: it does not.
+    """
+    if not holds:
+        raise NotASnapshotError(why)
+
+
+# The description in a snapshot's file: plain data of JSON, turned into checked values.
+
+_MOST_LAYERS, _MOST_HEADS, _MOST = 4096, 2**16, 2**40
+_LONGEST = 1000
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_COUNTERS = ("seen", "prompt", "sequences")
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """What a file says of a layer besides its tensors.
+
+    Attributes:
+        heads: KV heads.
+        used: slots up to the last occupied one.
+        capacity: slots per head of the block.
+        budget: slots that may stay occupied, of all heads or of each head.
+        pins: spans of positions that may not be evicted.
+        whole: names of the state that each head has once.
+        numbers: the row's counters by name.
+    """
+
+    heads: int
+    used: int
+    capacity: int
+    budget: int | tuple[int, ...]
+    pins: Spans
+    whole: frozenset[str]
+    numbers: Mapping[str, int]
+
+    @property
+    def room(self) -> int:
+        """The most tokens that all heads together may hold."""
+        return self.heads * self.budget if isinstance(self.budget, int) else sum(self.budget)
+
+
+def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
+    """The fingerprint of a file.
+
+    Raises:
+        NotASnapshotError: it is missing, or a part of it has a wrong type.
+    """
+    found = about.get("fingerprint")
+    check(isinstance(found, dict), "it has no fingerprint")
+    assert isinstance(found, dict)
+    version = found.get("version")
+    if type(version) is int and version > FORMAT:
+        raise NotASnapshotError(f"it has format {version}, and this kvkeep reads formats up to {FORMAT}; update kvkeep")
+    found = {"head_budget": None, "kv_bits": None, **found}  # files that know of no such setting
+    names = {field.name for field in dataclasses.fields(Fingerprint)}
+    check(found.keys() == names and version == FORMAT, "its fingerprint does not have the parts of this format")
+    if isinstance(found["layer_budget"], list):
+        found = {**found, "layer_budget": tuple(found["layer_budget"])}
+    kinds = typing.get_type_hints(Fingerprint)
+    for name, value in found.items():
+        check(_is_a(value, kinds[name]), f"the {name} of its fingerprint is {value!r:.40}")
+    check(1 <= found["budget"] <= _MOST, f"its budget is {found['budget']}")
+    check(found["positions"] in ("true", "slot"), f"its positions mode is {found['positions']!r:.40}")
+    if found["kv_bits"] is not None:
+        check(found["kv_bits"] in KV_BITS, f"its kv_bits are {found['kv_bits']!r:.40}")
+        check(found["dtype"] in _FLOATS, f"its dtype is {found['dtype']!r:.40}")
+    return Fingerprint(**found)
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether a value has the type of a part of a fingerprint. Texts may not be long."""
+    if isinstance(value, tuple):
+        weights = all(isinstance(one, float | int) and not isinstance(one, bool) for one in value)
+        return weights and len(value) <= _MOST_LAYERS and kind == str | tuple[float, ...]
+    kinds = typing.get_args(kind) or (kind,)
+    return type(value) in kinds and not (isinstance(value, str) and len(value) > _LONGEST)
+
+
+def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
+    """The layers of a file, all of which have seen the same tokens.
+
+    Raises:
+        NotASnapshotError: there are none, or a number is out of range.
+    """
+    found = about.get("layers")
+    check(isinstance(found, list) and 0 < len(found) <= _MOST_LAYERS, "it describes no layers")
+    assert isinstance(found, list)
+    layers = [_layer(one, f"layer {number}") for number, one in enumerate(found)]
+    check(len({layer.numbers["seen"] for layer in layers}) == 1, "its layers have seen different numbers of tokens")
+    return layers
+
+
+def _layer(found: object, shown: str) -> LayerDescription:
+    check(isinstance(found, dict), f"{shown} is not described")
+    assert isinstance(found, dict)
+    heads = whole(found.get("heads"), f"the number of heads of {shown}", least=1, most=_MOST_HEADS)
+    capacity = whole(found.get("capacity"), f"the capacity of {shown}", least=1, most=2**31)
+    used = whole(found.get("used"), f"the number of slots of {shown}", most=capacity)
+    budget = found.get("budget")
+    if isinstance(budget, list):
+        check(len(budget) == heads, f"{shown} has {len(budget)} budgets for {heads} heads")
+        budget = tuple(whole(one, f"a budget of {shown}", most=_MOST) for one in budget)
+    else:
+        budget = whole(budget, f"the budget of {shown}", least=1, most=_MOST)
+    try:
+        pins = spans(found.get("pins"))
+    except InputError as error:
+        raise NotASnapshotError(f"{shown}: {error}") from error
+    names = found.get("whole")
+    check(isinstance(names, list) and all(isinstance(name, str) for name in names), f"{shown} lacks names of state")
+    numbers = found.get("numbers")
+    check(isinstance(numbers, dict) and numbers.keys() >= {*_COUNTERS}, f"{shown} lacks counters")
+    assert isinstance(numbers, dict)
+    for name, value in numbers.items():
+        least = -(2**63) if name == "sequences" else 0
+        whole(value, f"{name!r:.40} of {shown}", least=least, most=2**63 - 1)
+    whole(numbers["seen"], f"the number of tokens of {shown}", least=1, most=_MOST)
+    check(numbers["prompt"] <= numbers["seen"], f"{shown} has a prompt longer than its text")
+    return LayerDescription(heads, used, capacity, budget, pins, frozenset(names or ()), numbers)
+
+
+def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
+    """The settings of the layers with a state.
+
+    Raises:
+        NotASnapshotError: they are not in the form that `save` writes.
+    """
+    found = about.get("states")
+    check(isinstance(found, dict) and len(found) <= _MOST_LAYERS, "it does not describe its states")
+    assert isinstance(found, dict)
+    states = {}
+    for number, flags in found.items():
+        check(number.isascii() and number.isdigit() and len(number) < 5, f"{number!r:.40} is no number of a layer")
+        check(isinstance(flags, list) and all(map(_is_flag, flags)), f"the state of layer {number} is not described")
+        states[int(number)] = {(name, key): flag for name, key, flag in flags}
+    return states
+
+
+def _is_flag(found: object) -> bool:
+    """Whether an entry is a name, a key or none, and a setting."""
+    if not isinstance(found, list) or len(found) != 3:
+        return False
+    name, key, flag = found
+    return isinstance(name, str) and (key is None or type(key) is int) and (flag is None or type(flag) in (bool, int))
+
+
+def whole(found: object, shown: str, *, least: int = 0, most: int) -> int:
+    """A whole number in a range.
+
+    Raises:
+        NotASnapshotError: it is none.
+    """
+    if type(found) is not int or not least <= found <= most:
+        raise NotASnapshotError(f"{shown} is {found!r:.40}")
+    return found
