@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.evals.synthetic import Haystack
-from kvkeep.evals.tasks import choice, longbench
+from kvkeep.evals.tasks import choice as choice_task
+from kvkeep.evals.tasks import longbench
 
 _SCIENCE = {"choices": [{"text": "a red one", "label": "A"}, {"text": "a stone", "label": "B"}]}
 
@@ -62,7 +63,7 @@ def write(folder: Path, *, questions: int = 20, articles: int = 2, sentences: in
         articles: of each task of LongBench.
         sentences: of each article.
     """
-    for name in choice.NAMES:
+    for name in choice_task.NAMES:
         lines(folder / f"{name}.jsonl", [choice(name, i) for i in range(questions)])
     for name in longbench.described():
         lines(folder / f"{name}.jsonl", [article(name, i, sentences) for i in range(articles)])

@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 from typer.main import get_command
 
-from kvkeep.cli import help
+from kvkeep.cli import help as help_pages
 from kvkeep.cli.main import app
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
@@ -39,7 +39,7 @@ def table(rows: Iterable[tuple[str, Text, Text]]) -> str:
     for title, name, about in rows:
         if name.plain.split()[:2] != ["-h,", "--help"] and name.plain.strip() != "--help":
             groups.setdefault(title, []).append(f"| `{name.plain.strip()}` | {cell(about.plain)} |")
-    order = sorted(groups, key=lambda title: help.ORDER.get(title, 0))
+    order = sorted(groups, key=lambda title: help_pages.ORDER.get(title, 0))
     return "".join(
         f"\n**{title}**\n\n| name | meaning |\n|---|---|\n" + "\n".join(groups[title]) + "\n" for title in order
     )
@@ -47,15 +47,15 @@ def table(rows: Iterable[tuple[str, Text, Text]]) -> str:
 
 def examples(name: str, command: Any) -> str:
     """The examples of a command as a block for a terminal."""
-    lines = [f"{line}  # {what}" for line, what in help.examples(command, name).items()]
+    lines = [f"{line}  # {what}" for line, what in help_pages.examples(command, name).items()]
     return "\n```sh\n" + "\n".join(lines) + "\n```\n" if lines else ""
 
 
 def section(name: str, command: Any, level: int = 2) -> str:
     """One command: its text, examples and parameters, and then its subcommands."""
     about = inspect.cleandoc(command.help or "").partition("\f")[0]
-    usage = " ".join(("kvkeep", name, *help.pieces(command)))
-    rows = list(help.parameters(command, typer.Context(command, info_name=name)))
+    usage = " ".join(("kvkeep", name, *help_pages.pieces(command)))
+    rows = list(help_pages.parameters(command, typer.Context(command, info_name=name)))
     text = f"\n{'#' * level} kvkeep {name}\n\n{Text.from_markup(about, emoji=False).plain}\n\n"
     text += f"```text\n{usage}\n```\n{examples(name, command)}{table(rows)}"
     for child, inner in getattr(command, "commands", {}).items():

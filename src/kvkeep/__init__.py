@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvkeep.models.attention import attach
     from kvkeep.models.compile import compile_layers
     from kvkeep.models.fused_modules import pack_weights
-    from kvkeep.models.load import load_with_tokenizer
+    from kvkeep.models.load import load_with_tokenizer as load
     from kvkeep.models.prepare import fuse_modules
     from kvkeep.policies.base import Policy, option
     from kvkeep.policies.registry import available as available_policies
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AttentionOptions": "types:AttentionOptions",
-    "BoundedCache": "cache:BoundedCache",
+    "BoundedCache": "cache.bounded_cache:BoundedCache",
     "BrokenCacheError": "errors:BrokenCacheError",
     "Budget": "types:Budget",
     "BudgetError": "errors:BudgetError",
@@ -59,36 +59,36 @@ _HOME = {
     "Event": "engine.request:Event",
     "InputError": "errors:InputError",
     "KVKeepError": "errors:KVKeepError",
-    "Layer": "layer:Layer",
-    "Mass": "statistic:Mass",
-    "Memory": "memory:Memory",
+    "Layer": "cache.layer:Layer",
+    "Mass": "attention_stats:Mass",
+    "Memory": "kv.memory_usage:Memory",
     "ModelFileError": "errors:ModelFileError",
-    "Nothing": "statistic:Nothing",
+    "Nothing": "attention_stats:Nothing",
     "Policy": "policies.base:Policy",
     "PolicyError": "errors:PolicyError",
     "Report": "types:Report",
     "Request": "engine.request:Request",
     "Result": "engine.request:Result",
-    "Sampling": "engine.sampling:Sampling",
+    "Sampling": "engine.sampling_params:Sampling",
     "ShapeError": "errors:ShapeError",
     "Snapshot": "snapshot.snapshot:Snapshot",
     "SnapshotError": "errors:SnapshotError",
     "State": "types:State",
-    "Statistic": "statistic:Statistic",
+    "Statistic": "attention_stats:Statistic",
     "UnsupportedModelError": "errors:UnsupportedModelError",
     "UnsupportedOperationError": "errors:UnsupportedOperationError",
     "View": "types:View",
-    "attach": "models.hf:attach",
+    "attach": "models.attention:attach",
     "budget_from_ratio": "budget:from_ratio",
-    "compile_layers": "models.compiled:compile_layers",
-    "explain": "explain.explaining:explain",
-    "fuse_modules": "models.fused:fuse_modules",
-    "load": "models.ready:load",
+    "compile_layers": "models.compile:compile_layers",
+    "explain": "explain.explain:explain",
+    "fuse_modules": "models.prepare:fuse_modules",
+    "load": "models.load:load_with_tokenizer",
     "option": "policies.base:option",
-    "pack_weights": "models.packed:pack_weights",
-    "parse": "registry:parse",
-    "available_policies": "registry:available",
-    "spec": "registry:spec",
+    "pack_weights": "models.fused_modules:pack_weights",
+    "parse": "policies.registry:parse",
+    "available_policies": "policies.registry:available",
+    "spec": "policies.registry:spec",
 }
 """Public name → where it lives."""
 

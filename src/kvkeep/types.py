@@ -92,7 +92,7 @@ class Top:
 
 @runtime_checkable
 class Output(Protocol):
-    """The projection that turns what a layer's heads put out into the layer's output: `kvkeep.models.output_projection`."""
+    """The projection of what a layer's heads put out into the layer's output: `kvkeep.models.output_projection`."""
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
         """The Euclidean norm of the layer's output where all query heads of a group put out ``x``."""

@@ -10,7 +10,8 @@ import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig
 
 import kvkeep
-from kvkeep.calibration import calibrate, duo_attention
+from kvkeep.calibration import calibrate as calibration
+from kvkeep.calibration import duo_attention
 from kvkeep.calibration.calibrate import Job, Part, Settings, calibrate, needs
 from kvkeep.calibration.head_losses import Bench, Loss, Near, Passage, read
 from kvkeep.head_profile import Profile
@@ -230,18 +231,18 @@ def writer():
 
 
 def test_documents_share_their_text(writer):
-    one, two = calibrate.documents(writer.checkpoint, n=2, questions=3, tokens=1400, seed=0)
+    one, two = calibration.documents(writer.checkpoint, n=2, questions=3, tokens=1400, seed=0)
     assert [asked.document for asked in (*one, *two)] == [0, 0, 0, 1, 1, 1]
     assert len({asked.question.prompt for asked in one}) == 3
     stem = one[0].first
     assert all(asked.first == stem and torch.equal(asked.ids[:stem], one[0].ids[:stem]) for asked in one)
     assert 1000 < stem < max(len(asked.ids) for asked in one) <= 1400
-    assert calibrate.documents(writer.checkpoint, n=0, questions=3, tokens=1400, seed=0) == []
+    assert calibration.documents(writer.checkpoint, n=0, questions=3, tokens=1400, seed=0) == []
 
 
 def test_the_same_seed_gives_the_same_documents(writer):
     one, same, other = (
-        calibrate.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=seed)[0] for seed in (1, 1, 2)
+        calibration.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=seed)[0] for seed in (1, 1, 2)
     )
     one, same, other = ([asked.question for asked in found] for found in (one, same, other))
     assert one == same != other
@@ -249,17 +250,17 @@ def test_the_same_seed_gives_the_same_documents(writer):
 
 def test_a_context_that_is_too_short_for_the_facts_is_refused(writer):
     with pytest.raises(kvkeep.InputError, match="with 16 facts has"):
-        calibrate.documents(writer.checkpoint, n=1, questions=2, tokens=200, seed=0)
+        calibration.documents(writer.checkpoint, n=1, questions=2, tokens=200, seed=0)
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_answers_follow_their_questions(writer, monkeypatch, together):
     """The replies are forced here, since random weights know nothing."""
-    (document,) = calibrate.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=0)
+    (document,) = calibration.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=0)
     replies = [[5, 6, 7], [8]]
-    monkeypatch.setattr(calibrate, "_replies", lambda writer, asked: replies)
-    monkeypatch.setattr(calibrate, "right", lambda wording, asked, reply: True)
-    made = calibrate.answered(writer, document, together=together)
+    monkeypatch.setattr(calibration, "_replies", lambda writer, asked: replies)
+    monkeypatch.setattr(calibration, "right", lambda wording, asked, reply: True)
+    made = calibration.answered(writer, document, together=together)
     assert len(made) == (1 if together else 2)
     found = [passage.ids[columns + 1].tolist() for passage in made for columns in passage.columns()]
     assert found == replies
@@ -451,7 +452,7 @@ def test_files_that_are_none_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_embedded_model_recalls_with_its_last_three_layers(tmp_path):
-    """The finding of docs/calibrate.md: five of the six heads of layers 0 to 2 need nothing, alone and together."""
+    """The finding of docs/calibration.md: five of the six heads of layers 0 to 2 need nothing, alone and together."""
     checkpoint = load.find(load.embedded())
     own = Writer(checkpoint, load.read_weights(checkpoint, "auto", "cpu"))
     whole = Job(model="embedded", checkpoint=checkpoint, text=None, settings=Settings())

@@ -89,7 +89,7 @@ def test_the_models_own_end(loaded):
 
 
 def lines_run(work):
-    """Lines of `kvkeep.engine.detokenizer` that a piece of work runs: a measure that no other load on the machine changes."""
+    """Lines of `kvkeep.engine.detokenizer` that run: a measure that no other load on the machine changes."""
     count = 0
 
     def watch(frame, event, argument):

@@ -13,7 +13,7 @@ import pytest
 from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
 from kvkeep.evals.attention_probe import PLAIN, Setup
-from kvkeep.evals.grid import Asked, Cell, Wanted, split_policies
+from kvkeep.evals.grid import Asked, Cell, Planned, Wanted, notes, split_policies
 from kvkeep.evals.records import ROWS, Records, key_of
 from kvkeep.evals.run import Part, lay_out, run
 from kvkeep.evals.task import Options
@@ -106,7 +106,7 @@ def test_a_policy_that_keeps_every_new_token_needs_room_for_them():
 
 def test_a_note_where_nothing_is_evicted():
     grid = laid_out(budgets=(Asked(tokens=40), Asked(tokens=39)))
-    assert grid.notes(grid.planned) == [
+    assert notes(grid.planned) == [
         "perplexity window=40,stride=16: nothing is evicted at 40: the budget of 40 is not smaller than the 40 tokens "
         "of the text."
     ]
@@ -121,7 +121,7 @@ def test_longer_than_trained_is_noted():
 
 def test_a_layer_may_evict_where_the_budget_alone_would_not():
     grid = laid_out("local", budgets=(Asked(tokens=40),), layer_budget="ramp:0.5")
-    assert grid.notes(grid.planned) == []
+    assert notes(grid.planned) == []
 
 
 # setups
@@ -412,7 +412,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_a_policy_that_runs_out_of_room_names_its_cell(tmp_path):
     task = find("agreement")[0].load(writer().checkpoint, OPTIONS)
     grid = laid_out("full", tasks="agreement")
-    short = grid.Planned(grid.planned[0].cell, parse("full"), PLAIN, (10, 10), (35, 35))
+    short = Planned(grid.planned[0].cell, parse("full"), PLAIN, (10, 10), (35, 35))
     grid = dataclasses.replace(grid, parts=[Part(task, [short], OPTIONS)])
     with pytest.raises(CapacityError, match="agreement prompt=35,new=5: full at 100%: Row 0"):
         run(grid, writer(), Records(tmp_path))

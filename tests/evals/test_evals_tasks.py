@@ -20,7 +20,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals import qa_task, texts
 from kvkeep.evals.attention_probe import Drive, left_padded
 from kvkeep.evals.grid import Asked
-from kvkeep.evals.task import Options
+from kvkeep.evals.task import Options, kept_by_tenth
 from kvkeep.evals.tasks import TASKS, find, recall
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.evals.tasks.continuation import Continuation
@@ -455,7 +455,7 @@ def test_a_question_comes_ten_turns_after_its_fact(policy):
         assert [reply] == qa_task.texts(writer(), drive, [item], recall.NEW_TOKENS[task.wording])
         for start, stop in itertools.pairwise(edges[turn:]):
             rest.feed(*left_padded([item.ids[start:stop]]))
-        tenths = [task.kept_by_tenth(rest.cache.positions(i), [item.first]) for i in rest.cache.bounded_layers()]
+        tenths = [kept_by_tenth(rest.cache.positions(i), [item.first]) for i in rest.cache.bounded_layers()]
         torch.testing.assert_close(shares, torch.stack(tenths).mean(0)[0])
         turns.add(turn)
     assert turns == {11, 12}

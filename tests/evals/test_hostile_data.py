@@ -9,7 +9,8 @@ from public_files import article, choice
 
 from kvkeep.errors import InputError
 from kvkeep.evals import datasets, synthetic
-from kvkeep.evals.tasks import choice, longbench, summary
+from kvkeep.evals.tasks import choice as choice_task
+from kvkeep.evals.tasks import longbench, summary
 
 SQUAD = {"title": "T", "context": "A fox ran.", "question": "Who ran?", "answers": {"text": ["A fox"]}}
 HOTPOT = {"question": "Who?", "answer": "fox", "context": {"title": ["T"], "sentences": [["A fox. ", "It ran."]]}}
@@ -22,8 +23,8 @@ def summaries(data):
 
 READERS = {
     **{
-        f"choice {name}": (f"{name}.jsonl", choice(name, 0), lambda data, name=name: choice.questions(name, data))
-        for name in choice.NAMES
+        f"choice {name}": (f"{name}.jsonl", choice(name, 0), lambda data, name=name: choice_task.questions(name, data))
+        for name in choice_task.NAMES
     },
     **{
         f"longbench {name}": (f"{name}.jsonl", article(name, 0, 2), lambda data, name=name: longbench.read(name, data))

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
-from kvkeep.evals import leaderboard, records
+from kvkeep.evals import leaderboard
 from kvkeep.evals.records import Records
+from kvkeep.evals.records import merge as merge_folders
+from kvkeep.evals.records import read as read_folders
 
 QUICK = ("--tasks", "passkey", "--policies", "full,local,h2o", "--budgets", "20%,50%", "--limit", 3, "--context", 350)
 _MEASURED = ("wall_s",)
@@ -118,7 +120,7 @@ def test_equal_cells_with_other_scores_are_counted(whole, tmp_path):
     lines = [json.loads(line) for line in (other / "results.jsonl").read_text().splitlines()]
     lines[0]["score"]["score"] = 0.123
     (other / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    records, doubled = records.merge([whole, other], tmp_path / "out")
+    records, doubled = merge_folders([whole, other], tmp_path / "out")
     assert doubled == 1
     assert rows(tmp_path / "out") == rows(whole)
     assert len(records.rows) == 5
@@ -144,7 +146,7 @@ def test_a_leaderboard_of_two_models_in_both_forms(whole, tmp_path):
 
 def test_a_line_with_fewer_cases_says_so(whole, tmp_path):
     run(tmp_path / "more", "--context", "350,450", "--policies", "h2o", "--budgets", "20%")
-    found = leaderboard.board(records.read([whole, tmp_path / "more"]))
+    found = leaderboard.board(read_folders([whole, tmp_path / "more"]))
     cells = {(policy, budget): cell for _, policy, budget, cell, _ in found.lines}
     assert "of 2 cases" not in cells["h2o", "20%"]
     assert cells["local", "20%"].endswith("1 of 2 cases")
@@ -206,7 +208,7 @@ def test_the_same_share_twice_and_a_share_that_is_missing(whole, tmp_path):
     for name, shard in (("a", "1/2"), ("b", "1/2")):
         run(tmp_path / name, "--shard", shard)
     out = tmp_path / "out"
-    records, doubled = records.merge([tmp_path / "a", tmp_path / "b", tmp_path / "a"], out)
+    records, doubled = merge_folders([tmp_path / "a", tmp_path / "b", tmp_path / "a"], out)
     assert doubled == 0
     assert len(records.rows) == 3
     assert rows(out) == rows(tmp_path / "a")
@@ -235,10 +237,10 @@ def test_ten_thousand_rows(tmp_path):
     ]
     folder = result_folders.evaluation(tmp_path / "many", many)
     for doubled in (False, True):  # nothing is written the second time
-        records, other = records.merge([folder], tmp_path / "out")
+        records, other = merge_folders([folder], tmp_path / "out")
         assert (len(records.rows), other) == (10_000, 0)
         assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 10_000, doubled
-    assert len(leaderboard.board(records.read([folder])).lines) == 2000
+    assert len(leaderboard.board(read_folders([folder])).lines) == 2000
 
 
 @pytest.mark.parametrize("key", ["policy", "case", "setup"])
@@ -246,7 +248,7 @@ def test_hostile_names_are_text_on_both_pages(tmp_path, key):
     evil = '</td><script>alert(1)</script><img src=x onerror="1"> [a](javascript:b) `|\u202e\x1b]0;x\x07'
     own = [result_folders.row(**{key: evil}), result_folders.row("agreement", **{key: evil})]
     folder = result_folders.evaluation(tmp_path / "evil", own)
-    page, text = leaderboard.write(leaderboard.board(records.read([folder])), tmp_path / "page")
+    page, text = leaderboard.write(leaderboard.board(read_folders([folder])), tmp_path / "page")
     assert not re.search(r"<(script|img)|[\x1b\x07\u202e]", page.read_text() + text.read_text().replace("\\<", ""))
     lines = [line for line in text.read_text().splitlines() if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1

@@ -16,7 +16,7 @@ import result_folders
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvkeep.cli import help
+from kvkeep.cli import help as help_pages
 from kvkeep.cli.eval_run import parts
 from kvkeep.cli.examples import EXAMPLES
 from kvkeep.cli.main import app
@@ -25,7 +25,7 @@ from kvkeep.evals.report import Table
 KVKEEP = [sys.executable, "-m", "kvkeep"]
 COMMAND_EXAMPLES = {
     **EXAMPLES,
-    **{name: help.examples(command, name) for name, command in get_command(app).commands.items()},
+    **{name: help_pages.examples(command, name) for name, command in get_command(app).commands.items()},
 }
 NAMES = [name for name in COMMAND_EXAMPLES if name]
 WIDTHS = (60, 80, 120)

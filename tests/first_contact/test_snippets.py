@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvkeep.cli import help
+from kvkeep.cli import help as help_pages
 from kvkeep.cli.examples import EXAMPLES
 from kvkeep.cli.main import app
 from kvkeep.head_profile import Profile
@@ -54,7 +54,9 @@ def commands() -> list[str]:
     """The commands of all pages, and of all examples."""
     shown = [line for page in PAGES for block in fences(page) for line in block.replace("\\\n", " ").splitlines()]
     shown += [line for examples in EXAMPLES.values() for line in examples]
-    shown += [line for name, command in get_command(app).commands.items() for line in help.examples(command, name)]
+    shown += [
+        line for name, command in get_command(app).commands.items() for line in help_pages.examples(command, name)
+    ]
     lines = [re.sub(r"\s+", " ", line.partition(" # ")[0]).strip() for line in shown]
     return sorted({line for line in lines if re.match(r"(cat \S+ \| )?kvkeep ", line)})
 

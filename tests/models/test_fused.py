@@ -27,7 +27,7 @@ from kvkeep.backends import small
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import Sampling
-from kvkeep.models import prepare
+from kvkeep.models import prepare as preparation
 from kvkeep.models.fused_modules import FusedLinear, PackedLinear, pack_weights
 from kvkeep.models.prepare import FUSED, fuse_modules, prepare
 
@@ -124,16 +124,16 @@ def test_a_model_that_is_loaded_where_its_dtype_is_slow_is_fused(dtype, tmp_path
 def test_a_loaded_model_is_plain_again_where_another_process_was(monkeypatch):
     monkeypatch.setattr(small, "slow", lambda kind: True)
     model = made().bfloat16()
-    assert prepare.fuse_if_slow(model) == 2 * 7 + 1
+    assert preparation.fuse_if_slow(model) == 2 * 7 + 1
     prepare(model, 1, (False, False))
-    assert prepare.chosen(model) == (False, False)
+    assert preparation.chosen(model) == (False, False)
     prepare(model, 1, (True, False))
-    assert prepare.chosen(model) == (True, False)
+    assert preparation.chosen(model) == (True, False)
 
 
 def test_a_model_is_fused_for_its_prompts_where_its_dtype_is_slow(monkeypatch):
     monkeypatch.setattr(small, "slow", lambda dtype: True)
-    monkeypatch.setattr(prepare, "faster", lambda *args: pytest.fail("nothing has to be measured"))
+    monkeypatch.setattr(preparation, "faster", lambda *args: pytest.fail("nothing has to be measured"))
     model = made().bfloat16()
     assert fuse_modules(model, 1, if_faster=True) == MODELS["llama"][-1]
     other = made().bfloat16()
@@ -321,7 +321,9 @@ def test_packed_layers_stay_and_fused_ones_are_not_packed():
 @pytest.mark.parametrize("is_faster", [False, True])
 def test_products_are_left_to_torch_where_it_is_as_fast(monkeypatch, is_faster):
     asked = []
-    monkeypatch.setattr(prepare, "faster", lambda layers, rows, make: (asked.append((len(layers), rows)), is_faster)[1])
+    monkeypatch.setattr(
+        preparation, "faster", lambda layers, rows, make: (asked.append((len(layers), rows)), is_faster)[1]
+    )
     model = made("phi3")
     assert fuse_modules(model, 2, if_faster=True) == (MODELS["phi3"][-1] if is_faster else 5)
     assert asked == [(9, 2)]
@@ -331,7 +333,7 @@ def test_products_are_left_to_torch_where_it_is_as_fast(monkeypatch, is_faster):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize(("rows", "kind"), [(1, FusedLinear), (2, FusedLinear), (3, PackedLinear), (40, PackedLinear)])
 def test_few_rows_are_fused_and_more_are_packed(monkeypatch, rows, kind):
-    monkeypatch.setattr(prepare, "faster", lambda *_: True)
+    monkeypatch.setattr(preparation, "faster", lambda *_: True)
     monkeypatch.setattr("kvkeep.models.fused_modules.faster", lambda *_: True)
     model = made("phi3")
     prepare(model, rows)
@@ -343,5 +345,5 @@ def test_few_rows_are_fused_and_more_are_packed(monkeypatch, rows, kind):
 def test_timing_leaves_the_layers_as_they_are():
     model = made()
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    assert prepare.faster(layers, 1, prepare._twin) in (False, True)
+    assert preparation.faster(layers, 1, preparation._twin) in (False, True)
     assert all(type(layer) is nn.Linear for layer in layers)

@@ -28,7 +28,7 @@ import kvkeep
 from kvkeep.backends import layers
 from kvkeep.backends.native import native
 from kvkeep.cache.hf_layers import handed
-from kvkeep.models import prepare
+from kvkeep.models import prepare as preparation
 from kvkeep.models.fused_layers import FusedLayer, seconds
 from kvkeep.models.fused_modules import FusedLinear, PackedLinear
 from kvkeep.models.prepare import chosen, fuse_modules, prepare
@@ -436,7 +436,7 @@ def test_a_model_is_prepared_in_the_fastest_way(way, monkeypatch):
         assert len(kinds) == 1
         return 1.0 if kinds == {{"plain": nn.Linear, "fused": FusedLinear, "packed": PackedLinear}[way]} else 2.0
 
-    monkeypatch.setattr(prepare, "seconds", took)
+    monkeypatch.setattr(preparation, "seconds", took)
     model, plain = made(), made()
     prepare(model, 4, whole=True)
     assert chosen(model) == (way == "fused", way == "packed")
@@ -450,11 +450,11 @@ def test_a_model_is_prepared_in_the_fastest_way(way, monkeypatch):
 def test_measurements_leave_the_model_alone():
     model = made("qwen3")
     before = [(name, type(module), dict(vars(module))) for name, module in model.named_modules()]
-    assert prepare._fastest(model, 2, ("plain", "fused", "packed")) in {"plain", "fused", "packed"}
+    assert preparation._fastest(model, 2, ("plain", "fused", "packed")) in {"plain", "fused", "packed"}
     assert [(name, type(module), dict(vars(module))) for name, module in model.named_modules()] == before
     assert model.config._attn_implementation == made("qwen3").config._attn_implementation
 
 
 def test_what_is_no_decoder_layer_is_not_timed():
     assert seconds([nn.Linear(3, 3)], 2) is None
-    assert prepare._fastest(made("phi3"), 2, ("plain", "fused")) is None
+    assert preparation._fastest(made("phi3"), 2, ("plain", "fused")) is None

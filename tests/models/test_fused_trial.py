@@ -19,7 +19,8 @@ import kvkeep
 from kvkeep.backends import small
 from kvkeep.backends.native import native
 from kvkeep.cache.hf_layers import handed
-from kvkeep.models import fused_layers, prepare
+from kvkeep.models import fused_layers
+from kvkeep.models import prepare as preparation
 from kvkeep.models.fused_layers import FusedLayer
 from kvkeep.models.fused_modules import FusedGate, FusedLinear
 from kvkeep.models.prepare import chosen, fuse_if_slow, fuse_modules, prepare
@@ -194,7 +195,7 @@ def test_a_model_may_be_fused_while_another_thread_runs_it():
     thread = threading.Thread(target=run)
     thread.start()
     for _ in range(5):
-        prepare._fastest(model, 2, ("plain", "fused"))
+        preparation._fastest(model, 2, ("plain", "fused"))
     fuse_modules(model)
     ended.set()
     thread.join()
@@ -204,7 +205,9 @@ def test_a_model_may_be_fused_while_another_thread_runs_it():
 
 def test_a_job_in_a_slow_dtype_is_resumed_with_the_same_modules(monkeypatch):
     monkeypatch.setattr(small, "slow", lambda dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(prepare, "seconds", lambda sample, _: float(any(isinstance(one, FusedLayer) for one in sample)))
+    monkeypatch.setattr(
+        preparation, "seconds", lambda sample, _: float(any(isinstance(one, FusedLayer) for one in sample))
+    )
     models, like = [], None
     for _ in range(2):
         model = made().bfloat16()

@@ -18,16 +18,9 @@ httpx = pytest.importorskip("httpx")
 import kvkeep  # noqa: E402
 from kvkeep.models.load import embedded, find, quiet, read_weights  # noqa: E402
 from kvkeep.server.app import make_app  # noqa: E402
-from kvkeep.server.model import (
-    Served,  # noqa: E402
-    tool_use_of,  # noqa: E402
-)
+from kvkeep.server.model import Served, tool_use_of  # noqa: E402
 from kvkeep.server.run import Place, Server, listen  # noqa: E402
-from kvkeep.server.settings import (  # noqa: E402
-    Keys,
-    Settings,  # noqa: E402
-    owner_of,
-)
+from kvkeep.server.settings import Keys, Settings, owner_of  # noqa: E402
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Once upon a time"}]

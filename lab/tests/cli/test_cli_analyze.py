@@ -5,7 +5,7 @@ import json
 
 import model_folders
 import pytest
-from kvkeep.research.analysis import run as running
+from kvkeep_lab.analysis import run as running
 from rich.console import Console
 from typer.testing import CliRunner
 

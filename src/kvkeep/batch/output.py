@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvkeep import result_files
-from kvkeep.batch import input
+from kvkeep.batch import input as batch_input
 from kvkeep.batch.input import COMPLETION, Line
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
@@ -43,7 +43,7 @@ def record(line: Line, results: Sequence[Result], made_by: Mapping[str, Any], sh
     if line.asked is not None:
         name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
         body = answer(line.asked, results, name=name, created=int(time.time()), model=model, show=show)
-        found = input.line(line.number, line.digest, line.custom_id, body)
+        found = batch_input.line(line.number, line.digest, line.custom_id, body)
         return {**found, "kvkeep": result_files.finite([_kept(one) for one in results]), "made_by": made_by}
     own = {"options": line.options} if line.options else {}
     origin = {"line": line.number, "digest": line.digest, "made_by": made_by, **own}
@@ -62,7 +62,7 @@ def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
     """The number, the fingerprint and the settings of an earlier run's line."""
     try:
         fields = json.loads(raw)
-        if (found := input.origin(fields)) is not None:
+        if (found := batch_input.origin(fields)) is not None:
             return (*found, {"format": 1, **fields["made_by"]})
         completion = fields[COMPLETION]
         made_by = {"format": 1, **completion["made_by"]}  # the first version did not name itself
@@ -81,7 +81,7 @@ def is_ours(torn: bytes, digests: Mapping[int, str], batch_lines: Collection[int
         digests: line number → fingerprint, of the input's lines.
         batch_lines: the numbers of lines in OpenAI's format.
     """
-    kinds = ((input.BEGINNING if number in batch_lines else _BEGINNING, number) for number in digests)
+    kinds = ((batch_input.BEGINNING if number in batch_lines else _BEGINNING, number) for number in digests)
     beginnings = ((kind % (number, digests[number])).encode() for kind, number in kinds)
     return bool(_WRITTEN_HERE.match(torn)) or any(beginning.startswith(torn) for beginning in beginnings)
 

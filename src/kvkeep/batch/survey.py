@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
 from kvkeep import result_files
-from kvkeep.batch import input
+from kvkeep.batch import input as batch_input
 from kvkeep.batch.input import BadLine, Line, digest, reason_of
 from kvkeep.batch.output import as_line
 from kvkeep.batch.progress import Work
@@ -198,9 +198,9 @@ def _key(custom_id: str) -> bytes:
 def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: bool) -> dict[str, Any]:
     """The entry of a line without an answer: in OpenAI's format, or its number, the reason and its text."""
     with suppress(ValueError, RecursionError, KVKeepError):
-        if input.is_batch_line(fields := decoded(raw)):
-            name = input.custom_id_of(fields)
-            return input.error_line(number, digest(raw), name, reason, failed=failed, param=param)
+        if batch_input.is_batch_line(fields := decoded(raw)):
+            name = batch_input.custom_id_of(fields)
+            return batch_input.error_line(number, digest(raw), name, reason, failed=failed, param=param)
     text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
     return {"line": number, "reason": reason, "text": text}
 
@@ -275,5 +275,5 @@ def _entry_of(raw: bytes) -> dict[str, Any] | None:
         found = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    is_entry = isinstance(found, dict) and (found.keys() == _BAD_FIELDS or input.is_error_line(found))
+    is_entry = isinstance(found, dict) and (found.keys() == _BAD_FIELDS or batch_input.is_error_line(found))
     return found if is_entry else None

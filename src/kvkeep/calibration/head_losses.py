@@ -310,9 +310,9 @@ class Bench:
         for passage, full in zip(self.asked, self._answers, strict=True):
             logits, _ = read(self.model, passage, self.near, limited)
             lost.append((1 - (_log_probabilities(passage, logits) - full).exp()).clamp(min=0).cpu())
-        for passage, reference in zip(self.texts, self._texts, strict=True):
+        for passage, full_rows in zip(self.texts, self._texts, strict=True):
             (rows,), _ = read(self.model, passage, self.near, limited)
-            distance += torch.stack([task.kl(reference, row).mean() for row in rows]).cpu() / len(self.texts)
+            distance += torch.stack([task.kl(full_rows, row).mean() for row in rows]).cpu() / len(self.texts)
         shares, none = torch.cat(lost, dim=1).double(), [None] * len(sets)
         harmed = (shares > HARM).double().mean(dim=1).tolist() if self.questions else none
         answers = shares.mean(dim=1).tolist() if self.questions else none

@@ -15,18 +15,21 @@ from typing import Any
 from rich.table import Table
 
 from kvkeep import plots
-from kvkeep.cli import console, eval
+from kvkeep.cli import console
+from kvkeep.cli import eval as eval_options
 from kvkeep.cli.distributed import PROCESS_BYTES, ended_with_its_cluster, interruptible, room_for, whole
 from kvkeep.cli.eval import Request
 from kvkeep.cli.files import read_text
 from kvkeep.cli.progress import EvalBar, eval_progress
 from kvkeep.errors import InputError, KVKeepError, show_bytes
-from kvkeep.evals import confidence, curves, leaderboard, records, report, tasks
+from kvkeep.evals import confidence, curves, leaderboard, tasks
 from kvkeep.evals import report as reports
 from kvkeep.evals.attention_probe import BATCH_TOKENS, Setup
 from kvkeep.evals.datasets import HUB
 from kvkeep.evals.grid import Asked, Planned, Wanted, split_arms
 from kvkeep.evals.records import Records
+from kvkeep.evals.records import merge as merge_folders
+from kvkeep.evals.records import read as read_folders
 from kvkeep.evals.report import grouped
 from kvkeep.evals.run import Bench, Grid, Piece, Queue, Source, as_planned, lay_out, manifest, run
 from kvkeep.evals.task import Options
@@ -205,7 +208,7 @@ def serve(request: Request) -> None:
             grid = prepare(request)
             for note in grid.notes:
                 console.note(note)
-            show(grid, request.dtype, request.device, eval.facts(request.recipe))
+            show(grid, request.dtype, request.device, eval_options.facts(request.recipe))
             return
         records = Records(request.output)
         grid = prepare(request)
@@ -253,7 +256,7 @@ def merge(request: Request, folders: Sequence[Path]) -> None:
     Raises:
         InputError: they are of different runs, or cannot be read or written.
     """
-    records, doubled = records.merge(folders, request.output)
+    records, doubled = merge_folders(folders, request.output)
     if doubled:
         console.note(f"{console.count(doubled, 'cell')} had other scores in a later folder; the first one's stay.")
     _show(request, records)
@@ -265,7 +268,7 @@ def page(request: Request, folders: Sequence[Path]) -> None:
     Raises:
         InputError: they cannot stand in one table, or cannot be read or written.
     """
-    paths = leaderboard.write(leaderboard.board(records.read(folders)), request.output)
+    paths = leaderboard.write(leaderboard.board(read_folders(folders)), request.output)
     if request.json:
         console.write_json({"output": str(request.output), "pages": [str(path) for path in paths]})
     else:
@@ -337,7 +340,7 @@ def _show(request: Request, records: Records, **more: Any) -> None:
         return
     screen = console.out()
     if request.recipe is not None:
-        eval.show_table(request.recipe, records.rows)
+        eval_options.show_table(request.recipe, records.rows)
     for found in [
         *reports.tables(records.rows, confidence.of_cell),
         *confidence.share_tables(records.rows),

@@ -108,8 +108,8 @@ def run(
     found = {"lines": total, "done": len(kept), "failed": len(failed), "new_tokens": new, "seconds": seconds}
     _summarise({**found, **workers.size}, output, as_json=as_json)
     unread = set() if stopped() else todo.keys() - output.done.keys() - failed.keys()
-    for problem in _problems(output, kept, failed, unread, total):
-        console.error(problem)
+    for complaint in _problems(output, kept, failed, unread, total):
+        console.error(complaint)
     if stopped() or len(kept) < total:
         _say_how_to_resume(output, len(kept), total)
         raise typer.Exit(console.INTERRUPTED if stopped() else INCOMPLETE)

@@ -119,7 +119,7 @@ def _policy_names() -> list[str]:
 
     own = [info.name for info in pkgutil.iter_modules(home.__path__)]
     others = [point.name for point in entry_points(group="kvkeep.policies")]
-    return [name for name in own if name not in ("base", "abilities") and not name.startswith("_")] + others
+    return [name for name in own if name not in ("base", "registry") and not name.startswith("_")] + others
 
 
 def _options(name: str, tail: str) -> list[Completion]:

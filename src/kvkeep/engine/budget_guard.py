@@ -342,7 +342,7 @@ class Trial:
 
 
 def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, "B Hk S"]]:
-    """The view with the budgets of heads that share one, and whether each token stays; see `kvkeep.cache.eviction.cut`."""
+    """The view with the budgets of heads that share one, and whether each token stays; see `eviction.cut`."""
     if policy.spreads is not None:
         view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
     return view, ranking.keep(shielded(policy, view, state), view.positions, view.budget)

@@ -154,7 +154,7 @@ class Grammars:
         self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._waiting = 0
         self._known: Any = None
-        self._worker = Worker(Path(__file__).with_name("try_grammar.py"), MEMORY_BYTES)
+        self._worker = Worker(Path(__file__).with_name("grammar_probe.py"), MEMORY_BYTES)
         self._tried = 0
         weakref.finalize(self, self._worker.end)
 

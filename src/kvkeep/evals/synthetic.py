@@ -21,7 +21,7 @@ from kvkeep.models.tiny.recall import own_filler
 
 # Words, numbers and haystacks of which texts are made.
 
-_LISTS = (resources.files("kvkeep.evals.synthetic") / "words.txt").read_text(encoding="utf-8").strip().split("\n\n")
+_LISTS = (resources.files("kvkeep.evals") / "synthetic_words.txt").read_text(encoding="utf-8").strip().split("\n\n")
 ADJECTIVES, NOUNS = (tuple(part.split()) for part in _LISTS)
 
 _LONGEST = 60

@@ -75,7 +75,7 @@ def _asked(line: str) -> dict[str, str]:
 
 
 def _new() -> Worker:
-    return Worker(Path(__file__).with_name("render.py"), MEMORY_BYTES)
+    return Worker(Path(__file__).with_name("sandbox_render.py"), MEMORY_BYTES)
 
 
 _WORKER = _new()

@@ -1,4 +1,4 @@
-"""What the scripts of `kvkeep.models.sandbox` share: a bound on memory, and answers line by line. Only Python itself."""
+"""A bound on memory and answers line by line, for the scripts of `kvkeep.models.sandbox`. Only Python itself."""
 
 import json
 import sys

@@ -318,8 +318,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
     if type(host_rows) is not int or host_rows < 0:
         raise InputError(f"host_rows={host_rows!r:.40} is no number of sequences that wait in main memory: 0 or more.")
     counts, sizes = {"rows": rows, "host_rows": host_rows}, {"memory": memory, "weights_memory": weights_memory}
-    for numbers, most in ((counts, _MOST_ROWS), (sizes, _MOST_BYTES)):
-        for name, number in numbers.items():
+    for given, most in ((counts, _MOST_ROWS), (sizes, _MOST_BYTES)):
+        for name, number in given.items():
             if number is not None and number > most:
                 raise InputError(f"{name} is above {most}, more than any machine holds; give fewer.")
     if weights_memory is not None and weights_memory < 1:

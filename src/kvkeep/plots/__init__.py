@@ -116,7 +116,7 @@ def check() -> None:
         InputError: the installation is broken.
     """
     try:
-        _lines().sheet(lambda axes: axes.set_title("1"))
+        _charts().sheet(lambda axes: axes.set_title("1"))
     except InputError:
         raise
     except Exception as error:  # whatever matplotlib raises for its settings or fonts
@@ -138,11 +138,11 @@ def draw(path: Path, panels: Sequence[Panel] | Sequence[Heat]) -> Path:
         raise InputError(f"There are no plots: {MISSING}.")
     if len(panels) > MOST_PANELS:
         raise InputError(f"The plot {path} would have {len(panels)} panels, and {MOST_PANELS} are the most.")
-    lines = _lines()
+    charts = _charts()
     drawn = io.BytesIO()
     try:
-        room = import_module(f"{__name__}.heat") if isinstance(panels[0], Heat) else lines
-        room.chart(panels).savefig(drawn, format="png")
+        draw = charts.heat_map if isinstance(panels[0], Heat) else charts.line_charts
+        draw(panels).savefig(drawn, format="png")
     except (ValueError, ArithmeticError) as error:  # for too many panels, or numbers out of range
         raise InputError(f"The plot {path} cannot be drawn: {str(error)[:200]}.") from error
     try:
@@ -160,11 +160,11 @@ def picture(fill: Callable[[Any], object], panels: int = 1) -> bytes:
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
-    found: bytes = _lines().sheet(fill, panels)
+    found: bytes = _charts().sheet(fill, panels)
     return found
 
 
-def _lines() -> ModuleType:
+def _charts() -> ModuleType:
     """The module of this room that imports matplotlib, whatever ``MPLBACKEND`` says.
 
     Pictures are drawn with Agg, but matplotlib cannot be imported if the variable names a backend that does not exist.
@@ -174,7 +174,7 @@ def _lines() -> ModuleType:
     """
     chosen = None if "matplotlib" in sys.modules else os.environ.pop("MPLBACKEND", None)
     try:
-        found = import_module(f"{__name__}.lines")
+        found = import_module(f"{__name__}.charts")
         if chosen is not None:
             with suppress(ValueError):  # for callers that draw by themselves; matplotlib reads the variable only once
                 import_module("matplotlib").rcParams["backend"] = chosen

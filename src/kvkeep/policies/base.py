@@ -265,16 +265,16 @@ class Policy(Abilities, abc.ABC):
 
     def __post_init__(self) -> None:
         kinds = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), kinds[field.name]
+        for entry in dataclasses.fields(self):
+            value, kind = getattr(self, entry.name), kinds[entry.name]
             if not _is_a(value, kind):
-                raise PolicyError(f"{type(self).__name__}: {field.name}={value!r} is not {kind_name(kind)}.")
-            low, high = field.metadata.get("within", (0, math.inf))
+                raise PolicyError(f"{type(self).__name__}: {entry.name}={value!r} is not {kind_name(kind)}.")
+            low, high = entry.metadata.get("within", (0, math.inf))
             if isinstance(value, int | float) and not low <= value <= high:
                 wanted = f"use {low} or more" if high == math.inf else f"use {low} to {high}"
-                raise PolicyError(f"{type(self).__name__}: {field.name}={value} is out of range; {wanted}.")
-            if field.metadata.get("odd") and isinstance(value, int) and value % 2 == 0:
-                raise PolicyError(f"{type(self).__name__}: {field.name}={value} has no middle; use an odd number.")
+                raise PolicyError(f"{type(self).__name__}: {entry.name}={value} is out of range; {wanted}.")
+            if entry.metadata.get("odd") and isinstance(value, int) and value % 2 == 0:
+                raise PolicyError(f"{type(self).__name__}: {entry.name}={value} has no middle; use an odd number.")
 
     def __str__(self) -> str:
         module = type(self).__module__

@@ -26,6 +26,8 @@ from kvkeep.errors import PolicyError, one_line
 from kvkeep.policies.base import Policy
 
 ENTRY_POINT_GROUP = "kvkeep.policies"
+NO_POLICIES = ("base", "registry")
+"""Modules of the package of policies that hold none."""
 
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(?::(.*))?", re.DOTALL)
 _REFERRED: dict[type[Policy], str] = {}
@@ -42,7 +44,7 @@ def available() -> dict[str, type[Policy]]:
     found = {
         info.name: _policy_of(importlib.import_module(f"{_builtin.__name__}.{info.name}"))
         for info in pkgutil.iter_modules(_builtin.__path__)
-        if info.name not in ("base", "abilities") and not info.name.startswith("_")
+        if info.name not in NO_POLICIES and not info.name.startswith("_")
     }
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         if point.name in found:

@@ -8,6 +8,7 @@ import typer
 
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import OUTPUT, Debug, Json
+from kvkeep.cli.plugins import MEASURE, Plugin
 from kvkeep.errors import InputError, pip_install
 
 _ARRIVALS, _TEXTS, _SERVER = "Arrivals", "Prompts and answers", "Server"
