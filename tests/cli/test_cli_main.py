@@ -196,11 +196,12 @@ def test_help_of_every_command_needs_no_torch():
     script = """
 import sys
 from typer.testing import CliRunner
+from typer.main import get_command
 from kvkeep.cli.main import app
-names = [one.name for one in (*app.registered_commands, *app.registered_groups)]
+names = list(get_command(app).commands)
 for words in ([], *([name] for name in names), ["policies", "list"], ["policies", "show"]):
     assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0, words
-assert len(names) >= 16
+assert len(names) >= 17
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)

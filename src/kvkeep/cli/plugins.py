@@ -27,6 +27,10 @@ from kvkeep.errors import one_line
 
 ENTRY_POINT_GROUP = "kvkeep.commands"
 
+LAB_COMMANDS = ("analyze", "bench-server", "fleet", "theory")
+"""Commands of kvkeep-lab. Without it they are missing, and say where they are."""
+_INSTALL_LAB = "pip install 'git+https://github.com/kvkeep/kvkeep#subdirectory=lab', or pip install ./lab in a clone"
+
 RUN, MEASURE, LOOK, OTHERS = "Run", "Measure", "Look up", "Of other packages"
 """Groups of commands on the page of ``kvkeep --help``."""
 
@@ -90,6 +94,15 @@ class Application(Group):
         if cmd_name in self._own:
             return self._own[cmd_name]
         return self._added(cmd_name) if cmd_name in self._points else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the subcommand."""
+        name = args[0]
+        if name in LAB_COMMANDS and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            raise usage.CommandLineError(
+                f"kvkeep {name} is a command of kvkeep-lab, which is not installed: {_INSTALL_LAB}."
+            )
+        return super().resolve_command(ctx, args)
 
     @functools.cached_property
     def _points(self) -> dict[str, EntryPoint]:

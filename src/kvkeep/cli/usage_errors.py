@@ -84,10 +84,6 @@ _OTHER_COMMANDS = {
 }
 """Names of commands in other tools."""
 
-_LAB = ("analyze", "bench-server", "fleet", "theory")
-"""Commands of kvkeep-lab, a package of its own."""
-_INSTALL_LAB = "pip install 'git+https://github.com/kvkeep/kvkeep#subdirectory=lab', or pip install ./lab in a clone"
-
 
 class CommandLineError(KVKeepError):
     """The words of the command line cannot be used; the message names the remedy."""
@@ -167,8 +163,6 @@ def check(ctx: Any, words: Sequence[str], *, group: bool) -> None:
 def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
     """A word that should be a command, with the likely one."""
     name, path = words[0], ctx.command_path
-    if ctx.parent is None and name in _LAB:
-        return f"kvkeep {name} is a command of kvkeep-lab, which is not installed: {_INSTALL_LAB}."
     begun = [command for command in group.commands if name and command.startswith(name.lower())]
     close = begun or difflib.get_close_matches(name.lower(), list(group.commands), n=1)
     said = f"{path} has no command {shown(name)}."

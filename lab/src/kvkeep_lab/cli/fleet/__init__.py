@@ -105,6 +105,6 @@ PLUGIN = Plugin(
     panel=LOOK,
     examples={
         "kvkeep fleet --rate 4 --memory 1GB --bandwidth 50GB/s": "Devices for four users per second",
-        "kvkeep fleet -i trace.jsonl --memory 1GB --steps steps.txt": "For a trace, with measured steps",
+        "kvkeep fleet --rate 4 --memory 1GB --steps steps.txt": "With steps that were measured",
     },
 )
