@@ -10,8 +10,9 @@ OLDEST_TRANSFORMERS ?= transformers==5.5.0
 TORCHAO ?= torchao==0.18.0
 KVPRESS ?= kvpress==0.5.5
 LLAMA_CPP ?= llama-cpp-python==0.3.36
+# of the slow tests: 3/14 is the third of fourteen shares
+SHARE ?= 1/1
 # a process per core; each begins with its half of the files and then takes work from the other
-SHARE ?= 1
 SPREAD ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 OLD := .venv-oldest/bin
@@ -114,7 +115,7 @@ models: .venv/.installed .venv-oldest/.installed  ## try every decoder of the ne
 test: .venv/.installed  ## the tests, with the newest transformers (under 5 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory
+test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory; SHARE=3/14: a share
 	$(BIN)/python -m pytest $(SPREAD) -m slow --share $(SHARE)
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported

@@ -25,16 +25,13 @@ torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for ea
 
 
 def pytest_addoption(parser):
-    parser.addoption("--share", type=int, default=1, help="run one in N of the slow cases of long lists")
+    sweeps.add_option(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Before the marks are looked at."""
-    spare = {id(item) for item in sweeps.thin(items, max(1, config.getoption("--share")))}
-    if spare:
-        config.hook.pytest_deselected(items=[item for item in items if id(item) in spare])
-        items[:] = [item for item in items if id(item) not in spare]
+    sweeps.choose(config, items)
 
 
 def pytest_collection_finish():
@@ -69,9 +66,3 @@ def no_checked_annotations():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture
-def share(request):
-    """Of a long test one in so many of its cases is to run."""
-    return max(1, request.config.getoption("--share"))

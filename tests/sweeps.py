@@ -1,11 +1,14 @@
 """Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all.
 
-``make test-all SHARE=6`` runs a sixth of the rest, for machines that have not the time; always the same sixth, of which
-SHARE=12 is a half.
+``make test-all SHARE=3/14`` runs the third of fourteen shares of the slow tests, for machines that have not the time
+for all. The name of a test alone decides in which share it is, so it is the same one on every machine, and in a run of
+a single file; the fourteen shares together are all slow tests.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -18,23 +21,68 @@ ONE_IN = 10
 """Of a long list `make test` runs about so many."""
 
 
-def thin(items: Iterable[pytest.Item], share: int = 1) -> list[pytest.Item]:
-    """Marks most cases of long lists as slow. The first case and those that a hash of their names chooses stay.
+@dataclass(frozen=True)
+class Share:
+    """One of several shares of the slow tests.
 
-    Of those that are slow then, and of long lists that were slow before, one in ``share`` is to run; the others are
-    returned.
+    Attributes:
+        number: of the share, from 1.
+        of: shares that there are.
     """
-    lists, spare = defaultdict(list), []
+
+    number: int = 1
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        """Return the share of a text such as ``3/14``.
+
+        Raises:
+            ValueError: it names none.
+        """
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"{text} is no share; give one such as 3/14")
+        return cls(int(found[1]), int(found[2]))
+
+    def has(self, name: str) -> bool:
+        """Return whether a test of this name belongs to the share."""
+        return _hash(name) // ONE_IN % self.of == self.number - 1
+
+    def others(self, items: Iterable[pytest.Item]) -> list[pytest.Item]:
+        """Return the slow tests that belong to other shares."""
+        return [item for item in items if item.get_closest_marker("slow") and not self.has(item.nodeid)]
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add the option that names a share."""
+    parser.addoption("--share", type=Share.parse, default=Share(), help="run a share of the slow tests, such as 3/14")
+
+
+def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark most cases of long lists as slow, and drop the slow tests of other shares than the one that is asked for."""
+    thin(items)
+    share: Share = config.getoption("--share")
+    if spare := share.others(items):
+        config.hook.pytest_deselected(items=spare)
+        dropped = {id(item) for item in spare}
+        items[:] = [item for item in items if id(item) not in dropped]
+
+
+def thin(items: Iterable[pytest.Item]) -> None:
+    """Mark most cases of long lists as slow. The first case and those that a hash of their names chooses stay."""
+    lists = defaultdict(list)
     for item in items:
-        lists[item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None].append(item)
-    for (_, fast), cases in lists.items():
+        if item.get_closest_marker("slow") is None:
+            lists[item.nodeid.partition("[")[0]].append(item)
+    for cases in lists.values():
         for case in cases[1:] if len(cases) >= MANY else ():
-            number, chosen = divmod(crc32(case.nodeid.encode()), ONE_IN)
-            if chosen and fast:
+            if _hash(case.nodeid) % ONE_IN:
                 case.add_marker(pytest.mark.slow)
-            if number % share and (chosen or not fast):
-                spare.append(case)
-    return spare
+
+
+def _hash(name: str) -> int:
+    return crc32(name.encode())
 
 
 def sweep(cases: Iterable[Any], chosen: Callable[[Any], bool]) -> list[Any]:

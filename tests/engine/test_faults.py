@@ -25,8 +25,9 @@ def test_random_schedules_with_faults():
 
 
 @pytest.mark.slow
-def test_a_thousand_schedules(capsys, share):
-    found = run(FEW, FEW + 1000 // share)
+@pytest.mark.parametrize("first", range(FEW, FEW + 1000, 50))
+def test_a_thousand_schedules(first, capsys):
+    found = run(first, first + 50)
     with capsys.disabled():
         print(f"\n{found}")
-    assert min(found["length"], found["error"], found["cancelled"], found["faults"]) > 100 // share
+    assert min(found["length"], found["error"], found["cancelled"], found["faults"]) > 5

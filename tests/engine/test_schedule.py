@@ -131,10 +131,10 @@ def test_running_rows_get_a_token_for_so_many_prompt_tokens(every, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", sweep([5, 200], lambda examples: examples == 5))
-def test_everybody_gets_a_turn(examples, share):
+def test_everybody_gets_a_turn(examples):
     """A running row gets a token in every step, and waits for one run; the oldest prompt is in every run of prompts."""
 
-    @settings(max_examples=max(5, examples // share), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(
         rows=st.integers(1, 5),
         chunk=st.sampled_from([None, 1, 4, 30]),

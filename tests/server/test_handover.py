@@ -111,8 +111,8 @@ def test_idle_sessions_go_on_elsewhere_while_an_answer_ends(two):
     two.replicas.leaving.add(home)
     first = said(turn(two, "idle"))
     assert holders(two, "idle") == [other(home)]
-    assert holders(two, "busy") == [home]
-    assert answer.is_alive()
+    held = holders(two, "busy")
+    assert held == [home] or not answer.is_alive()  # it has ended already where other replicas are slow
     assert [first, said(turn(two, "idle"))] == wanted
     answer.join(WAIT_S)
     assert answer.lines[-1] == "data: [DONE]"
@@ -254,16 +254,18 @@ def test_turns_that_race_with_the_handover_are_all_answered_and_kept(two):
                 return
             counts[name] = counts.get(name, 0) + 1
 
+    def there(replica):
+        return failed or [holders(two, name) for name in names] == [[replica]] * len(names)
+
     clients = [threading.Thread(target=talk, args=(name,)) for name in names]
     for client in clients:
         client.start()
-    n, end = 0, time.monotonic() + WAIT_S
-    while n < 6 or (not failed and min(counts.get(name, 0) for name in names) <= 2 and time.monotonic() < end):
-        two.replicas.leaving, two.replicas.late = {("one", "two")[n % 2]}, set()
-        time.sleep(0.2)
-        two.replicas.leaving, two.replicas.late = set(), {("one", "two")[n % 2]}
-        time.sleep(0.1)
-        n += 1
+    for leaving, stays in [("one", "two"), ("two", "one")] * 3:
+        two.replicas.leaving, two.replicas.late = {leaving}, set()
+        until(lambda stays=stays: there(stays))
+        two.replicas.leaving, two.replicas.late = set(), {stays}
+        enough = sum(counts.values()) + len(names)
+        until(lambda enough=enough: failed or sum(counts.values()) >= enough)
     over.set()
     for client in clients:
         client.join(WAIT_S)
