@@ -24,7 +24,7 @@ from quality import rows_of
 
 from kvkeep import parse
 from kvkeep.evals.attention_probe import Setup
-from kvkeep.evals.confidence import Answers, Difference, answers, difference, kept
+from kvkeep.evals.confidence import Answers, PolicyDifference, answers, difference, kept
 from kvkeep.evals.report import FULL, Row, grouped
 from kvkeep.models.load import embedded, find
 
@@ -61,14 +61,14 @@ def command(output: Path, protocol: str, policies: str, budgets: str, options: a
     return [*words, "--output", str(output / protocol)]
 
 
-def found(output: Path, rule: str) -> Iterator[tuple[list[str], Difference]]:
+def found(output: Path, rule: str) -> Iterator[tuple[list[str], PolicyDifference]]:
     """A line, and the difference in it, for each cell that was measured both ways."""
     for protocol in CELLS:
         for case, rows in grouped(rows_of(output / protocol), lambda row: str(row["case"])).items():
             yield from _of_case(f"{protocol} {case.partition(',')[0].removeprefix('context=')}", rows, rule)
 
 
-def _of_case(name: str, rows: list[Row], rule: str) -> Iterator[tuple[list[str], Difference]]:
+def _of_case(name: str, rows: list[Row], rule: str) -> Iterator[tuple[list[str], PolicyDifference]]:
     full = answers(row for row in rows if row["budget"] == FULL)
     for (policy, budget), part in grouped(rows, lambda row: (str(row["policy"]), str(row["budget"]))).items():
         ways: dict[str, Answers] = {setup: answers(some) for setup, some in grouped(part, _setup).items()}

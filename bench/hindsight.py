@@ -23,7 +23,7 @@ from kvkeep.cache.hf_layers import handed
 from kvkeep.evals import task
 from kvkeep.evals.attention_probe import Drive
 from kvkeep.evals.task import Options
-from kvkeep.evals.tasks.mass import Mass
+from kvkeep.evals.tasks.mass import RetainedMass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
@@ -60,9 +60,9 @@ def overlap(one: Sets, other: Sets) -> float:
     return sum(len(a & b) / len(a | b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def mass_task(ids: torch.Tensor) -> Mass:
+def mass_task(ids: torch.Tensor) -> RetainedMass:
     """Retained mass on these very windows: the first half is the prompt, the second is measured row by row."""
-    return Mass(ids, rows=ids.shape[1] // 2, text="")
+    return RetainedMass(ids, rows=ids.shape[1] // 2, text="")
 
 
 def statistics(writer: Writer, ids: torch.Tensor, totals: Totals, ratio: float) -> dict[str, dict[str, float]]:

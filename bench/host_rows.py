@@ -58,7 +58,7 @@ def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows:
     if (staging := engine._rotation.staging) is not None and not staged:
         staging.most_bytes = 0
     ids = torch.randint(0, model.config.vocab_size, (options.requests, options.prompt), generator=seeded())
-    sampling = kvkeep.Sampling(max_new_tokens=options.new)
+    sampling = kvkeep.SamplingParams(max_new_tokens=options.new)
     asked = [kvkeep.Request(prompt=one.tolist(), sampling=sampling, ignore_end=True) for one in ids]
     engine.generate(asked[:1])
     began, steps = time.perf_counter(), 0

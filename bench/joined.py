@@ -18,16 +18,16 @@ import torch
 from lib import arguments, finish, positive, show, speed_model
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.input_batch import Batch, Run
-from kvkeep.engine.sampling_params import Sampling
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.input_batch import InputBatch, ModelRun
+from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.sequence import Sequence
 from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase
 
 COLUMNS = ["runs of the model", "CPU ms (minimum)", "against one by one"]
 
 
-def engine_of(options: argparse.Namespace) -> tuple[Engine, list[Generation], list[Batch]]:
+def engine_of(options: argparse.Namespace) -> tuple[Engine, list[Sequence], list[InputBatch]]:
     """An engine whose first rows decode, the prompts in its other rows, and the batch of the rows that decode."""
     model = speed_model(getattr(torch, options.dtype), options.layers)
     rows = options.decoding + options.prompts
@@ -36,7 +36,7 @@ def engine_of(options: argparse.Namespace) -> tuple[Engine, list[Generation], li
 
     def ask(tokens: int) -> None:
         prompt = random.Random(tokens).choices(range(model.config.vocab_size), k=tokens)
-        engine.add(Request(prompt=prompt, sampling=Sampling(max_new_tokens=10**5), ignore_end=True))
+        engine.add(Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=10**5), ignore_end=True))
 
     for _ in range(options.decoding):
         ask(options.budget + 8)
@@ -52,14 +52,14 @@ def ways(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
     """What is timed, by name. Every run begins the prompts anew."""
     engine, prompts, decoding = engine_of(options)
 
-    def chunk(*rows: Generation) -> Batch:
+    def chunk(*rows: Sequence) -> InputBatch:
         tokens = [one.prompt for one in rows]
-        return Batch(rows[0].row or 0, rows, tokens, [0] * len(rows), Phase.PREFILL, fresh=True)
+        return InputBatch(rows[0].row or 0, rows, tokens, [0] * len(rows), Phase.PREFILL, fresh=True)
 
-    def runs(*found: list[Batch]) -> Callable[[], None]:
+    def runs(*found: list[InputBatch]) -> Callable[[], None]:
         def go() -> None:
             for batches in found:
-                engine._runner.run(Run(batches), engine._rows)
+                engine._runner.run(ModelRun(batches), engine._rows)
 
         return go
 

@@ -38,7 +38,7 @@ from lib.cells import System, alternating, asked, leaving_out, ran, saved_model,
 from lib.sizes import token_bytes
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import tiny
 from kvkeep.models.load import find, quiet, read_weights
 
@@ -140,7 +140,7 @@ def begun(one: Engine, tokens: int, new: int) -> tuple[float, Callable[[], objec
     """Seconds until the first token after a history of ``tokens``, and what draws the next ones."""
     prompt = random.Random(0).choices(range(one.model.config.vocab_size), k=tokens)
     start = time.perf_counter()
-    stream = one.stream(Request(prompt=prompt, sampling=Sampling(max_new_tokens=new), ignore_end=True))
+    stream = one.stream(Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=new), ignore_end=True))
     next(stream)
     return time.perf_counter() - start, partial(next, stream)
 

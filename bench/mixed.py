@@ -25,7 +25,7 @@ def tasks(options: argparse.Namespace, answers: dict[str, list[Sequence[int]]]) 
     random = torch.Generator().manual_seed(1)
     shape = (options.each * len(options.policies), options.prompt)
     prompts = torch.randint(0, model.config.vocab_size, shape, generator=random).tolist()
-    wish = kvkeep.Sampling(max_new_tokens=options.new)
+    wish = kvkeep.SamplingParams(max_new_tokens=options.new)
     engine = kvkeep.Engine(model, policy=options.policies[0], budget=options.budget, rows=len(prompts))
 
     def run(name: str, policies: list[str], batches: int) -> Callable[[], None]:

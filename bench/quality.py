@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lib import report
 
-from kvkeep.evals.confidence import Answers, Kept, answers, difference, kept, of_mean
+from kvkeep.evals.confidence import Answers, KeptShare, answers, difference, kept, of_mean
 from kvkeep.evals.records import ROWS
 from kvkeep.evals.report import FULL, Row, grouped, over
 from kvkeep.policies import DEFAULT, LATER
@@ -168,7 +168,7 @@ class Part:
     def full(self) -> Answers:
         return self.cells.get("full", {}).get(FULL, {})
 
-    def kept(self, policy: str, budget: str) -> Kept | None:
+    def kept(self, policy: str, budget: str) -> KeptShare | None:
         own = self.cells[policy].get(budget)
         return None if own is None or not self.full else kept(own, self.full)
 

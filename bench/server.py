@@ -35,9 +35,9 @@ from lib import arguments, finish, interleaved, kernel, positive, show, speed_mo
 import kvkeep
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.server.app import make_app
-from kvkeep.server.model import Served
-from kvkeep.server.run import Place, Server, listen, settle
-from kvkeep.server.settings import Settings
+from kvkeep.server.model import ServedModel
+from kvkeep.server.run import Server, ServerAddress, listen, settle
+from kvkeep.server.settings import ServerSettings
 
 _CLIENT = Path(__file__).parent / "lib" / "streams.py"
 _STALLED = 7
@@ -61,7 +61,7 @@ class Asked:
     @property
     def request(self) -> kvkeep.Request:
         """The request to the engine."""
-        wish = kvkeep.Sampling(max_new_tokens=self.new)
+        wish = kvkeep.SamplingParams(max_new_tokens=self.new)
         return kvkeep.Request(prompt=self.prompt, sampling=wish, ignore_end=True)
 
     @property
@@ -132,10 +132,10 @@ def both(options: argparse.Namespace) -> Iterator[Both]:
             model = speed_model(getattr(torch, options.dtype), options.layers)
             with_text(model, checkpoint.tokenizer)
     settings = {"policy": options.policy, "budget": options.budget, "prefill_chunk": options.chunk}
-    place = Place(port=0)
+    place = ServerAddress(port=0)
     with kvkeep.Engine(model, checkpoint.tokenizer, rows=max(options.streams), **settings) as engine:
         ready = threading.Event()
-        server = Server(make_app(Served(engine, checkpoint), Settings(name="bench")), place, ready.set)
+        server = Server(make_app(ServedModel(engine, checkpoint), ServerSettings(name="bench")), place, ready.set)
         with listen(place) as sock:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
             thread.start()

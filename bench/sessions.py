@@ -102,7 +102,11 @@ class Bench:
 
     def question(self) -> Finding:
         """The first token of an answer about a text that is remembered, against reading the text again."""
-        text, question, one = self.tokens(self.sizes.text), self.tokens(QUESTION), kvkeep.Sampling(max_new_tokens=1)
+        text, question, one = (
+            self.tokens(self.sizes.text),
+            self.tokens(QUESTION),
+            kvkeep.SamplingParams(max_new_tokens=1),
+        )
         memory = self.engine.prefix(text)
         again = [seconds(lambda: self.engine.generate(kvkeep.Request(prompt=text + question, sampling=one)))]
         asked = kvkeep.Request(prompt=question, memory=memory, sampling=one)
@@ -113,7 +117,9 @@ class Bench:
     def size(self) -> Finding:
         """A file, against the occupied bytes of its memory and its token ids."""
         text = self.tokens(2 * self.options.budget)
-        memory = self.engine.generate(kvkeep.Request(prompt=text, sampling=kvkeep.Sampling(max_new_tokens=1)))[0].memory
+        memory = self.engine.generate(kvkeep.Request(prompt=text, sampling=kvkeep.SamplingParams(max_new_tokens=1)))[
+            0
+        ].memory
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "text.kvkeep"
             self.engine.prefix(text).save(path)
@@ -127,7 +133,7 @@ class Bench:
         Without sessions a client sends its whole conversation with each turn, or, to see what a memory that comes and
         goes costs, none of it.
         """
-        sizes, new = self.sizes, kvkeep.Sampling(max_new_tokens=QUESTION)
+        sizes, new = self.sizes, kvkeep.SamplingParams(max_new_tokens=QUESTION)
         order = [i for i in range(sizes.sessions) for _ in range(sizes.turns)]
         random.Random(1).shuffle(order)
         texts = [self.tokens(QUESTION) for _ in order]
@@ -172,7 +178,7 @@ class Bench:
 
     def conversation(self) -> list[Finding]:
         """The last turns of a long conversation, against those after its memory was full."""
-        new, session, times, sizes = kvkeep.Sampling(max_new_tokens=QUESTION), self.engine.session(), [], []
+        new, session, times, sizes = kvkeep.SamplingParams(max_new_tokens=QUESTION), self.engine.session(), [], []
         for _ in range(LONG):
             text = self.tokens(QUESTION)
             times.append(seconds(partial(session.ask, text, new)))
@@ -188,7 +194,7 @@ class Bench:
     def answers(self) -> Finding:
         """Several answers to one prompt, against as many prompts."""
         prompt, shortest = self.tokens(self.sizes.prompt), scheduler.SHORTEST
-        new = kvkeep.Sampling(max_new_tokens=QUESTION, temperature=1.0)
+        new = kvkeep.SamplingParams(max_new_tokens=QUESTION, temperature=1.0)
         asked = [kvkeep.Request(prompt=prompt, sampling=new, sequence=n) for n in range(self.sizes.answers)]
         together = seconds(lambda: self.engine.generate(asked))
         scheduler.SHORTEST = 2**62

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from kvkeep.cli.options import parse_budget
 from kvkeep.evals.tune.measure import CASES, Candidate
-from kvkeep.evals.tune.plan import Plan, Wanted, lay_out
-from kvkeep.evals.tune.search import Confirmation, Measured, Records, Result, tune
+from kvkeep.evals.tune.plan import TuneArguments, TunePlan, lay_out
+from kvkeep.evals.tune.search import CachedMeasure, Confirmation, TuneRecords, TuneResult, tune
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
 
 
-def exhaustive(plan: Plan, test: Confirmation) -> Candidate | None:
+def exhaustive(plan: TunePlan, test: Confirmation) -> Candidate | None:
     """The candidate with the smallest memory that passes, of all."""
     for candidate in sorted((step for ladder in plan.ladders for step in ladder), key=lambda step: step.row_bytes):
         passes, quality = test(candidate), test.seen[candidate]
@@ -35,7 +35,7 @@ def exhaustive(plan: Plan, test: Confirmation) -> Candidate | None:
     return None
 
 
-def show(result: Result, best: Candidate | None, test: Confirmation, seconds: tuple[float, float]) -> None:
+def show(result: TuneResult, best: Candidate | None, test: Confirmation, seconds: tuple[float, float]) -> None:
     chosen = result.found.chosen
     steps = None
     if best is not None and chosen is not None:
@@ -61,19 +61,19 @@ def main() -> None:
     options = parser.parse_args()
     budgets = [parse_budget(one, "--budgets") for one in options.budgets.split(",")] if options.budgets else ()
     text = options.text and options.text.read_text()
-    wanted = Wanted(case=options.case, text=text, budgets=budgets, policies=options.policies)
+    wanted = TuneArguments(case=options.case, text=text, budgets=budgets, policies=options.policies)
     with quiet(), threads.restored():
         checkpoint = find(embedded())
         plan = lay_out(checkpoint, "embedded", wanted)
         writer = Writer(checkpoint, read_weights(checkpoint))
         threads.use(writer.model, None)
-        records = Records(options.output)
+        records = TuneRecords(options.output)
         with records.locked():
             records.open({**plan.settings, "weights": fingerprint(writer.model), "dtype": writer.dtype})
             begin = time.perf_counter(), time.process_time()
             result = tune(plan.measure, plan.ladders, writer, records, target=options.target, limit=options.limit)
             seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
-            study = Measured(plan.measure, writer, records, lambda progress: None)
+            study = CachedMeasure(plan.measure, writer, records, lambda progress: None)
             test = Confirmation(study, result.sizes.confirm, options.target)
             show(result, exhaustive(plan, test), test, seconds)
 

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from kvkeep.scale.worker import EngineFacts
-from kvkeep.scale.worker_pool import Answer
+from kvkeep.scale.worker_pool import WorkResult
 
 
 class GoneError(Exception):
@@ -60,7 +60,7 @@ class Cluster:
 
     def answered(self, call):
         """What a worker answers."""
-        return Answer(call.arguments[0], "d", call.arguments[1], new=1)
+        return WorkResult(call.arguments[0], "d", call.arguments[1], new=1)
 
     def remote(self, kind):
         self.kind = kind

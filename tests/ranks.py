@@ -161,9 +161,9 @@ def run_engine(folder, cases, requests):
 
 def _request(asked):
     """A request from the length of its random prompt and other options."""
-    from kvkeep import Request, Sampling
+    from kvkeep import Request, SamplingParams
 
-    sampling = Sampling(**asked.get("sampling", {}))
+    sampling = SamplingParams(**asked.get("sampling", {}))
     rest = {name: value for name, value in asked.items() if name not in ("length", "sampling")}
     return Request(prompt=prompts(asked["length"])["input_ids"][0].tolist(), sampling=sampling, **rest)
 

@@ -298,7 +298,7 @@ def three_tokens(package: Any, root: Path) -> tuple[Calls, Calls]:
     model, tokenizer = package.load()
     for _ in range(2):  # the first engine imports what is imported late
         engine = package.Engine(model, tokenizer)
-        sampling = package.Sampling(max_new_tokens=3)
+        sampling = package.SamplingParams(max_new_tokens=3)
         with Calls(root, Counter()) as add:
             engine.add("Once upon a time", sampling)
         with Calls(root, Counter()) as steps:

@@ -94,7 +94,7 @@ def request(prompt: Any, *, snapshot: Any = None, **options: Any) -> kvkeep.Requ
     fields = {entry.name for entry in dataclasses.fields(kvkeep.Request)}
     if snapshot is not None:
         options["snapshot" if "snapshot" in fields else "memory"] = snapshot
-    options.setdefault("sampling", kvkeep.Sampling(max_new_tokens=NEW_TOKENS))
+    options.setdefault("sampling", kvkeep.SamplingParams(max_new_tokens=NEW_TOKENS))
     return kvkeep.Request(prompt=prompt, logprobs=0, ignore_end=True, **options)
 
 
@@ -357,7 +357,7 @@ def with_prefix(name: str, policy: str, options: Mapping[str, Any], budget: int)
 def with_sampling(name: str, policy: str, options: Mapping[str, Any], budget: int) -> Digits:
     """Draw tokens, pin a span, and ask for the prompt's log-probabilities."""
     digits = Digits(budget)
-    drawn = kvkeep.Sampling(max_new_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9, top_k=20, seed=7)
+    drawn = kvkeep.SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9, top_k=20, seed=7)
     asked = [
         request(prompts(name)[0], sampling=drawn, sequence=5),
         request(prompts(name)[1], sampling=drawn, pins=[(2, 9)]),

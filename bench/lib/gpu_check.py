@@ -14,7 +14,7 @@ from kvkeep.attention_stats import Low, Mass, Statistic
 from kvkeep.backends import SWITCH, choose, reference
 from kvkeep.backends.triton import prefill_ops
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.types import AttentionOptions, Phase, Slots
 from lib.gpu import DRY, Bench, fill
 
@@ -114,7 +114,7 @@ def _recorded(bench: Bench) -> Iterator[dict]:
     """Tokens of recorded steps beside those of steps that are not, of a small model in float32."""
     torch.manual_seed(0)
     model = kvkeep.attach(LlamaForCausalLM(DRY.config).eval().to(bench.device))
-    asked = [Request(prompt=list(range(i, i + 20)), sampling=Sampling(max_new_tokens=20)) for i in (1, 30)]
+    asked = [Request(prompt=list(range(i, i + 20)), sampling=SamplingParams(max_new_tokens=20)) for i in (1, 30)]
     tokens = []
     for graphs in (True, False):
         engine = Engine(model, policy="h2o", budget=16, rows=2, graphs=graphs)

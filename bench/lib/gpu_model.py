@@ -13,11 +13,11 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import kvkeep
 from kvkeep.cache.hf_layers import handed
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.input_batch import Batch, Run
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.model_runner import Runner
-from kvkeep.engine.sampling_params import Sampling
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.input_batch import InputBatch, ModelRun
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.model_runner import ModelRunner
+from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.sequence import Sequence
 from kvkeep.types import Phase
 from lib.gpu import RUN_OUT, Bench, Step, fill, middle
 from lib.sizes import bounded_row_bytes, token_bytes, weight_bytes
@@ -48,16 +48,16 @@ def shrinking(bench: Bench, rows: int, run: Callable[[int], dict], tries: int = 
 def bounded_step(bench: Bench, policy: str, budget: int, rows: int, *, history: int, compiled: bool = False) -> Step:
     """A decode step of the engine, recorded, over slots that have seen a history."""
     model = kvkeep.attach(bench.compiled if compiled else bench.model)
-    memory = Rows(model, kvkeep.parse(policy), budget)
+    memory = KVManager(model, kvkeep.parse(policy), budget)
     memory.allocate(rows)
     config = model.config
     shape = (1, config.num_key_value_heads, budget, config.hidden_size // config.num_attention_heads)
     for row_layer in memory.part(0, rows, Phase.DECODE).layers:
         keys, values = (bench.random(*shape).expand(rows, -1, -1, -1) for _ in range(2))
         fill(row_layer.stepper, keys, values, history)
-    runner = Runner(model, graphs=True)
-    one = Generation(0, Request(prompt=[0]), memory.policy, budget, frozenset(), fed=history, token_ids=[0])
-    run = Run([Batch(0, [one] * rows, [[0]] * rows, [one.fed] * rows, Phase.DECODE)])
+    runner = ModelRunner(model, graphs=True)
+    one = Sequence(0, Request(prompt=[0]), memory.policy, budget, frozenset(), fed=history, token_ids=[0])
+    run = ModelRun([InputBatch(0, [one] * rows, [[0]] * rows, [one.fed] * rows, Phase.DECODE)])
 
     def step() -> object:
         return runner.run(run, memory).argmax(dim=-1)
@@ -203,7 +203,7 @@ def engine_run(bench: Bench, rows: int, prompt: int, new: int, budget: int) -> d
     """The engine, until everything is written or the slice of time is over."""
     engine = Engine(kvkeep.attach(bench.model), policy="h2o", budget=budget, rows=rows, prefill_chunk=None)
     for ids in prompts(bench, rows, prompt).tolist():
-        engine.add(Request(prompt=ids, sampling=Sampling(max_new_tokens=new), ignore_end=True))
+        engine.add(Request(prompt=ids, sampling=SamplingParams(max_new_tokens=new), ignore_end=True))
     start, count = time.monotonic(), 0
     while engine.busy and time.monotonic() < start + bench.sizes.slice_s:
         count += len(engine.step())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import kvkeep
-from kvkeep.engine.input_batch import Run
+from kvkeep.engine.input_batch import ModelRun
 from kvkeep.types import Phase
 from kvkeep_lab.fleet.load import Turn
 from kvkeep_lab.fleet.steps import Fitted, fit
@@ -34,17 +34,17 @@ class Real:
     def __init__(self, engine: kvkeep.Engine, seed: int) -> None:
         self._engine, self._draw = engine, random.Random(seed)
         self.noted: list[tuple[int, int, float]] = []
-        self._plan, self._runs = engine._scheduler.plan, list[Run]()
+        self._plan, self._runs = engine._scheduler.plan, list[ModelRun]()
         engine._scheduler.plan = self._noted  # type: ignore[method-assign]
         self._known = range(3, engine.model.config.get_text_config().vocab_size)
 
     def add(self, prompt: int, new: int) -> int:
         """Add a request of these lengths, and return its number."""
-        wish = kvkeep.Sampling(max_new_tokens=new)
+        wish = kvkeep.SamplingParams(max_new_tokens=new)
         tokens = self._draw.choices(self._known, k=prompt)
         return self._engine.add(kvkeep.Request(prompt=tokens, sampling=wish, ignore_end=True))
 
-    def _noted(self) -> list[Run]:
+    def _noted(self) -> list[ModelRun]:
         self._runs = self._plan()
         return self._runs
 

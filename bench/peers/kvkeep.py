@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.store import inference
 from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase
@@ -41,7 +41,7 @@ def load(work: Work) -> Run:
             )
         except kvkeep.BudgetError as error:
             raise Unavailable(str(error)) from error
-        sampling = Sampling(max_new_tokens=new_tokens)
+        sampling = SamplingParams(max_new_tokens=new_tokens)
         requests = [Request(prompt=prompt, sampling=sampling, ignore_end=True) for prompt in prompts]
         start = time.perf_counter()
         results = engine.generate(requests)

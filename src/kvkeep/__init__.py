@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.cache.layer import Layer
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.request import Event, Request, Result
-    from kvkeep.engine.sampling_params import Sampling
+    from kvkeep.engine.sampling_params import SamplingParams
     from kvkeep.errors import (
         BrokenCacheError,
         BudgetError,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         UnsupportedOperationError,
     )
     from kvkeep.explain.explain import explain
-    from kvkeep.kv.memory_usage import Memory
+    from kvkeep.kv.memory_usage import MemoryUsage
     from kvkeep.models.attention import attach
     from kvkeep.models.compile import compile_layers
     from kvkeep.models.fused_modules import pack_weights
@@ -61,7 +61,7 @@ _HOME = {
     "KVKeepError": "errors:KVKeepError",
     "Layer": "cache.layer:Layer",
     "Mass": "attention_stats:Mass",
-    "Memory": "kv.memory_usage:Memory",
+    "MemoryUsage": "kv.memory_usage:MemoryUsage",
     "ModelFileError": "errors:ModelFileError",
     "Nothing": "attention_stats:Nothing",
     "Policy": "policies.base:Policy",
@@ -69,7 +69,7 @@ _HOME = {
     "Report": "types:Report",
     "Request": "engine.request:Request",
     "Result": "engine.request:Result",
-    "Sampling": "engine.sampling_params:Sampling",
+    "SamplingParams": "engine.sampling_params:SamplingParams",
     "ShapeError": "errors:ShapeError",
     "Snapshot": "snapshot.snapshot:Snapshot",
     "SnapshotError": "errors:SnapshotError",
@@ -105,7 +105,7 @@ __all__ = [
     "KVKeepError",
     "Layer",
     "Mass",
-    "Memory",
+    "MemoryUsage",
     "ModelFileError",
     "Nothing",
     "Policy",
@@ -113,7 +113,7 @@ __all__ = [
     "Report",
     "Request",
     "Result",
-    "Sampling",
+    "SamplingParams",
     "ShapeError",
     "Snapshot",
     "SnapshotError",

@@ -24,7 +24,7 @@ from kvkeep.types import EMPTY
 
 
 @dataclass(frozen=True)
-class Rows:
+class ProbabilityRows:
     """The probabilities of a block of query rows, with the positions of rows and keys.
 
     Attributes:
@@ -70,7 +70,7 @@ class Statistic(abc.ABC):
         return real & (query_positions > last - rows)
 
     @abc.abstractmethod
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """Reduce a block of rows to one tensor for each of `fields`."""
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"], name: str) -> None:
@@ -84,7 +84,7 @@ class Nothing(Statistic):
 
     fields: ClassVar[tuple[str, ...]] = ()
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """An empty report."""
         return {}
 
@@ -106,7 +106,7 @@ class Mass(Statistic):
     decay: float = 1.0
     last: Int[Tensor, " B"] | int = 0
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """Transform the probabilities, average over the group, sum over the selected rows."""
         p = self._transformed(rows)
         B, Hk, G, T, S = p.shape
@@ -122,7 +122,7 @@ class Mass(Statistic):
         last = torch.as_tensor(self.last, device=queries.device).view(-1, 1)
         return selected * self.decay ** (last - queries).clamp(min=0)
 
-    def _transformed(self, rows: Rows) -> Float[Tensor, "B Hk G T S"]:
+    def _transformed(self, rows: ProbabilityRows) -> Float[Tensor, "B Hk G T S"]:
         p = rows.probabilities
         if self.noise is None and isinstance(self.gain, float) and self.gain == 1.0:
             return p
@@ -139,10 +139,10 @@ class MassAndLast(Mass):
 
     fields: ClassVar[tuple[str, ...]] = ("mass", "last")
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """The sum over the selected rows, and the newest row, if this block has it."""
         last = torch.as_tensor(self.last, device=rows.queries.device).view(-1, 1)
-        newest = Rows(rows.probabilities, rows.selected & (rows.queries == last), rows.queries, rows.keys)
+        newest = ProbabilityRows(rows.probabilities, rows.selected & (rows.queries == last), rows.queries, rows.keys)
         return {**super().reduce(rows), "last": super().reduce(newest)["mass"]}
 
 
@@ -165,7 +165,7 @@ class RowMasses(Statistic):
         """For each field, 1 for the row that it belongs to and 0 for the others."""
         return [(selected & (queries % self.places == place)).float() for place in range(self.places)]
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """Average over the group."""
         weights = torch.stack(self.weights_of(rows.selected, rows.queries), dim=1).to(rows.probabilities.dtype)
         found = weights[:, None] @ rows.probabilities.mean(dim=2)
@@ -226,7 +226,7 @@ class Peak(Statistic):
 
     fields: ClassVar[tuple[str, ...]] = ("peak",)
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """The maximum over the group and the selected rows."""
         counts = rows.selected[:, None, None, :, None]
         return {"peak": rows.probabilities.masked_fill(~counts, 0.0).amax(dim=(2, 3))}
@@ -250,7 +250,7 @@ class LastHit(Statistic):
 
     quantile: float = 0.9
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """Average over the group, compare with the quantile, take the newest selected row above it."""
         p = rows.probabilities.mean(dim=2)
         S = p.shape[-1]
@@ -284,7 +284,7 @@ class Worst(Statistic):
     before: Int[Tensor, " B"] | int = 0
     kernel: int = 5
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """Average along the positions, take the maximum over the group and the selected rows."""
         before = torch.as_tensor(self.before, device=rows.keys.device).view(-1, 1, 1)
         older = (rows.keys >= 0) & (rows.keys < before)
@@ -323,13 +323,13 @@ class Low(Statistic):
     theta: float = 1.0
     live: bool = False
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """Average over the group, compare with the threshold, sum over the selected rows."""
         p, low = self._compared(rows)
         counts = rows.selected[:, None, :, None]
         return {"mass": (p * counts).sum(dim=2), "low": (low & counts).sum(dim=2).to(p.dtype)}
 
-    def _compared(self, rows: Rows) -> tuple[Float[Tensor, "B Hk T S"], Bool[Tensor, "B Hk T S"]]:
+    def _compared(self, rows: ProbabilityRows) -> tuple[Float[Tensor, "B Hk T S"], Bool[Tensor, "B Hk T S"]]:
         """The mean over the group, and whether it is below the threshold, for keys that the row sees."""
         p = rows.probabilities.mean(dim=2)
         visible = rows.visible
@@ -365,7 +365,7 @@ class LowRows(Low):
         sums = {"mass": selected.float(), "due": (selected & (queries > last - due)).float()}
         return sums | dict(zip(word_names(self.words), bits, strict=True))
 
-    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+    def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """Average over the group, compare with the threshold, set the bit of each selected row."""
         p, low = self._compared(rows)
         sums = {"mass": p, "due": p}
@@ -385,8 +385,8 @@ __all__ = [
     "MassAndLast",
     "Nothing",
     "Peak",
+    "ProbabilityRows",
     "RowMasses",
-    "Rows",
     "Statistic",
     "Worst",
     "ones",

@@ -91,7 +91,7 @@ class Top:
 
 
 @runtime_checkable
-class Output(Protocol):
+class OutputProjection(Protocol):
     """The projection of what a layer's heads put out into the layer's output: `kvkeep.models.output_projection`."""
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
@@ -120,7 +120,7 @@ class AttentionOptions:
     softcap: float | None = None
     sinks: Float[Tensor, " Hq"] | None = None
     top: Top | None = None
-    output: Output | None = None
+    output: OutputProjection | None = None
 
 
 @runtime_checkable
@@ -186,7 +186,7 @@ class View:
     rotation: Turning | None = None
     turned: bool = True
     queries: Queries | None = None
-    output: Output | None = None
+    output: OutputProjection | None = None
     heads: Heads = ALONE
 
     @functools.cached_property

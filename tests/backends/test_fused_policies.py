@@ -15,14 +15,14 @@ from kvkeep.attention_stats import Mass
 from kvkeep.backends import SWITCH
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.cache import layer as held_module
-from kvkeep.cache.decode_replay import Asked
+from kvkeep.cache.decode_replay import CachedStatistic
 from kvkeep.cache.eviction import fuses
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.cascade import Cascade
 from kvkeep.policies import registry
 from kvkeep.policies._mass import HeavyHitters
-from kvkeep.policies.base import Sums
+from kvkeep.policies.base import MassSums
 from kvkeep.types import AttentionOptions, Phase, Report, View
 
 
@@ -79,7 +79,7 @@ def test_a_policy_that_changes_a_method_is_asked_again():
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(HeavyHitters):
-    sums: ClassVar[Sums | None] = Sums("mass")
+    sums: ClassVar[MassSums | None] = MassSums("mass")
 
     def score(self, view, state):
         return state["mass"]
@@ -100,8 +100,8 @@ def test_a_report_that_follows_from_the_slots_is_asked_for_with_the_new_token_am
         {"cascades": Cascade},
         {"slots": {"mass": 1.0}},
         {"slots": {"mass": 0.0, "bonus": 0.5}},
-        {"sums": Sums("attention")},
-        {"sums": Sums("mass"), "slots": {}},
+        {"sums": MassSums("attention")},
+        {"sums": MassSums("mass"), "slots": {}},
     ],
     ids=["a table of layers", "a start above 0", "another start above 0", "another name", "no state"],
 )
@@ -261,13 +261,13 @@ def test_tensors_that_do_not_count_writes_are_looked_at_in_each_step():
     steps(layer, 40)
     for field in ({"prompt": prompt}, {"budget": budget}):
         view = layer._view(layer.store.slots(), new=torch.ones(2).long(), phase=Phase.DECODE)
-        asked, view = Asked(layer.policy), replace(view, **field)
+        asked, view = CachedStatistic(layer.policy), replace(view, **field)
         assert asked.by(view) is not asked.by(view)
 
 
 def test_a_copy_of_a_layer_asks_anew():
     """The counters of writes into tensors begin anew in copies, so what was remembered may seem to be the same."""
-    asked = Asked(kvkeep.parse("ahakv"))
+    asked = CachedStatistic(kvkeep.parse("ahakv"))
     layer = kvkeep.Layer(kvkeep.parse("ahakv"), 33)
     steps(layer, 40)
     asked.by(layer._view(layer.store.slots(), new=torch.ones(2).long(), phase=Phase.DECODE))
@@ -300,7 +300,7 @@ def test_an_engine_generates_the_same_with_fused_steps(monkeypatch):
         asked = [
             Request(
                 prompt=[(7 * i + j) % 97 for j in range(5 + 9 * i)],
-                sampling=Sampling(max_new_tokens=20 + 5 * i),
+                sampling=SamplingParams(max_new_tokens=20 + 5 * i),
                 ignore_end=True,
                 policy=policies[i % 4],
                 pins=[(1, 3)] if i == 4 else [],

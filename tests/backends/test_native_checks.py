@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from kvkeep.backends import Added, Limits, Ring
+from kvkeep.backends import Added, Ring, SlotLimits
 from kvkeep.backends.native import bindings, native, ops
-from kvkeep.backends.native.bindings import Turn
+from kvkeep.backends.native.bindings import KeyRotation
 from kvkeep.kv import ranking
 from kvkeep.types import AttentionOptions, Slots
 
@@ -50,7 +50,7 @@ def attention(**changes):
         "now": torch.tensor([[5], [7]]),
         "positions": torch.arange(S, dtype=torch.int32).expand(B, HK, S).contiguous(),
         "options": AttentionOptions(scaling=0.3),
-        "wanted": ops.Wanted(),
+        "wanted": ops.WantedReport(),
         **changes,
     }
     tensors = [given.pop(name) for name in ("query", "keys", "values", "now", "positions")]
@@ -69,11 +69,11 @@ def options(**changes):
 
 
 def wanted(**changes):
-    return {"wanted": ops.Wanted(**changes)}
+    return {"wanted": ops.WantedReport(**changes)}
 
 
 def turn(angles=None, back=None):
-    return {"turn": Turn(torch.zeros(S + 1, 6) if angles is None else angles, back)}
+    return {"turn": KeyRotation(torch.zeros(S + 1, 6) if angles is None else angles, back)}
 
 
 def test_angles_that_fit_are_taken(library):
@@ -266,9 +266,9 @@ def tallied(**changes):
         Slots(torch.zeros(B, HK, S, D), torch.zeros(B, HK, S, E), torch.full((B, HK, S), -1, dtype=torch.int32)),
         torch.tensor([[5], [7]]),
         options=AttentionOptions(0.5),
-        wanted=changes.get("wanted", ops.Wanted("low")),
+        wanted=changes.get("wanted", ops.WantedReport("low")),
         added=Added(sums, is_score=False, ring=ring),
-        limits=Limits(torch.tensor([6, 8])),
+        limits=SlotLimits(torch.tensor([6, 8])),
     )
 
 
@@ -284,7 +284,7 @@ RINGS = {
     "a mass with other strides": {"mass": torch.empty(HK, B, S).transpose(0, 1)},
     "one sum": {"states": (torch.zeros(B, HK, S),)},
     "no sum": {"states": ()},
-    "a report without low": {"wanted": ops.Wanted()},
+    "a report without low": {"wanted": ops.WantedReport()},
     "no report": {"wanted": None},
     "a window for every head": {"window": torch.ones(B, HK + 1, dtype=torch.int64)},
     "bursts of fewer rows": {"drop": torch.ones(B - 1, 1, dtype=torch.int64)},

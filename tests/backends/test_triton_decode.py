@@ -8,7 +8,7 @@ from phases import phase_of
 import kvkeep
 from kvkeep.attention_stats import LastHit, Mass, Nothing
 from kvkeep.backends import SWITCH
-from kvkeep.backends.base import Added, Limits
+from kvkeep.backends.base import Added, SlotLimits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, launch, ops, prefill_ops
 from kvkeep.errors import pip_install
@@ -93,7 +93,7 @@ def test_slots_that_no_kernel_takes_are_evicted_by_torch():
     seen, score = torch.tensor([6, 24]), torch.rand(2, 2, 6)
     for do in (
         lambda backend, slots: backend.expire(slots, seen, 4),
-        lambda backend, slots: backend.evict(slots, score, Limits(seen, 1, 1, 3)),
+        lambda backend, slots: backend.evict(slots, score, SlotLimits(seen, 1, 1, 3)),
     ):
         spread, plain = positions.mT.contiguous().mT, positions.clone()
         do(TritonBackend(), spread)
@@ -134,7 +134,7 @@ def test_a_step_that_no_kernel_knows_is_not_fused_and_changes_nothing(statistic,
     query, slots, now = on("triton", token(20, 16, 2))[0]
     before = slots.positions.clone()
     new = slots.keys[:, :, :1].clone().requires_grad_(gradient), slots.values[:, :, :1]
-    more = {"added": Added((), is_score=False), "limits": Limits(now[:, 0].int() + 1)}
+    more = {"added": Added((), is_score=False), "limits": SlotLimits(now[:, 0].int() + 1)}
     assert TritonBackend().step(query, slots, new, now, statistic=statistic, options=PLAIN, **more) is None
     assert torch.equal(slots.positions, before)
 
@@ -180,7 +180,7 @@ def test_a_fused_step_protects_the_recent_tokens_of_each_head():
     for name, limited in (("triton", recent), ("parts", recent), ("parts", recent[:, :1])):
         given = query, slots._replace(positions=slots.positions.clone()), new, now, scores.clone(), limited
         query_, held, pair, at, sums, newest = on("triton", *given)
-        limits, backend = Limits(at[:, 0] + 1, 0, newest, 10), TorchBackend()
+        limits, backend = SlotLimits(at[:, 0] + 1, 0, newest, 10), TorchBackend()
         asked = {"statistic": Mass(), "options": PLAIN}
         if name == "triton":
             added = Added((sums,), is_score=True)

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 from triton_sources import usage
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends.base import Added, Limits, Wanted
+from kvkeep.backends.base import Added, SlotLimits, WantedReport
 from kvkeep.backends.triton import launch, ops, prefill_ops
 from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, blank
 from kvkeep.types import AttentionOptions, Slots
@@ -62,7 +62,7 @@ def token(dtype, dim, S, options, wanted):
     """A step with append and eviction, and attention alone."""
     query, keys = torch.empty(2, 8, 1, dim, dtype=dtype), torch.empty(2, 2, S, dim, dtype=dtype)
     now, positions = torch.empty(2, 1, dtype=torch.long), torch.empty(2, 2, S, dtype=torch.int32)
-    limits = Limits(now[:, 0], 2, 10, S - 1, options.window)
+    limits = SlotLimits(now[:, 0], 2, 10, S - 1, options.window)
     new, states = (keys[:, :, :1], keys[:, :, :1]), (torch.empty(2, 2, S),)
     added = Added(states, True)
     slots = Slots(keys, keys, positions)
@@ -88,11 +88,11 @@ def main(arch):
     plain = AttentionOptions(scaling=0.1)
     everything = AttentionOptions(scaling=0.1, window=50, softcap=30.0, sinks=torch.empty(8))
     case[0] = "token"
-    token(torch.bfloat16, 128, 1025, plain, Wanted(None, -1))
+    token(torch.bfloat16, 128, 1025, plain, WantedReport(None, -1))
     case[0] = "first-token"
-    token(torch.float16, 64, 1, everything, Wanted(None, 1, torch.empty(2)))
+    token(torch.float16, 64, 1, everything, WantedReport(None, 1, torch.empty(2)))
     case[0] = "long-head"
-    token(torch.bfloat16, 256, 513, plain, Wanted("low", -1))
+    token(torch.bfloat16, 256, 513, plain, WantedReport("low", -1))
     case[0] = "prompt"
     prompt(torch.bfloat16, 128, Mass(), plain)
     case[0] = "prompt-with-everything"

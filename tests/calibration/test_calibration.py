@@ -12,8 +12,8 @@ from transformers import Gemma2Config, GptOssConfig, LlamaConfig
 import kvkeep
 from kvkeep.calibration import calibrate as calibration
 from kvkeep.calibration import duo_attention
-from kvkeep.calibration.calibrate import Job, Part, Settings, calibrate, needs
-from kvkeep.calibration.head_losses import Bench, Loss, Near, Passage, read
+from kvkeep.calibration.calibrate import Calibration, CalibrationFile, CalibrationSettings, calibrate, needs
+from kvkeep.calibration.head_losses import Loss, LossMeter, NearWindow, Passage, read
 from kvkeep.head_profile import Profile
 from kvkeep.models import load
 from kvkeep.models.support import auto_class
@@ -34,7 +34,7 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-NEAR = Near(2, 5)
+NEAR = NearWindow(2, 5)
 IDS = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3))
 
 
@@ -158,7 +158,7 @@ def test_rows_do_not_touch_each_other(llama):
 
 def test_a_window_that_holds_the_text_hides_nothing(llama):
     limited = {0: torch.tensor([[True, True]]), 1: torch.tensor([[True, True]])}
-    (found,), _ = read(llama, text_of(IDS), Near(0, 40), limited)
+    (found,), _ = read(llama, text_of(IDS), NearWindow(0, 40), limited)
     (full,) = logits_of(llama, text_of(IDS))
     assert torch.allclose(found, full, atol=1e-4)
 
@@ -174,8 +174,8 @@ def test_a_window_that_holds_the_text_hides_nothing(llama):
 def test_other_attention_is_honoured(config):
     model = small(config)
     everything = {0: torch.tensor([[True, True]]), 1: torch.tensor([[True, True]])}
-    (found,), heads = read(model, text_of(IDS), Near(0, 40), everything)
-    (full,), _ = read(model, text_of(IDS), Near(0, 40))
+    (found,), heads = read(model, text_of(IDS), NearWindow(0, 40), everything)
+    (full,), _ = read(model, text_of(IDS), NearWindow(0, 40))
     (near,), _ = read(model, text_of(IDS), NEAR, everything)
     assert heads == {0: 2, 1: 2}
     assert torch.allclose(found, full, atol=1e-3)
@@ -187,7 +187,7 @@ def test_other_attention_is_honoured(config):
 
 def test_the_loss_of_no_head_is_nothing(llama):
     asked = [Passage(IDS, 25, (6, 9), (2, 4))]
-    bench = Bench(llama, NEAR, asked, [text_of(IDS)])
+    bench = LossMeter(llama, NEAR, asked, [text_of(IDS)])
     none, one, every = bench.losses([set(), {(0, 1)}, {(0, 0), (0, 1), (1, 0), (1, 1)}])
     assert (none.harmed, none.answers) == (0.0, pytest.approx(0, abs=1e-4))
     assert none.text == pytest.approx(0, abs=1e-6)
@@ -196,10 +196,10 @@ def test_the_loss_of_no_head_is_nothing(llama):
 
 
 def test_many_sets_run_in_batches(llama, monkeypatch):
-    bench = Bench(llama, NEAR, [], [text_of(IDS)])
+    bench = LossMeter(llama, NEAR, [], [text_of(IDS)])
     sets = [{(layer, head)} for layer in range(2) for head in range(2)]
     once = bench.losses(sets)
-    monkeypatch.setattr("kvkeep.evals.attention_probe.BATCH_TOKENS", 1)
+    monkeypatch.setattr("kvkeep.calibration.head_losses.BATCH_TOKENS", 1)
     assert [loss.text for loss in bench.losses(sets)] == pytest.approx([loss.text for loss in once], rel=1e-3)
     assert all(loss.answers is None for loss in once)
 
@@ -271,17 +271,17 @@ def test_answers_follow_their_questions(writer, monkeypatch, together):
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
-SETTINGS = Settings(sinks=2, recent=6, context=80, documents=0, questions=1, windows=2)
+SETTINGS = CalibrationSettings(sinks=2, recent=6, context=80, documents=0, questions=1, windows=2)
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 
 
 def job(writer, **changes):
-    return Job(model="tiny", checkpoint=writer.checkpoint, text=changes.pop("text", TEXT), settings=SETTINGS)
+    return Calibration(model="tiny", checkpoint=writer.checkpoint, text=changes.pop("text", TEXT), settings=SETTINGS)
 
 
 def test_a_calibration_gives_a_profile_of_this_model(writer, tmp_path):
     stages = []
-    with Part.open(tmp_path / "p.part") as part:
+    with CalibrationFile.open(tmp_path / "p.part") as part:
         profile = calibrate(job(writer), writer, part, lambda what, share: stages.append((what, share)))
         part.remove()
     profile.check(writer.model.config, layers=2)
@@ -299,7 +299,7 @@ def test_a_calibration_gives_a_profile_of_this_model(writer, tmp_path):
 def test_a_calibration_goes_on_after_a_stop(writer, tmp_path, monkeypatch):
     whole = run_once(writer, tmp_path / "whole.part")
     asked = []
-    original = Bench.losses
+    original = LossMeter.losses
 
     def losses(self, sets):
         if len(asked) == 1:
@@ -307,20 +307,20 @@ def test_a_calibration_goes_on_after_a_stop(writer, tmp_path, monkeypatch):
         asked.append(sets)
         return original(self, sets)
 
-    monkeypatch.setattr(Bench, "losses", losses)
-    with pytest.raises(KeyboardInterrupt), Part.open(tmp_path / "p.part") as part:
+    monkeypatch.setattr(LossMeter, "losses", losses)
+    with pytest.raises(KeyboardInterrupt), CalibrationFile.open(tmp_path / "p.part") as part:
         calibrate(job(writer), writer, part)
     lines = (tmp_path / "p.part").read_bytes()
     assert lines.count(b"\n") == 2  # the run and its first layer
     (tmp_path / "p.part").write_bytes(lines + b'{"row": "layer", "la')  # a power cut
     asked.clear()
-    monkeypatch.setattr(Bench, "losses", lambda self, sets: asked.append(sets) or original(self, sets))
+    monkeypatch.setattr(LossMeter, "losses", lambda self, sets: asked.append(sets) or original(self, sets))
     assert run_once(writer, tmp_path / "p.part").heads == whole.heads
     assert asked[0] == [{(1, 0)}, {(1, 1)}]  # the first layer is not measured again
 
 
 def run_once(writer, path):
-    with Part.open(path) as part:
+    with CalibrationFile.open(path) as part:
         profile = calibrate(job(writer), writer, part)
         part.remove()
     return profile
@@ -328,11 +328,18 @@ def run_once(writer, path):
 
 def test_another_calibration_is_not_gone_on_with(writer, tmp_path):
     path = tmp_path / "p.part"
-    with Part.open(path) as part:
+    with CalibrationFile.open(path) as part:
         calibrate(job(writer), writer, part)
-    with Part.open(path) as part, pytest.raises(kvkeep.InputError, match="another calibration: text was sha256"):
+    with (
+        CalibrationFile.open(path) as part,
+        pytest.raises(kvkeep.InputError, match="another calibration: text was sha256"),
+    ):
         calibrate(job(writer, text=TEXT + "more"), writer, part)
-    with Part.open(path), pytest.raises(kvkeep.InputError, match="Another run is writing"), Part.open(path):
+    with (
+        CalibrationFile.open(path),
+        pytest.raises(kvkeep.InputError, match="Another run is writing"),
+        CalibrationFile.open(path),
+    ):
         pass
     assert path.exists()
 
@@ -351,7 +358,7 @@ def test_another_calibration_is_not_gone_on_with(writer, tmp_path):
 def test_a_damaged_file_of_progress_is_refused(writer, tmp_path, content):
     path = tmp_path / "p.part"
     path.write_bytes(content)
-    with pytest.raises(kvkeep.InputError), Part.open(path) as part:
+    with pytest.raises(kvkeep.InputError), CalibrationFile.open(path) as part:
         calibrate(job(writer), writer, part)
     assert path.read_bytes() == content
 
@@ -364,13 +371,13 @@ def test_progress_that_another_run_removes_in_between_is_not_written_to_nowhere(
         lock(self, target, name)
 
     monkeypatch.setattr(Lock, "__init__", late)
-    with pytest.raises(kvkeep.InputError, match="has just finished"), Part.open(path):
+    with pytest.raises(kvkeep.InputError, match="has just finished"), CalibrationFile.open(path):
         pass
 
 
 def test_a_folder_in_the_place_of_the_progress_is_refused(tmp_path):
     (tmp_path / "p.part").mkdir()
-    with pytest.raises(kvkeep.InputError, match="is no file"), Part.open(tmp_path / "p.part"):
+    with pytest.raises(kvkeep.InputError, match="is no file"), CalibrationFile.open(tmp_path / "p.part"):
         pass
 
 
@@ -387,7 +394,7 @@ def test_a_folder_in_the_place_of_the_progress_is_refused(tmp_path):
 )
 def test_settings_out_of_range_are_refused(changes, said):
     with pytest.raises(kvkeep.InputError, match=said):
-        Settings(**changes)
+        CalibrationSettings(**changes)
 
 
 # -- patterns of DuoAttention ------------------------------------------------------------------------------------------
@@ -455,8 +462,8 @@ def test_the_embedded_model_recalls_with_its_last_three_layers(tmp_path):
     """The finding of docs/calibration.md: five of the six heads of layers 0 to 2 need nothing, alone and together."""
     checkpoint = load.find(load.embedded())
     own = Writer(checkpoint, load.read_weights(checkpoint, "auto", "cpu"))
-    whole = Job(model="embedded", checkpoint=checkpoint, text=None, settings=Settings())
-    with Part.open(tmp_path / "p.part") as part:
+    whole = Calibration(model="embedded", checkpoint=checkpoint, text=None, settings=CalibrationSettings())
+    with CalibrationFile.open(tmp_path / "p.part") as part:
         profile = calibrate(whole, own, part)
     early, late = profile.heads[:3], profile.heads[3:]
     assert sum(need == 0 for layer in early for need in layer) >= 5

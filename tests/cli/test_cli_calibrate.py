@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep.calibration import head_losses
-from kvkeep.calibration.head_losses import Bench
+from kvkeep.calibration.head_losses import LossMeter
 from kvkeep.cli.main import app
 from kvkeep.head_profile import Profile
 
@@ -85,7 +85,7 @@ def test_the_profile_is_used_by_other_commands(place):
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(place, monkeypatch):
     command = ("--text", "novel.txt", "-o", "heads.json", *QUICK)
-    done, original = [], Bench.losses
+    done, original = [], LossMeter.losses
 
     def losses(self, sets):
         if done:
@@ -93,12 +93,12 @@ def test_a_run_that_was_stopped_goes_on(place, monkeypatch):
         done.append(sets)
         return original(self, sets)
 
-    monkeypatch.setattr(Bench, "losses", losses)
+    monkeypatch.setattr(LossMeter, "losses", losses)
     stopped = invoke(*command)
     assert stopped.exit_code == 130
     assert "run the same command again to go on" in " ".join(stopped.stderr.split())
     assert names(place) == ["heads.json.part", "novel.txt"]
-    monkeypatch.setattr(Bench, "losses", original)
+    monkeypatch.setattr(LossMeter, "losses", original)
     (place / "novel.txt").write_text(TEXT + "and more of it")
     assert "another calibration: text was" in refused(*command)
     (place / "novel.txt").write_text(TEXT)

@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli import chat_run, chat_sessions
-from kvkeep.cli.chat_sessions import Folder, complete_names
+from kvkeep.cli.chat_sessions import ChatFolder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
-from kvkeep.engine.model_runner import Runner
+from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
 from kvkeep.policies import LATER
 
-SHORT = kvkeep.Sampling(max_new_tokens=5)
+SHORT = kvkeep.SamplingParams(max_new_tokens=5)
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +104,10 @@ def test_a_conversation_goes_on_where_it_was(model, tmp_path):
 
 def test_a_conversation_without_a_name_gets_one(model):
     done = chat(model, "-n", 2, said=["the fox"])
-    (name,) = Folder.of(None).names()
+    (name,) = ChatFolder.of(None).names()
     assert f"--session {name}" in done.stderr
     chat(model, "-n", 2, said=["the dog"])
-    assert len(list(Folder.of(None).names())) == 2
+    assert len(list(ChatFolder.of(None).names())) == 2
 
 
 def test_nothing_is_left_of_a_conversation_without_an_answer(model, tmp_path):
@@ -252,7 +252,7 @@ def test_forks_share_nothing(model, tmp_path):
 def test_a_fork_before_the_first_turn_and_one_without_a_name(model, tmp_path):
     done = chat(model, "-n", 2, "-s", "one", said=["/fork two", "the fox", "/fork"])
     assert "goes on as two; one stays as it is" in done.stderr
-    assert len(list(Folder.of(None).names())) == 2
+    assert len(list(ChatFolder.of(None).names())) == 2
     assert not (tmp_path / "sessions" / "one").exists()
 
 
@@ -294,8 +294,8 @@ def test_commands_that_cannot_be_run(line, reason, a_talk):
 @pytest.fixture
 def a_talk(model):
     """A conversation in progress, without the command around it."""
-    engine, folder = session_of(model)._work, Folder.of(None)
-    found = chat_sessions.Talk(engine, folder, folder.claim("one"), sampling=SHORT)
+    engine, folder = session_of(model)._work, ChatFolder.of(None)
+    found = chat_sessions.ChatSession(engine, folder, folder.claim("one"), sampling=SHORT)
     yield found
     found.close()
 
@@ -313,7 +313,7 @@ def test_quit_ends(model):
 
 def test_an_answer_that_fails_leaves_the_conversation_as_it_was(model, tmp_path, monkeypatch):
     answers(model, "-s", "one", said=["the fox"])
-    before, run, count = saved(tmp_path).tokens.tolist(), Runner.run, []
+    before, run, count = saved(tmp_path).tokens.tolist(), ModelRunner.run, []
 
     def failing(self, *args, **kwargs):
         count.append(1)
@@ -321,7 +321,7 @@ def test_an_answer_that_fails_leaves_the_conversation_as_it_was(model, tmp_path,
             raise RuntimeError("out of luck")
         return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(Runner, "run", failing)
+    monkeypatch.setattr(ModelRunner, "run", failing)
     assert "out of luck" in refused(model, "-s", "one", "-n", 5, said=["the dog"])
     assert saved(tmp_path).tokens.tolist() == before
 
@@ -333,7 +333,7 @@ def test_a_full_disk_keeps_the_last_saved_turn(model, tmp_path, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.result_files.write_whole", full)
+    monkeypatch.setattr("kvkeep.snapshot.file_io.write_whole", full)
     assert "No space left on device" in chat(model, "-s", "one", "-n", 2, said=["the dog"], code=2).stderr
     assert saved(tmp_path).tokens.tolist() == before
 
@@ -341,7 +341,7 @@ def test_a_full_disk_keeps_the_last_saved_turn(model, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_two_processes_on_one_conversation(model, tmp_path):
     answers(model, "-s", "one", said=["the fox"])
-    place = Folder.of(None).claim("one")
+    place = ChatFolder.of(None).claim("one")
     assert "The conversation one is open in another process" in refused(model, "-s", "one", said=["x"])
     assert "is open in another process" in refused(model, "-s", "two", said=["the fox", "/fork one"])
     place.leave()
@@ -498,10 +498,10 @@ def test_where_conversations_are_saved(environment, folder, tmp_path, monkeypatc
     monkeypatch.setattr("sys.platform", "linux")
     for name, value in {"HOME": str(tmp_path), "XDG_DATA_HOME": "", **environment}.items():
         monkeypatch.setenv(name, value)
-    assert str(Folder.of(None).path) == folder.format(home=tmp_path)
+    assert str(ChatFolder.of(None).path) == folder.format(home=tmp_path)
     monkeypatch.setattr("sys.platform", "darwin")
     if "~" not in folder and "mine" not in folder:
-        assert "Application Support" in str(Folder.of(None).path)
+        assert "Application Support" in str(ChatFolder.of(None).path)
 
 
 def test_others_may_not_read_conversations(model, tmp_path):

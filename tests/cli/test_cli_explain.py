@@ -67,7 +67,7 @@ def test_plots_are_pictures_in_a_folder(kv, tmp_path):
 
 
 def test_without_matplotlib_nothing_is_run(kv, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.plots.available", lambda: False)
+    monkeypatch.setattr("kvkeep.explain.explanation.available", lambda: False)
     done = kv("-f", "report.txt", "-o", "page.html", "--plots", "pictures", width=200)
     assert done.exit_code == 2
     assert pip_install("plots") in done.said
@@ -143,7 +143,7 @@ def test_odd_names_are_names(kv, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".html", "report.txt/page.html", "a\0b"])
 def test_names_that_no_file_can_have_are_refused_before_anything_runs(kv, monkeypatch, name):
-    monkeypatch.setattr("kvkeep.explain.explain.explain", None)
+    monkeypatch.setattr("kvkeep.cli.explain_run.explain", None)
     done = kv("-f", "report.txt", f"--output={name}", width=400)
     assert done.exit_code == 2
     assert "cannot be written" in done.said
@@ -154,7 +154,7 @@ def test_ctrl_c_writes_nothing(kv, tmp_path, monkeypatch):
         progress(0.5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvkeep.explain.explain.explain", pressed)
+    monkeypatch.setattr("kvkeep.cli.explain_run.explain", pressed)
     before = sorted(tmp_path.iterdir())
     done = kv("-f", "report.txt", "-o", "page.html")
     assert done.exit_code == 130

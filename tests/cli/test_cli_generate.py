@@ -17,8 +17,8 @@ from kvkeep.cli import console, generate_run
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.engine.detokenizer import TextPieces
-from kvkeep.engine.model_runner import Runner
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.model_runner import ModelRunner
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, load, quiet
 from kvkeep.models.tokenization import encode
@@ -346,7 +346,7 @@ def test_the_line_is_ended_whatever_happens(capsys: pytest.CaptureFixture[str]):
 
 def failing(error: BaseException, after: int):
     """The engine's runner, that fails once the prompt and some tokens have run."""
-    plain, left = Runner.run, [after]
+    plain, left = ModelRunner.run, [after]
 
     def run(*arguments: object):
         left[0] -= 1
@@ -363,7 +363,7 @@ def test_a_step_that_fails_leaves_the_text_and_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ):
     whole = generate("-p", PROMPT, "-n", 9).stdout
-    monkeypatch.setattr(Runner, "run", failing(error, after=3))
+    monkeypatch.setattr(ModelRunner, "run", failing(error, after=3))
     result = invoke("-p", PROMPT, "-n", 9, model=model_folders.folder())
     assert result.exit_code == 2
     assert result.stdout.endswith("\n")
@@ -381,7 +381,7 @@ def test_an_interrupt_leaves_the_text_and_one_line(
     monkeypatch: pytest.MonkeyPatch, options: list[str], written: bool, after: int
 ):
     whole = generate("-p", PROMPT, "-n", 9).stdout
-    monkeypatch.setattr(Runner, "run", failing(KeyboardInterrupt(), after))
+    monkeypatch.setattr(ModelRunner, "run", failing(KeyboardInterrupt(), after))
     result = invoke("-p", PROMPT, "-n", 9, *options, model=model_folders.folder())
     assert result.exit_code == 130
     assert whole.startswith(result.stdout.removesuffix("\n"))
@@ -556,4 +556,4 @@ def test_a_model_folder_can_be_relative(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_numbers_of_sampling_are_checked_in_the_api_too():
     with pytest.raises(kvkeep.InputError, match="seed"):
-        Sampling(seed=2**63)
+        SamplingParams(seed=2**63)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.errors import InputError, PolicyError
-from kvkeep.evals.grid import Asked, Wanted, split_arms
+from kvkeep.evals.grid import GridArguments, RequestedBudget, split_arms
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse, spec
 
@@ -128,7 +128,7 @@ def test_a_wrong_list_of_policies_with_bits(text):
 
 def test_a_policy_that_never_evicts_is_measured_at_its_bits():
     policies, bits = zip(*split_arms("full,full@4,local@8"), strict=True)
-    found = Wanted(policies=policies, kv_bits=bits, budgets=[Asked(tokens=12)]).pairs()
+    found = GridArguments(policies=policies, kv_bits=bits, budgets=[RequestedBudget(tokens=12)]).pairs()
     assert [(spec(policy), str(asked), setup.kv_bits) for policy, asked, setup in found] == [
         ("full", "100%", None),
         ("full", "100%", "4"),

@@ -14,7 +14,7 @@ from kvkeep import Engine
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.evals.tune import measure
-from kvkeep.evals.tune.search import Records
+from kvkeep.evals.tune.search import TuneRecords
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 
@@ -290,7 +290,7 @@ def test_a_damaged_line_is_named(line, mine, tmp_path, answers):
 
 
 def test_a_second_run_waits_for_the_first(mine, tmp_path, answers):
-    records = Records(tmp_path / "out")
+    records = TuneRecords(tmp_path / "out")
     with records.locked():
         said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
     assert "Another run is writing" in said

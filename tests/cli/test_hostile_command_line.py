@@ -15,10 +15,10 @@ import result_folders
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.batch.output import Output
+from kvkeep.batch.output import OutputFile
 from kvkeep.batch.survey import Survey
 from kvkeep.cli import console, files, generate_batch, main
-from kvkeep.cli.generate import Request
+from kvkeep.cli.generate import GenerateOptions
 from kvkeep.cli.options import parse_layer_budget
 from kvkeep.errors import InputError
 from kvkeep.models.load import load
@@ -107,9 +107,9 @@ def test_names_that_are_no_utf8_can_be_written_and_read_again(tmp_path):
 @pytest.mark.parametrize("budget", [10**30, 2**31, -1, True])
 def test_a_budget_that_no_job_has_is_not_taken_from_an_output(tmp_path, budget):
     made_by = {"model": "embedded", "policy": "h2o:recent=32", "budget": budget}
-    request = object.__new__(Request)
+    request = object.__new__(GenerateOptions)
     object.__setattr__(request, "budget", None)
-    with Output.open(tmp_path / "out") as output:
+    with OutputFile.open(tmp_path / "out") as output:
         output.made_by = made_by
         found = generate_batch._budget(request, parse("h2o"), Survey(), output)
     assert type(found) is int

@@ -188,7 +188,7 @@ def test_the_engine_names_the_same_remedies():
         model, tokenizer = load(model_folders.folder())
     engine = kvkeep.Engine(model, tokenizer, policy="full", budget=FED - 1, rows=1)
     with pytest.raises(kvkeep.CapacityError, match=rf"Give `budget={FED}` or ask for at most {NEW - 1} new tokens\."):
-        engine.add(kvkeep.Request(prompt=PROMPT, sampling=kvkeep.Sampling(max_new_tokens=NEW)))
+        engine.add(kvkeep.Request(prompt=PROMPT, sampling=kvkeep.SamplingParams(max_new_tokens=NEW)))
 
 
 @pytest.mark.parametrize(("room", "words"), [(4, "ask for at most 5 new tokens"), (0, "ask for at most 1 new tokens")])

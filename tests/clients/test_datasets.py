@@ -14,7 +14,7 @@ import datasets
 from kvkeep.errors import InputError
 from kvkeep.evals import datasets as data_sets
 from kvkeep.evals import synthetic
-from kvkeep.evals.datasets import Place
+from kvkeep.evals.datasets import HubDataset
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import choice
 from kvkeep.evals.tasks.choice import MultipleChoice
@@ -76,8 +76,11 @@ def test_a_data_set_of_the_hubs_form(tmp_path):
     """A local folder stands for the hub: the package reads both the same way."""
     (tmp_path / "made").mkdir()
     dataset(ROWS).to_parquet(tmp_path / "made" / "test-00000-of-00001.parquet")
-    assert data_sets.hub_rows(Place(str(tmp_path / "made"), None, "test"), "") == ROWS
-    for place in (Place(str(tmp_path / "made"), None, "validation"), Place(str(tmp_path / "made"), "none", "test")):
+    assert data_sets.hub_rows(HubDataset(str(tmp_path / "made"), None, "test"), "") == ROWS
+    for place in (
+        HubDataset(str(tmp_path / "made"), None, "validation"),
+        HubDataset(str(tmp_path / "made"), "none", "test"),
+    ):
         with pytest.raises(InputError, match="cannot be read by the package datasets"):
             data_sets.hub_rows(place, "Or not.")
 
@@ -87,7 +90,7 @@ def test_code_of_a_data_set_is_never_run(tmp_path):
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(InputError, match="cannot be read"):
-        data_sets.hub_rows(Place(str(folder), None, "test"), "Or not.")
+        data_sets.hub_rows(HubDataset(str(folder), None, "test"), "Or not.")
     assert not (tmp_path / "ran").exists()
 
 
@@ -108,7 +111,7 @@ def test_nothing_is_unpickled(name, tmp_path):
         f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: {name}\n---\n"
     )
     with pytest.raises(InputError, match=r"cannot be read|only tables"):
-        data_sets.hub_rows(Place(str(folder), None, "test"), "Or not.")
+        data_sets.hub_rows(HubDataset(str(folder), None, "test"), "Or not.")
     assert not (tmp_path / "ran").exists()
 
 

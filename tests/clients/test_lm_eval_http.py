@@ -65,7 +65,7 @@ def alone(requests):
 
 def generated(text):
     """The answer of the engine in this process."""
-    sampling = kvkeep.Sampling(max_new_tokens=8)
+    sampling = kvkeep.SamplingParams(max_new_tokens=8)
     asked = {"stop": ("\n\n", "."), "sampling": sampling}
     return alone(kvkeep.Request(messages=[{"role": "user", "content": text}], **asked))[0].text
 
@@ -73,7 +73,7 @@ def generated(text):
 def likelihoods():
     """The log-likelihood of each choice of each text, by the engine in this process."""
     encode = lambda text: checkpoint().tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    one = kvkeep.Sampling(max_new_tokens=1)
+    one = kvkeep.SamplingParams(max_new_tokens=1)
     asked, starts = [], []
     for text, choices, _ in TEXTS:
         for choice in choices:

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from kvkeep.attention_stats import Rows
+from kvkeep.attention_stats import ProbabilityRows
 from kvkeep.backends import Backend
 from kvkeep.kv import ranking
 from kvkeep.types import EMPTY, Report, Slots
@@ -41,7 +41,7 @@ class DummyBackend(Backend):
         for row, head in heads(positions):
             held = (positions[row, head] >= 0).nonzero().flatten()
             out[row, head] = p[row, head, ..., held] @ values[row, head, held].to(wide)
-        found = statistic.reduce(Rows(p, statistic.selects(now), now, positions))
+        found = statistic.reduce(ProbabilityRows(p, statistic.selects(now), now, positions))
         return out.flatten(1, 2).to(query.dtype), Report({name: sums.float() for name, sums in found.items()})
 
     def append(self, slots, keys, values, now):

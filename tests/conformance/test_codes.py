@@ -8,7 +8,7 @@ import torch
 from sweeps import sweep
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import Added, Limits, in_codes
+from kvkeep.backends import Added, SlotLimits, in_codes
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, decode, encode, encode_keys, hadamard
 from kvkeep.rotary import Rotation
@@ -141,7 +141,7 @@ def test_a_token_that_is_not_finite_leaves_its_slot_empty_in_its_head_alone(bits
     assert parts.positions[0, 0, slot[0, 0, 0]] == now[0]
     out, _ = backend.attend(query, parts, now, statistic=Mass(), options=PLAIN)
     assert out.isfinite().all()
-    added, limits = Added((sums,), is_score=True), Limits(now[:, 0] + 1, 0, 1, 20)
+    added, limits = Added((sums,), is_score=True), SlotLimits(now[:, 0] + 1, 0, 1, 20)
     step = backend.step(query, whole, tuple(new), now, statistic=Mass(), options=PLAIN, added=added, limits=limits)
     assert torch.equal(step, out)
     assert torch.equal(whole.positions, parts.positions)
@@ -155,7 +155,7 @@ def test_a_fused_step_is_its_parts(bits, window):
     slots.positions[:, :, 5] = -1
     parts, whole = coded(slots, bits)[0], coded(slots, bits)[0]
     options = dataclasses.replace(PLAIN, window=window)
-    limits = Limits(now[:, 0] + 1, 1, 4, 40, window)
+    limits = SlotLimits(now[:, 0] + 1, 1, 4, 40, window)
     new, backend = (torch.randn(6, 2, 1, 64), torch.randn(6, 2, 1, 64)), backend_of("native")
     sums, lost = torch.rand(6, 2, 70), torch.zeros(6, 2, 2)
     want = sums.clone()
@@ -231,7 +231,7 @@ def test_the_kernel_makes_no_copy(monkeypatch):
     new = torch.randn(2, 6, 2, 1, 64)
     backend.append(slots, *new, now)
     backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
-    added, limits = Added((), is_score=False), Limits(now[:, 0] + 1, 0, 1, 40)
+    added, limits = Added((), is_score=False), SlotLimits(now[:, 0] + 1, 0, 1, 40)
     asked = {"statistic": ON_TOKEN["nothing"], "options": PLAIN, "added": added, "limits": limits}
     assert backend.step(query, slots, tuple(new), now, **asked) is not None
 
@@ -261,7 +261,7 @@ def test_codes_that_the_kernel_does_not_take(damage, monkeypatch):
     backend_of("native").attend(query, slots, now, statistic=Mass(), options=PLAIN)
     assert asked == [1]
     new, now = torch.randn(2, 6, 2, 1, 64), torch.full((6, 1), NOW + 1)
-    added, limits = Added((torch.ones(6, 2, 40),), is_score=True), Limits(now[:, 0] + 1, 0, 1, 40)
+    added, limits = Added((torch.ones(6, 2, 40),), is_score=True), SlotLimits(now[:, 0] + 1, 0, 1, 40)
     given = (query, slots, tuple(new), now)
     assert backend_of("native").step(*given, statistic=Mass(), options=PLAIN, added=added, limits=limits) is None
 
@@ -294,7 +294,7 @@ def test_a_fused_step_under_slot_positions_is_its_parts(bits, window, monkeypatc
     backend.append(parts, key, new[1], now)
     out, report = backend.attend(plain, parts, now, statistic=Mass(), options=options)
     monkeypatch.delattr(CodedSlots, "copy_keys")
-    sums, limits = torch.zeros(6, 2, 70), Limits(now[:, 0] + 1, 0, 1, 70, window)
+    sums, limits = torch.zeros(6, 2, 70), SlotLimits(now[:, 0] + 1, 0, 1, 70, window)
     added = Added((sums,), is_score=True)
     found = backend.step(query, whole, new, now, statistic=Mass(), options=options, added=added, limits=limits)
     real = now[:, 0] >= 0

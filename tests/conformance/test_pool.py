@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import Added, Limits, in_pool
+from kvkeep.backends import Added, SlotLimits, in_pool
 from kvkeep.kv.pooled_store import PoolSlots, indices
 from kvkeep.kv.slot_codec import Vectors
 from kvkeep.rotary import Rotation
@@ -135,7 +135,7 @@ def test_a_fused_step_over_ranges_is_that_over_slots_side_by_side(window, rotati
     plain = Slots(keys, values, plain.positions.clone())
     options = dataclasses.replace(PLAIN, window=window)
     seen, stay = now[:, 0] + 1, (pool.positions >= 0).sum(dim=-1).clamp(min=1)
-    limits = Limits(seen, 1, stay // 2, stay, window)  # recent tokens of each head, too
+    limits = SlotLimits(seen, 1, stay // 2, stay, window)  # recent tokens of each head, too
     new, backend, found = (torch.randn(6, 2, 1, 32), torch.randn(6, 2, 1, 32)), backend_of("native"), []
     backend = backend if rotation is None else backend.at_ranks(rotation)
     for slots in (pool, plain):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Mass, Nothing
-from kvkeep.backends import Added, Limits
+from kvkeep.backends import Added, SlotLimits
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.triton import launch
 from kvkeep.types import EMPTY, AttentionOptions, Slots
@@ -103,7 +103,7 @@ RECENT = {
 def test_evict_takes_the_victim_of_the_definition(backend, sinks, recent, stay):
     for seed in range(6) if backend.name not in SLOW else range(2):
         positions, score, limit, newest = on(backend.name, *rated(seed), STAY[stay], RECENT[recent])
-        limits = Limits(positions.amax(dim=(1, 2)).long() + 1, sinks, newest, limit)
+        limits = SlotLimits(positions.amax(dim=(1, 2)).long() + 1, sinks, newest, limit)
         want = positions.clone()
         REFERENCE.evict(want, score, limits)
         backend.evict(positions, score, limits)
@@ -130,7 +130,7 @@ def test_of_equals_the_oldest_goes_wherever_it_stands(backend, turned, recent):
     positions = (order.flip(0) if turned else order).expand(1, 2, S).clone()
     positions[:, 1, 3] = -1
     positions, score, seen = on(backend.name, positions, torch.zeros(1, 2, S), torch.tensor([S]))
-    backend.evict(positions, score, Limits(seen, 0, recent, S - 1))
+    backend.evict(positions, score, SlotLimits(seen, 0, recent, S - 1))
     assert (positions[0, 0] < 0).nonzero().flatten().tolist() == [S - 1 if turned else 0]
     assert (positions[0, 1] < 0).sum() == 1  # it held no more than its limit
 
@@ -138,15 +138,15 @@ def test_of_equals_the_oldest_goes_wherever_it_stands(backend, turned, recent):
 def test_a_protected_token_outlasts_infinite_scores(backend):
     positions = torch.tensor([[[3, 9], [0, 5]]], dtype=torch.int32)
     positions, score, seen = on(backend.name, positions, torch.full((1, 2, 2), torch.inf), torch.tensor([20]))
-    backend.evict(positions, score, Limits(seen, sinks=4, stay=1))
+    backend.evict(positions, score, SlotLimits(seen, sinks=4, stay=1))
     assert positions.tolist() == [[[3, EMPTY], [0, EMPTY]]]
 
 
 def test_scores_that_heads_share(backend):
     positions, score, seen = on(backend.name, *rated(1), torch.full((B,), 200))
     one, want = score[:, :1].expand(B, Hk, -1), positions.clone()
-    REFERENCE.evict(want, one, Limits(seen, stay=5))
-    backend.evict(positions, one, Limits(seen, stay=5))
+    REFERENCE.evict(want, one, SlotLimits(seen, stay=5))
+    backend.evict(positions, one, SlotLimits(seen, stay=5))
     assert torch.equal(positions, want)
 
 
@@ -208,7 +208,7 @@ def parts(query, slots, new, now, *, statistic, options, added, limits):
     if limits.window is not None:
         REFERENCE.expire(slots.positions, limits.seen, limits.window)
     score = added.states[0] if added.is_score else slots.positions.float()
-    REFERENCE.evict(slots.positions, score, Limits(limits.seen, limits.sinks, limits.recent, limits.stay))
+    REFERENCE.evict(slots.positions, score, SlotLimits(limits.seen, limits.sinks, limits.recent, limits.stay))
     return out
 
 
@@ -230,7 +230,7 @@ def test_a_fused_step_is_its_parts(name, dtype, sums, limits):
     found = []
     for step in (backend.step, parts):
         given = (query, slots_of(positions, dtype), (new[..., :D], new[..., D:]), now, statistic)
-        at = Limits(torch.where(now < 0, 111, now)[:, 0] + 1, **LIMITS[limits])
+        at = SlotLimits(torch.where(now < 0, 111, now)[:, 0] + 1, **LIMITS[limits])
         added = Added(tuple(state.clone() for state in states), is_score)
         *given, asked, added, at = on(name, *given, added, at)
         options = AttentionOptions(scaling=0.3, window=at.window)
@@ -256,7 +256,7 @@ def test_a_fused_step_puts_its_token_anywhere(name, place, monkeypatch):
     for step in (backend_of(name).step, parts):
         slots = Slots(keys.clone(), values.clone(), positions.clone())
         given = on(name, query, slots, new, now)
-        limits, added = Limits(given[3][:, 0] + 1), Added((), is_score=False)
+        limits, added = SlotLimits(given[3][:, 0] + 1), Added((), is_score=False)
         options = AttentionOptions(scaling=0.2)
         out = step(*given, statistic=Nothing(), options=options, added=added, limits=limits)
         found.append((out, *given[1]))
@@ -269,7 +269,11 @@ def test_a_fused_step_puts_its_token_anywhere(name, place, monkeypatch):
 def test_a_backend_that_does_not_fuse_does_nothing(name):
     slots, query, now = slots_of(held(), torch.float32), torch.zeros(B, Hk, 1, D), torch.full((B, 1), 120)
     before = [tensor.clone() for tensor in slots]
-    new, limits, options = (slots.keys[:, :, :1], slots.values[:, :, :1]), Limits(now[:, 0] + 1), AttentionOptions(0.3)
+    new, limits, options = (
+        (slots.keys[:, :, :1], slots.values[:, :, :1]),
+        SlotLimits(now[:, 0] + 1),
+        AttentionOptions(0.3),
+    )
     added = Added((), is_score=False)
     asked = {"statistic": Nothing(), "options": options, "added": added, "limits": limits}
     assert BACKENDS[name]().step(query, slots, new, now, **asked) is None

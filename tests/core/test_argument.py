@@ -69,5 +69,5 @@ def test_kvkeep_itself_gives_the_name_that_is_not_deprecated():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = kvkeep.Engine(model, tokenizer, policy="h2o", budget=16, rows=2)
-        engine.generate("The dog ran to the", kvkeep.Sampling(max_new_tokens=3))
+        engine.generate("The dog ran to the", kvkeep.SamplingParams(max_new_tokens=3))
         kvkeep.BoundedCache(model.config, "h2o", 16).continue_with(torch.tensor([[3, 4]]))

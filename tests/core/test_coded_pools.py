@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep import BoundedCache, Layer, UnsupportedModelError
-from kvkeep.cache.shared_budget import Together
+from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.planning.cost import LayerShape, block_bytes
 from kvkeep.policies._head_budgets import under
@@ -102,7 +102,7 @@ def test_heads_that_share_a_budget_outlive_a_key_that_is_no_number(policy, step)
 
 
 def test_a_bad_key_takes_no_slot_where_tokens_go_before_all_layers_have_attended():
-    g, together = torch.Generator().manual_seed(4), Together(range(6))
+    g, together = torch.Generator().manual_seed(4), SharedBudget(range(6))
     policy = under(kvkeep.parse("snapkv:window=2"), "global:0.1")
     layers = [Layer(policy, 4, index=i, together=together, kv_bits="4") for i in range(6)]
     for number, layer in enumerate(layers):

@@ -82,7 +82,7 @@ def test_requests_of_the_engine_may_mix_it_with_other_policies_and_budgets():
             prompt=list(range(3, 53)) * (n // 50) + list(range(3, 3 + n % 50)),
             budget=budget,
             policy=policy,
-            sampling=kvkeep.Sampling(max_new_tokens=4),
+            sampling=kvkeep.SamplingParams(max_new_tokens=4),
         )
         for n, budget, policy in asked
     ]

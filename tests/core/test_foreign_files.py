@@ -104,7 +104,7 @@ def test_an_evaluation_and_a_batch_job_do_not_write_to_the_same_file(tmp_path):
 
 
 def test_the_command_refuses_before_it_reads_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.models.load.read_weights", None)
+    monkeypatch.setattr("kvkeep.cli.eval_run.read_weights", None)
     (tmp_path / "results.jsonl").write_bytes(MINE)
     words = ["eval", str(model_folders.folder()), "--tasks", "perplexity", "--limit", "2", "--window", "40"]
     result = CliRunner().invoke(app, [*words, "-o", str(tmp_path)])

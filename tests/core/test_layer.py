@@ -25,7 +25,7 @@ def feed(layer, T, B=2, Hk=2, D=4, E=None, real=None, dtype=torch.float32):
 
 def test_memory_is_the_formula_of_the_layouts_page():
     layer = Layer(H2O(), budget=8)
-    assert layer.memory() == kvkeep.Memory()
+    assert layer.memory() == kvkeep.MemoryUsage()
     feed(layer, 20, B=3, Hk=2, D=4, E=6)
     B, Hk, capacity, D, E, states = 3, 2, 9, 4, 6, 1
     slots = B * Hk * capacity * (4 * (D + E) + 4 + 4 * states)

@@ -10,7 +10,7 @@ import torch
 
 import kvkeep
 from kvkeep.backends.native import native
-from kvkeep.backends.native.ops import Repeat
+from kvkeep.backends.native.ops import NativeRepeat
 from kvkeep.cache.layer import Layer
 from kvkeep.types import AttentionOptions, Phase
 
@@ -54,13 +54,13 @@ def _without_autograd():
 @pytest.fixture
 def repeats(monkeypatch):
     """The number of steps that were told their tokens alone."""
-    calls, honest = [], Repeat.__call__
+    calls, honest = [], NativeRepeat.__call__
 
     def call(self, *args):
         calls.append(1)
         return honest(self, *args)
 
-    monkeypatch.setattr(Repeat, "__call__", call)
+    monkeypatch.setattr(NativeRepeat, "__call__", call)
     return calls
 
 
@@ -252,7 +252,7 @@ def test_a_kernel_that_fails_leaves_the_step_to_torch(monkeypatch):
     pair.step(9)
     pair.step()
     pair.step()
-    monkeypatch.setattr(Repeat, "__call__", lambda *_: None)
+    monkeypatch.setattr(NativeRepeat, "__call__", lambda *_: None)
     pair.step()
     pair.step()
 

@@ -88,7 +88,7 @@ def test_one_run_at_a_time_and_none_after_it_ended(tmp_path):
 def test_a_killed_run_keeps_nobody_out(tmp_path):
     code = f"""
 import os, pathlib
-from kvkeep.results import Results
+from kvkeep.result_files import Results
 with Results(pathlib.Path({str(tmp_path)!r})).locked():
     os.kill(os.getpid(), 9)
 """

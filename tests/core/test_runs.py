@@ -28,7 +28,7 @@ def test_a_file_is_free_again_when_it_is_closed(tmp_path):
 def test_a_killed_writer_holds_nothing(tmp_path):
     code = f"""
 import os, pathlib
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
 lock = Lock(pathlib.Path({str(tmp_path)!r}), "results")
 os.kill(os.getpid(), 9)
 """

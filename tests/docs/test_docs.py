@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = [path for folder in (".", "docs", "docs/*", "lab/log") for path in sorted(ROOT.glob(f"{folder}/*.md"))]
 
 
-SHORT = {"SHORT": kvkeep.Sampling(max_new_tokens=3)}
+SHORT = {"SHORT": kvkeep.SamplingParams(max_new_tokens=3)}
 
 
 def blocks(text, language):

@@ -16,7 +16,7 @@ import torch
 
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.host_copies import Staging
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, CapacityError
 from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies.registry import parse
@@ -86,7 +86,7 @@ class Faults:
         """Put the faults into a model, the layers' policies, the sampler and the rows."""
         from kvkeep.cache.layer import Layer
         from kvkeep.engine import sampler, swapping
-        from kvkeep.engine.kv_manager import Rows
+        from kvkeep.engine.kv_manager import KVManager
 
         def before(module, args):
             if self.strikes("layer"):
@@ -106,10 +106,12 @@ class Faults:
             policy = {"policy": BoomError("in a policy"), "interrupted policy": KeyboardInterrupt()}
             monkeypatch.setattr(Layer, "_view", self._failing(Layer._view, policy))
             monkeypatch.setattr(sampler, "draw", self._failing(sampler.draw, {"sampler": BoomError("in the sampler")}))
-            monkeypatch.setattr(Rows, "begin", self._failing(Rows.begin, {"begin": MemoryError()}))
+            monkeypatch.setattr(KVManager, "begin", self._failing(KVManager.begin, {"begin": MemoryError()}))
             monkeypatch.setattr(swapping, "SHARE", 1e9)  # rows change hands whatever the copies take
             monkeypatch.setattr(swapping, "LEAST", 1)
-            monkeypatch.setattr(Rows, "allocate", self._failing(Rows.allocate, {"rows": MemoryError("no room")}))
+            monkeypatch.setattr(
+                KVManager, "allocate", self._failing(KVManager.allocate, {"rows": MemoryError("no room")})
+            )
             try:
                 yield
             finally:
@@ -121,7 +123,7 @@ class Faults:
 def longest(name, prompt, policy, budget, rules, most):
     """The tokens of a request that has an engine for itself."""
     engine = Engine(model(name), policy=policy, budget=budget, rows=1, graphs=False, **dict(rules))
-    return engine.generate([Request(prompt=prompt, sampling=Sampling(max_new_tokens=most))])[0].token_ids
+    return engine.generate([Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=most))])[0].token_ids
 
 
 def alone(request, name, rules):
@@ -191,7 +193,7 @@ def schedule(seed, monkeypatch):
                 new = rng.choice(NEW)
                 request = Request(
                     prompt=rng.choice(PROMPTS),
-                    sampling=Sampling(max_new_tokens=new),
+                    sampling=SamplingParams(max_new_tokens=new),
                     policy=rng.choice(policies),
                     budget=rng.choice([most, *BUDGETS]),
                 )

@@ -4,7 +4,7 @@ import torch
 
 import kvkeep
 from kvkeep.engine import Engine
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.types import Phase
 
 from .models import DEVICE, model
@@ -17,7 +17,7 @@ def engine_of(policy="h2o", budget=BUDGET, name="llama", **options):
 
 
 def short(new=4, **options):
-    return Sampling(max_new_tokens=new, **options)
+    return SamplingParams(max_new_tokens=new, **options)
 
 
 class Alone:

@@ -6,13 +6,13 @@ import torch
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models.load import embedded, load
 
 from .models import DEVICE, model
 
-SHORT = Sampling(max_new_tokens=4)
+SHORT = SamplingParams(max_new_tokens=4)
 CHAT = [{"role": "user", "content": "What does Anna have?"}]
 
 

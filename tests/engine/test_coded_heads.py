@@ -7,7 +7,7 @@ from sweeps import sweep
 import kvkeep
 from kvkeep import BoundedCache
 from kvkeep.engine import Engine, Request, swapping
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.slot_codec import KV_BITS
 
 from .models import model
@@ -104,7 +104,7 @@ def test_pins_and_a_fork_of_a_memory(pins):
     """Two questions about one prefix, whose pinned tokens stay in every head."""
     engine = engine_of("ada:0.1", "4", "snapkv:window=2")
     memory = engine.prefix(prompt_of(4, 30), pins=pins)
-    new = Sampling(max_new_tokens=NEW)
+    new = SamplingParams(max_new_tokens=NEW)
     both = [Request(prompt=prompt_of(n, 4), memory=memory, sampling=new, ignore_end=True) for n in (1, 2)]
     apart = [run(engine_of("ada:0.1", "4", "snapkv:window=2"), [one])[0] for one in both]
     assert run(engine, both) == apart
@@ -116,7 +116,7 @@ def test_pins_and_a_fork_of_a_memory(pins):
 
 def test_memory_that_was_made_in_a_pool_goes_on_in_slots_side_by_side():
     policy, prompt = "h2o:recent=2", prompt_of(6, 30)
-    new, given = Sampling(max_new_tokens=NEW), {"budget": BUDGET, "rows": 1, "kv_bits": "4"}
+    new, given = SamplingParams(max_new_tokens=NEW), {"budget": BUDGET, "rows": 1, "kv_bits": "4"}
     in_pool, apart = (Engine(model("llama"), policy=one, **given) for one in ("adakv:window=4", policy))
     memory = in_pool.prefix(prompt, policy=policy)
     asked_of = [Request(prompt=(5, 6), memory=memory, policy=policy, sampling=new, ignore_end=True)]

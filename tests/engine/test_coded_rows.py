@@ -5,13 +5,13 @@ import torch
 
 from kvkeep import BoundedCache, InputError, SnapshotError
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 
 from .models import model
 from .test_equal import prompt_of
 
 BUDGET, NEW = 16, 9
-SAMPLING = Sampling(max_new_tokens=NEW)
+SAMPLING = SamplingParams(max_new_tokens=NEW)
 POLICIES = ["h2o:recent=2", "snapkv:window=4,decode=score", "streaming_llm:sinks=2", "tova", "scissorhands"]
 
 
@@ -27,7 +27,10 @@ def alone(prompt, policy, kv_bits, *, chunk=None, positions=None):
 def requests(policies=POLICIES):
     return [
         Request(
-            prompt=prompt_of(i, 12 + 7 * i % 23), sampling=Sampling(max_new_tokens=NEW), policy=policy, ignore_end=True
+            prompt=prompt_of(i, 12 + 7 * i % 23),
+            sampling=SamplingParams(max_new_tokens=NEW),
+            policy=policy,
+            ignore_end=True,
         )
         for i, policy in enumerate(policies)
     ]

@@ -20,7 +20,7 @@ def engine():
 
 
 def request(first, new=NEW):
-    return kvkeep.Request(prompt=[first, 2, 3], ignore_end=True, sampling=kvkeep.Sampling(max_new_tokens=new))
+    return kvkeep.Request(prompt=[first, 2, 3], ignore_end=True, sampling=kvkeep.SamplingParams(max_new_tokens=new))
 
 
 def idle(engine):

@@ -11,7 +11,7 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.engine import Engine, Request, Result
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 
 from .models import CONFIGS, VOCABULARY, alone, model
 
@@ -46,7 +46,7 @@ def test_every_policy_in_a_mixed_batch(policy, chunk):
     budget = CAPACITY if kvkeep.parse(policy).evicts else 64
     lengths = [(1, 5), (17, 4), (6, 1), (4, 8)]
     requests = [
-        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new), sequence=i % 2)
+        Request(prompt=prompt_of(i, length), sampling=SamplingParams(max_new_tokens=new), sequence=i % 2)
         for i, (length, new) in enumerate(lengths)
     ]
     engine = Engine(model("llama"), policy=policy, budget=budget, rows=3, prefill_chunk=chunk)
@@ -64,7 +64,7 @@ def test_every_policy_in_a_mixed_batch(policy, chunk):
 def three_prompts(policy, budget, chunk):
     """The tokens that follow three prompts of different lengths in two rows."""
     requests = [
-        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=4))
+        Request(prompt=prompt_of(i, length), sampling=SamplingParams(max_new_tokens=4))
         for i, length in enumerate((3, 17, 11))
     ]
     engine = Engine(model("llama"), policy=policy, budget=budget, rows=2, prefill_chunk=chunk)
@@ -84,7 +84,7 @@ def test_with_room_for_everything_the_chunk_does_not_matter(policy):
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
 def test_other_architectures(name):
     requests = [
-        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=5))
+        Request(prompt=prompt_of(i, length), sampling=SamplingParams(max_new_tokens=5))
         for i, length in enumerate((3, 18, 7, 7))
     ]
     for policy in ("h2o", "scissorhands", "full"):
@@ -97,9 +97,9 @@ def test_other_architectures(name):
 def test_another_budget_may_come_while_a_prompt_is_being_fed():
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=2, prefill_chunk=5)
     long, short = prompt_of(1, 17), prompt_of(2, 4)
-    first = engine.add(Request(prompt=long, sampling=Sampling(max_new_tokens=4)))
+    first = engine.add(Request(prompt=long, sampling=SamplingParams(max_new_tokens=4)))
     engine.step()
-    second = engine.add(Request(prompt=short, sampling=Sampling(max_new_tokens=3), budget=9))
+    second = engine.add(Request(prompt=short, sampling=SamplingParams(max_new_tokens=3), budget=9))
     found = {}
     while engine.busy:
         found.update((event.id, event.result.token_ids) for event in engine.step() if event.result)
@@ -132,7 +132,7 @@ def test_policies_run_side_by_side(name, policies):
     requests = [
         Request(
             prompt=prompt_of(i, rng.randint(1, 30)),
-            sampling=Sampling(max_new_tokens=rng.randint(9, 14)),
+            sampling=SamplingParams(max_new_tokens=rng.randint(9, 14)),
             policy=policy,
             budget=rng.choice((CAPACITY - 2, CAPACITY)) if keeps_down(policy) else 64,
         )
@@ -156,7 +156,7 @@ def test_policies_run_side_by_side(name, policies):
 def test_policies_that_need_other_rows_take_turns(other):
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=4, prefill_chunk=None)
     shares = other.startswith("h2o")
-    asked = Sampling(max_new_tokens=6)
+    asked = SamplingParams(max_new_tokens=6)
     requests = [Request(prompt=prompt_of(i, 20), sampling=asked, policy=other if i % 2 else None) for i in range(4)]
     numbers = [engine.add(request) for request in requests]
     kinds, results = [], {}
@@ -233,7 +233,7 @@ def play(engine: Engine, schedule: list[Arrival]) -> tuple[dict[int, Arrival], d
         for arrival in (a for a in schedule if a.step == step):
             request = Request(
                 prompt=prompt_of(arrival.seed, arrival.length),
-                sampling=Sampling(max_new_tokens=arrival.new),
+                sampling=SamplingParams(max_new_tokens=arrival.new),
                 policy=arrival.policy,
                 budget=arrival.budget,
             )
@@ -250,7 +250,7 @@ def play(engine: Engine, schedule: list[Arrival]) -> tuple[dict[int, Arrival], d
 
 def test_budgets_of_layers_and_positions():
     requests = [
-        Request(prompt=prompt_of(i, 20 + i), sampling=Sampling(max_new_tokens=8), budget=b)
+        Request(prompt=prompt_of(i, 20 + i), sampling=SamplingParams(max_new_tokens=8), budget=b)
         for i, b in enumerate((9, 12, CAPACITY))
     ]
     for options in ({"layer_budget": "ramp:0.2"}, {"positions": "slot"}):
@@ -264,7 +264,7 @@ def test_budgets_of_layers_and_positions():
 @pytest.mark.parametrize("policy", sweep(POLICIES, KINDS.__contains__))
 def test_sampled_tokens_depend_on_the_request_alone(policy):
     sampling = [
-        Sampling(max_new_tokens=8, temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r, seed=s)
+        SamplingParams(max_new_tokens=8, temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r, seed=s)
         for t, k, p, m, r, s in [
             (1.0, None, None, None, 1.0, 1),
             (0.7, 5, None, None, 1.3, 2),
@@ -272,7 +272,7 @@ def test_sampled_tokens_depend_on_the_request_alone(policy):
             (1.0, 20, 0.9, 0.05, 0.8, 4),
         ]
     ]
-    sampling += [Sampling(max_new_tokens=8), Sampling(max_new_tokens=8, repetition_penalty=1.5)]
+    sampling += [SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=8, repetition_penalty=1.5)]
     requests = [Request(prompt=prompt_of(i, 4 + 3 * i), sampling=s) for i, s in enumerate(sampling)]
     budget = CAPACITY if kvkeep.parse(policy).evicts else 64
     batch = Engine(model("llama"), policy=policy, budget=budget, rows=4, prefill_chunk=4)
@@ -281,5 +281,5 @@ def test_sampled_tokens_depend_on_the_request_alone(policy):
     assert together == [r.token_ids for r in single.generate(requests)]
     assert together == [r.token_ids for r in reversed(batch.generate(list(reversed(requests))))]
     first = requests[0].prompt
-    other = Request(prompt=first, sampling=Sampling(max_new_tokens=8, temperature=1.5, seed=99))
+    other = Request(prompt=first, sampling=SamplingParams(max_new_tokens=8, temperature=1.5, seed=99))
     assert single.generate([other])[0].token_ids != together[0]

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
 from kvkeep import BoundedCache, BrokenCacheError, ShapeError, UnsupportedOperationError, backends
-from kvkeep.cache.shared_budget import Together
+from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.engine import Engine, Request, scheduler, swapping
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.joint_block import PartBlock, divide
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.types import Phase
 
 from .models import DEVICE, model
@@ -57,7 +57,7 @@ def batch(rows=2, length=40):
 
 
 def asked(**options):
-    new = Sampling(max_new_tokens=6)
+    new = SamplingParams(max_new_tokens=6)
     return [Request(prompt=prompt_of(i, 12 + 9 * i % 31), sampling=new, ignore_end=True, **options) for i in range(6)]
 
 
@@ -177,13 +177,13 @@ def test_memory_is_what_the_tensors_have_and_does_not_depend_on_the_split(rows):
         assert memory.full_bytes == rows * 41 * 6 * 2 * 8 * 4
         found.add(memory.allocated_bytes)
     assert len(found) == 1
-    made = Rows(model("llama"), kvkeep.parse(POLICY), BUDGET, head_budget=RULE)
+    made = KVManager(model("llama"), kvkeep.parse(POLICY), BUDGET, head_budget=RULE)
     assert made.row_bytes * rows == found.pop()
     made.allocate(rows)
     assert made.memory().allocated_bytes == rows * made.row_bytes
-    assert sum((made.memory_of(row) for row in range(rows)), Memory()) == made.memory()
+    assert sum((made.memory_of(row) for row in range(rows)), MemoryUsage()) == made.memory()
     blocks = made.blocks_of(0)
-    assert sum((block.memory() for block in blocks), Memory()) == made.memory_of(0)
+    assert sum((block.memory() for block in blocks), MemoryUsage()) == made.memory_of(0)
 
 
 @pytest.mark.parametrize("policy", [POLICY, "leverage:sinks=1,recent=2"])
@@ -269,7 +269,7 @@ def test_a_run_that_fails_between_two_layers_leaves_nothing_half_done(monkeypatc
 def test_a_memory_mends_what_a_failed_run_has_left(method, layer, monkeypatch):
     cache, fresh, ids = cache_of(), cache_of(), batch(1)
     feed(cache, ids)
-    snapshot, real, calls = cache.snapshot(), getattr(Together, method), []
+    snapshot, real, calls = cache.snapshot(), getattr(SharedBudget, method), []
 
     def failing(self, *given, **others):
         calls.append(real(self, *given, **others))
@@ -277,7 +277,7 @@ def test_a_memory_mends_what_a_failed_run_has_left(method, layer, monkeypatch):
             raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Together, method, failing)
+        patch.setattr(SharedBudget, method, failing)
         with pytest.raises(RuntimeError, match="no memory"):
             feed(cache, ids)
     for other in (cache, fresh):
@@ -292,7 +292,7 @@ def test_a_memory_mends_what_a_failed_run_has_left(method, layer, monkeypatch):
 
 def test_an_engine_goes_on_after_a_run_that_failed(monkeypatch):
     engine, want = engine_of(), engine_of().generate(asked()[3])
-    cut, calls = Together.end, []
+    cut, calls = SharedBudget.end, []
 
     def failing(self, *given):
         calls.append(1)
@@ -301,7 +301,7 @@ def test_an_engine_goes_on_after_a_run_that_failed(monkeypatch):
         return cut(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Together, "end", failing)
+        patch.setattr(SharedBudget, "end", failing)
         assert engine.generate(asked()[0])[0].error == "RuntimeError: no memory"
     assert engine.generate(asked()[3])[0].token_ids == want[0].token_ids
 
@@ -342,7 +342,7 @@ def test_equal_prompts_and_common_beginnings_are_read_once(monkeypatch):
     monkeypatch.setattr(scheduler, "SHORTEST", 4)
     prompt, engine = prompt_of(1, 40), engine_of(rows=3, prefix_memory=10**6, prefill_chunk=10)
     want = alone(prompt, POLICY, RULE, chunk=10, new=6)[0]
-    one = Request(prompt=prompt, sampling=Sampling(max_new_tokens=6), ignore_end=True)
+    one = Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=6), ignore_end=True)
     assert {result.token_ids for result in engine.generate([one] * 3)} == {want}
     (again,) = engine.generate([one])
     assert again.token_ids == want
@@ -351,15 +351,15 @@ def test_equal_prompts_and_common_beginnings_are_read_once(monkeypatch):
 
 def test_sessions_rewind_fork_and_go_on_in_rows_of_another_policy():
     session = engine_of().session()
-    session.ask(prompt_of(1, 30), Sampling(max_new_tokens=4))
+    session.ask(prompt_of(1, 30), SamplingParams(max_new_tokens=4))
     snapshot, fork = session.snapshot(), session.fork()[0]
-    once = [session.ask(prompt_of(i, 9), Sampling(max_new_tokens=4)).token_ids for i in (2, 3)]
+    once = [session.ask(prompt_of(i, 9), SamplingParams(max_new_tokens=4)).token_ids for i in (2, 3)]
     session.rewind(snapshot)
-    assert [session.ask(prompt_of(i, 9), Sampling(max_new_tokens=4)).token_ids for i in (2, 3)] == once
-    assert fork.ask(prompt_of(2, 9), Sampling(max_new_tokens=4)).token_ids == once[0]
+    assert [session.ask(prompt_of(i, 9), SamplingParams(max_new_tokens=4)).token_ids for i in (2, 3)] == once
+    assert fork.ask(prompt_of(2, 9), SamplingParams(max_new_tokens=4)).token_ids == once[0]
     other = engine_of("leverage:sinks=1,recent=2")  # rows with other state
     with other.session(policy=POLICY, memory=snapshot) as elsewhere:
-        assert elsewhere.ask(prompt_of(2, 9), Sampling(max_new_tokens=4)).token_ids == once[0]
+        assert elsewhere.ask(prompt_of(2, 9), SamplingParams(max_new_tokens=4)).token_ids == once[0]
 
 
 def test_a_memory_with_more_slots_than_a_row_has_is_refused():
@@ -416,7 +416,7 @@ def test_options_that_do_not_go_together_are_refused_by_name(name, options, said
 
 
 def test_layers_whose_heads_differ_are_refused():
-    together, like = Together([3, 5]), torch.zeros(1, 2, 1, 8)
+    together, like = SharedBudget([3, 5]), torch.zeros(1, 2, 1, 8)
     given = {"numbers": (4,), "starts": {}}
     together.block(3, like, like, **given)
     for other in (torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 16), like.double()):

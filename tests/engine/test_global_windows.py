@@ -12,10 +12,10 @@ import torch
 import kvkeep
 from kvkeep import BoundedCache, BrokenCacheError, UnsupportedOperationError, backends
 from kvkeep.engine import Engine, Request, swapping
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.joint_block import PartBlock
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.kv.store import DenseStore
 from kvkeep.types import Phase
@@ -67,7 +67,7 @@ def alone(one, *, name="gemma3", policy=POLICY, chunk=None, **options):
 
 
 def asked(count=6, policies=(None,), **options):
-    given = {"sampling": Sampling(max_new_tokens=NEW), "ignore_end": True, **options}
+    given = {"sampling": SamplingParams(max_new_tokens=NEW), "ignore_end": True, **options}
     policies = policies * count
     return [Request(prompt=prompt_of(i, 12 + 9 * i % 31), policy=policies[i], **given) for i in range(count)]
 
@@ -141,12 +141,12 @@ def test_bytes_are_those_of_the_tensors_and_do_not_depend_on_the_split(name):
         splits.add(tuple(pool.budget[0].tolist()))
     assert len(found) == 1
     assert len(splits) == 3
-    rows = Rows(model(name), kvkeep.parse(POLICY), BUDGET, head_budget=RULE)
+    rows = KVManager(model(name), kvkeep.parse(POLICY), BUDGET, head_budget=RULE)
     assert found == {rows.row_bytes}
     rows.allocate(3)
     assert rows.memory().allocated_bytes == 3 * rows.row_bytes
-    assert sum((rows.memory_of(row) for row in range(3)), Memory()) == rows.memory()
-    assert sum((block.memory() for block in rows.blocks_of(0)), Memory()) == rows.memory_of(0)
+    assert sum((rows.memory_of(row) for row in range(3)), MemoryUsage()) == rows.memory()
+    assert sum((block.memory() for block in rows.blocks_of(0)), MemoryUsage()) == rows.memory_of(0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -233,7 +233,7 @@ def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
 
 
 def test_sessions_rewind_and_go_on_in_rows_of_another_policy():
-    session, sampling = engine_of().session(), Sampling(max_new_tokens=4)
+    session, sampling = engine_of().session(), SamplingParams(max_new_tokens=4)
     session.ask(prompt_of(1, 30), sampling)
     snapshot, fork = session.snapshot(), session.fork()[0]
     once = [session.ask(prompt_of(i, 9), sampling).token_ids for i in (2, 3)]

@@ -17,7 +17,7 @@ from kvkeep.backends.triton import launch
 from kvkeep.engine import Engine, Request, cuda_graphs
 from kvkeep.engine.cuda_graphs import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.kv_manager import Owner
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.pooled_store import PooledStore
 
 from .models import CONFIGS, DEVICE, alone, model
@@ -38,7 +38,7 @@ def as_on_a_gpu(monkeypatch):
 
 def requests(*lengths):
     return [
-        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new))
+        Request(prompt=prompt_of(i, length), sampling=SamplingParams(max_new_tokens=new))
         for i, (length, new) in enumerate(lengths)
     ]
 
@@ -129,10 +129,10 @@ def test_what_was_recorded_goes_with_the_rows():
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=2, graphs=True)
     engine.generate(requests((4, 3)))
     (before,) = engine._runner.graphs._steps.values()
-    engine.generate([Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=4), budget=9)])  # budgets by row
+    engine.generate([Request(prompt=(1, 2, 3), sampling=SamplingParams(max_new_tokens=4), budget=9)])  # budgets by row
     (after,) = engine._runner.graphs._steps.values()
     assert after is not before
-    engine.generate([Request(prompt=(1, 2), sampling=Sampling(max_new_tokens=1), policy="local")])
+    engine.generate([Request(prompt=(1, 2), sampling=SamplingParams(max_new_tokens=1), policy="local")])
     assert not engine._runner.graphs._steps
 
 

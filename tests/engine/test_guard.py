@@ -7,7 +7,7 @@ from sweeps import sweep
 
 from kvkeep import InputError, backends
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.policies._mass import HeavyHitters
 
@@ -21,7 +21,7 @@ BUDGET = 16
 
 
 def asked(i, *, length=40, new=8, **others):
-    return Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new, temperature=0.7), **others)
+    return Request(prompt=prompt_of(i, length), sampling=SamplingParams(max_new_tokens=new, temperature=0.7), **others)
 
 
 def plain(result):

@@ -9,8 +9,8 @@ from sweeps import sweep
 import kvkeep
 from kvkeep.engine import Engine, Request, budget_guard
 from kvkeep.engine.budget_guard import _end_of_prompt as end_of_prompt
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.store import DenseStore
@@ -83,7 +83,7 @@ def test_codes_and_pins(rule, kv_bits):
 def row_of(engine, **options):
     """What a row holds after a prompt: the budgets, positions and tensors of each layer."""
     with engine.session() as session:
-        session.ask(Request(prompt=prompt_of(3, 40), sampling=Sampling(max_new_tokens=1), **options))
+        session.ask(Request(prompt=prompt_of(3, 40), sampling=SamplingParams(max_new_tokens=1), **options))
         return session.snapshot().contents.layers
 
 
@@ -105,7 +105,7 @@ def test_the_pool_of_a_row_that_was_reduced_is_whole_again_for_the_next():
     before, _, after = engine.generate([asked(1), asked(1, guard=1.0), asked(1)])
     assert close(before, after)
     assert engine.memory().allocated_bytes == engine.row_bytes
-    rows: Rows = engine._rows
+    rows: KVManager = engine._rows
     assert all(isinstance(block.store, PooledStore) for block in rows.blocks_of(0))
 
 
@@ -114,13 +114,15 @@ def test_a_session_keeps_the_budget_that_its_first_turn_chose(rule, tmp_path):
     answers = []
     for budget, guard in ((BUDGET // 4, None), (BUDGET, 1.0)):
         with engine_of(rule=rule, budget=budget).session() as session:
-            turns = [session.ask(Request(prompt=prompt_of(1, 30), sampling=Sampling(max_new_tokens=4), guard=guard))]
+            turns = [
+                session.ask(Request(prompt=prompt_of(1, 30), sampling=SamplingParams(max_new_tokens=4), guard=guard))
+            ]
             session.snapshot().save(tmp_path / "memory")
-            turns.append(session.ask(prompt_of(2, 9), Sampling(max_new_tokens=4)))
+            turns.append(session.ask(prompt_of(2, 9), SamplingParams(max_new_tokens=4)))
         assert [turn.budget for turn in turns] == [BUDGET // 4] * 2
         answers.append([turn.token_ids for turn in turns])
         memory = kvkeep.Snapshot.load(tmp_path / "memory")
-        again = Request(prompt=prompt_of(2, 9), memory=memory, sampling=Sampling(max_new_tokens=2))
+        again = Request(prompt=prompt_of(2, 9), memory=memory, sampling=SamplingParams(max_new_tokens=2))
         (result,) = engine_of(rule=rule, budget=budget).generate([again])
         assert result.budget == BUDGET // 4
     assert answers[0] == answers[1]

@@ -12,8 +12,8 @@ import kvkeep
 from kvkeep import BoundedCache, BudgetError, InputError, UnsupportedOperationError
 from kvkeep.budget import by_head
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.types import Phase
@@ -91,7 +91,7 @@ def asked(policies, budgets=(BUDGET,)):
     return [
         Request(
             prompt=prompt_of(i, 12 + 7 * i % 23),
-            sampling=Sampling(max_new_tokens=NEW),
+            sampling=SamplingParams(max_new_tokens=NEW),
             policy=policy,
             budget=budgets[i % len(budgets)],
             ignore_end=True,
@@ -116,7 +116,8 @@ def test_a_row_costs_what_equal_heads_cost(policy, profile):
     """Apart from the table of ranges, two slots that are rounded up to, and one entry of no head in each layer."""
     net = model("llama")
     sizes = {
-        rule: Rows(net, kvkeep.parse(policy), 40, head_budget=rule).row_bytes for rule in ("uniform", "ada", profile)
+        rule: KVManager(net, kvkeep.parse(policy), 40, head_budget=rule).row_bytes
+        for rule in ("uniform", "ada", profile)
     }
     heads, layers = net.config.num_key_value_heads, net.config.num_hidden_layers
     slot = 2 * 4 * (net.config.hidden_size // net.config.num_attention_heads) + 4 + 4 * len(kvkeep.parse(policy).slots)
@@ -252,7 +253,7 @@ def test_alpha_1_is_uniform():
 
 def from_a_file(file, one, other):
     """A memory of an engine, and the memory that it is in a file. Both go on alike, there and in another engine."""
-    sampling, text = Sampling(max_new_tokens=8), prompt_of(3, 30)
+    sampling, text = SamplingParams(max_new_tokens=8), prompt_of(3, 30)
     with one.session() as session:
         session.read(text)
         snapshot = session.snapshot()
@@ -337,10 +338,10 @@ def test_a_guard_is_refused_under_a_profile_alone(profile):
 
 
 def test_rows_that_are_not_made_for_head_budgets_take_none():
-    rows = Rows(model("llama"), kvkeep.parse("local"), BUDGET)
+    rows = KVManager(model("llama"), kvkeep.parse("local"), BUDGET)
     rows.allocate(2)
     assert not rows.takes(kvkeep.parse("adakv:window=4"))
-    rows = Rows(model("llama"), kvkeep.parse("adakv:window=4"), BUDGET)
+    rows = KVManager(model("llama"), kvkeep.parse("adakv:window=4"), BUDGET)
     rows.allocate(2)
     assert rows.takes(kvkeep.parse("h2o:recent=2"))
 
@@ -357,7 +358,7 @@ def test_beams_and_reset_move_ranges_with_their_rows():
 def test_a_policy_whose_heads_hold_equally_many_tokens_waits_for_rows_without_a_pool():
     engine = Engine(model("llama"), policy="h2o", budget=14, rows=3, prefill_chunk=3)
     requests = [
-        Request(prompt=prompt_of(0, 1), sampling=Sampling(max_new_tokens=1), policy=policy, budget=8)
+        Request(prompt=prompt_of(0, 1), sampling=SamplingParams(max_new_tokens=1), policy=policy, budget=8)
         for policy in ("h2o", "h2o", "h2o", "adakv:window=4", "scissorhands")
     ]
     assert [result.finish_reason for result in engine.generate(requests)] == ["length"] * 5

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import PolicyError
 from kvkeep.kv.memory_usage import bytes_of
 from kvkeep.policies.base import Policy
@@ -42,7 +42,9 @@ def test_a_row_gets_what_it_gets_alone_beside_other_policies(own, chunk):
     """More requests than rows, so that rows are moved, released and used again."""
     policies = [POLICY, "local", POLICY, "h2o:recent=2", POLICY, POLICY, "local"]
     requests = [
-        Request(prompt=prompt_of(i, 8 + 5 * i % 23), sampling=Sampling(max_new_tokens=4 + i), policy=policy, budget=9)
+        Request(
+            prompt=prompt_of(i, 8 + 5 * i % 23), sampling=SamplingParams(max_new_tokens=4 + i), policy=policy, budget=9
+        )
         for i, policy in enumerate(policies)
     ]
     found = run(Engine(model("llama"), policy=own, budget=9, rows=3, prefill_chunk=chunk), requests)
@@ -51,10 +53,10 @@ def test_a_row_gets_what_it_gets_alone_beside_other_policies(own, chunk):
 
 
 def test_the_memory_of_heads_is_counted_and_refused_where_there_is_none():
-    rows = Rows(model("llama"), parse("local"), 9)
+    rows = KVManager(model("llama"), parse("local"), 9)
     rows.allocate(2, most_bytes=2 * rows.row_bytes)
     assert not rows.takes(parse(POLICY))
-    rows = Rows(model("llama"), parse("local"), 9)
+    rows = KVManager(model("llama"), parse("local"), 9)
     more = 4 * 2 * 3 * 2 * (8 * 8 + 8 + 1)  # float32, rows, layers, KV heads
     rows.allocate(2, most_bytes=2 * rows.row_bytes + more)
     assert rows.takes(parse(POLICY))
@@ -63,11 +65,11 @@ def test_the_memory_of_heads_is_counted_and_refused_where_there_is_none():
     assert rows.memory().allocated_bytes == before + more
     rows.begin(0, budget=9, policy=parse(POLICY))
     assert rows.memory().allocated_bytes == before + more
-    assert Rows(model("llama"), parse(POLICY), 9).row_bytes == rows.row_bytes + more // 2
+    assert KVManager(model("llama"), parse(POLICY), 9).row_bytes == rows.row_bytes + more // 2
 
 
 def test_policies_share_tensors_of_the_same_axes():
-    rows = Rows(model("llama"), Twice(), 9)
+    rows = KVManager(model("llama"), Twice(), 9)
     rows.allocate(2)
     held = bytes_of(tensor for block in rows._blocks for tensor in block.per_row().values())
     rows.begin(0, budget=9, policy=parse(POLICY))
@@ -97,4 +99,4 @@ class Wrong(Policy):
 
 def test_an_axis_that_does_not_exist_is_refused():
     with pytest.raises(PolicyError, match=r"has the axes 'D G', and a head has no 'G'\. An axis is D"):
-        Rows(model("llama"), Wrong(), 9)
+        KVManager(model("llama"), Wrong(), 9)

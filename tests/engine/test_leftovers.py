@@ -7,7 +7,7 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.pooled_store import PooledStore
 
 from .models import DEVICE, alone, model
@@ -39,7 +39,9 @@ def test_in_the_rows_of_an_engine(policy, backend):
     evicts = kvkeep.parse(policy).evicts
     budget = CAPACITY if evicts else 64
     engine = Engine(model("llama"), policy=policy, budget=budget, rows=2, prefill_chunk=5)
-    asked = [Request(prompt=prompt_of(i, n), sampling=Sampling(max_new_tokens=5)) for i, n in enumerate((17, 3, 8))]
+    asked = [
+        Request(prompt=prompt_of(i, n), sampling=SamplingParams(max_new_tokens=5)) for i, n in enumerate((17, 3, 8))
+    ]
     for request in asked:
         engine.add(request)
     found = {}

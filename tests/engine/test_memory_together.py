@@ -9,7 +9,7 @@ from sweeps import sweep
 import kvkeep
 from kvkeep import Snapshot
 from kvkeep.engine import Engine, Request, scheduler
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 
 from .models import model
 from .test_equal import prompt_of
@@ -39,7 +39,7 @@ def talks_of(rng, chunk):
             n, new = rng.choice([5, 9]) + 8 * (i == 0), rng.randint(1, 5)
             pins = ((before + 1, before + 3),) if rng.random() < 0.5 and i < 2 and not guarded else ()
             guard = 0.7 if i == 0 and guarded else None
-            sampling = Sampling(max_new_tokens=new, temperature=rng.choice([0.0, 0.8]))
+            sampling = SamplingParams(max_new_tokens=new, temperature=rng.choice([0.0, 0.8]))
             turns.append(Request(prompt=prompt_of(rng.randrange(3), n), sampling=sampling, pins=pins, guard=guard))
             before += n + new
         yield Talk(kind, policy, turns, [])

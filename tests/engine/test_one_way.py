@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from kvkeep.batch.input import COMPLETION, parse
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.noise import spread, uniform
 
 from .models import CONFIGS, alone, model
@@ -120,11 +120,11 @@ def test_a_line_with_a_seed_of_its_own_is_reproducible_by_it_alone(tmp_path, pol
 @pytest.mark.parametrize(("options", "sequence"), [({}, 6), ({"temperature": 1.0}, 6), ({"seed": 0}, 0)])
 def test_a_line_is_known_by_its_number_unless_it_names_a_seed(options, sequence):
     raw = json.dumps({"prompt": "a", "options": options}).encode()
-    assert parse(7, raw, lambda prompt: [1], Sampling()).request.sequence == sequence
+    assert parse(7, raw, lambda prompt: [1], SamplingParams()).request.sequence == sequence
 
 
 def test_draws_differ_by_sequence_and_step_and_keep_their_value_for_sequence_0():
-    wish = Sampling(temperature=1.0, seed=3, max_new_tokens=40)
+    wish = SamplingParams(temperature=1.0, seed=3, max_new_tokens=40)
     prompt = prompt_of(1, 5)
     engine = Engine(model("llama"), budget=64, rows=3)
     requests = [Request(prompt=prompt, sampling=wish, sequence=n) for n in (0, 1, 2**40, -1)]
@@ -143,7 +143,7 @@ def test_draws_differ_by_sequence_and_step_and_keep_their_value_for_sequence_0()
 def test_short_prompts_that_are_read_whole_share_a_run(lengths, together):
     engine = Engine(model("llama"), budget=8, rows=4, prefill_chunk=None)
     for i, length in enumerate(lengths):
-        engine.add(Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=2)))
+        engine.add(Request(prompt=prompt_of(i, length), sampling=SamplingParams(max_new_tokens=2)))
     assert len(engine.step()) == together
 
 
@@ -152,7 +152,7 @@ def test_the_engine_feeds_a_long_prompt_whole_unless_told_otherwise(monkeypatch)
     sizes = {**CONFIGS["llama"].to_diff_dict(), "max_position_embeddings": 1024}
     monkeypatch.setitem(CONFIGS, "long", LlamaConfig(**sizes))
     prompt, policy = prompt_of(1, 700), "snapkv:window=4"
-    asked = [Request(prompt=prompt, sampling=Sampling(max_new_tokens=6))]
+    asked = [Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=6))]
     (whole,) = Engine(model("long"), policy=policy, budget=24, rows=2).generate(asked)
     assert whole.token_ids == alone("long", prompt, 6, policy, 24, None)
     (pieces,) = Engine(model("long"), policy=policy, budget=24, rows=2, prefill_chunk=512).generate(asked)

@@ -6,7 +6,7 @@ import torch
 import kvkeep
 from kvkeep.cache.layer import Layer
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.types import AttentionOptions, Phase
 
 from .models import DEVICE, alone, model
@@ -22,7 +22,7 @@ def test_a_prompt_of_seventeen_tokens_in_pieces_of_eight(policy):
     budget = 14 if parsed.evicts else 64
     engine = Engine(model("llama"), policy=policy, budget=budget, rows=2, prefill_chunk=8)
     prompt = prompt_of(4, 17)
-    (found,) = engine.generate([Request(prompt=prompt, sampling=Sampling(max_new_tokens=5))])
+    (found,) = engine.generate([Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=5))])
     assert found.token_ids == alone("llama", prompt, 5, policy, budget, 8)
     if parsed.cascades:
         return
@@ -36,7 +36,7 @@ def test_a_prompt_of_seventeen_tokens_in_pieces_of_eight(policy):
 
 def test_a_prompt_that_evicts_only_once_needs_no_slot_for_its_last_piece():
     engine = Engine(model("llama"), policy="snapkv:window=4,decode=grow", budget=12, rows=1, prefill_chunk=8)
-    (found,) = engine.generate([Request(prompt=prompt_of(4, 17), sampling=Sampling(max_new_tokens=1))])
+    (found,) = engine.generate([Request(prompt=prompt_of(4, 17), sampling=SamplingParams(max_new_tokens=1))])
     assert found.finish_reason == "length"
 
 

@@ -11,7 +11,7 @@ import kvkeep
 from kvkeep import BudgetError, InputError, backends
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.types import Phase
 
 from .models import DEVICE, alone, model
@@ -46,7 +46,8 @@ def budget_of(policy):
 def test_rows_with_different_pins_share_a_batch(policy, chunk):
     engine = Engine(model("llama"), policy=policy, budget=budget_of(policy), rows=3, prefill_chunk=chunk)
     asked = [
-        Request(prompt=prompt_of(i, 8 + 5 * i), sampling=Sampling(max_new_tokens=6), pins=PINS[i % 4]) for i in range(6)
+        Request(prompt=prompt_of(i, 8 + 5 * i), sampling=SamplingParams(max_new_tokens=6), pins=PINS[i % 4])
+        for i in range(6)
     ]
     for request, result in zip(asked, engine.generate(asked), strict=True):
         assert result.error is None
@@ -62,7 +63,7 @@ def test_a_step_with_pins_equals_the_plain_path(backend, monkeypatch):
     held = []
     for fuses in (True, False):
         if not fuses:
-            monkeypatch.setattr("kvkeep.cache.eviction.fuses", lambda *given, **others: False)
+            monkeypatch.setattr("kvkeep.cache.layer.fuses", lambda *given, **others: False)
         cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8, pins=[[(1, 3)], []])
         ids = torch.tensor([prompt_of(1, 30), prompt_of(2, 30)], device=DEVICE)
         with torch.inference_mode():
@@ -87,7 +88,9 @@ def test_pins_stay_whatever_runs_beside_them(positions):
         length = rng.randint(6, 30)
         start = rng.randrange(length - 3)
         pins = ((start, start + 3),) if i % 3 else ()
-        request = Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=rng.randint(1, 12)), pins=pins)
+        request = Request(
+            prompt=prompt_of(i, length), sampling=SamplingParams(max_new_tokens=rng.randint(1, 12)), pins=pins
+        )
         asked[engine.add(request)] = pins
     while engine.busy:
         for event in engine.step():
@@ -102,7 +105,7 @@ def test_pins_stay_whatever_runs_beside_them(positions):
 
 def test_a_layer_with_a_sliding_window_forgets_pins_with_the_window():
     engine = Engine(model("gemma2"), policy="h2o:recent=2", budget=10, rows=1)
-    request = Request(prompt=prompt_of(1, 30), sampling=Sampling(max_new_tokens=2), pins=((0, 4),))
+    request = Request(prompt=prompt_of(1, 30), sampling=SamplingParams(max_new_tokens=2), pins=((0, 4),))
     number = engine.add(request)
     engine.step()
     sliding, full = engine._rows._blocks[0].store.positions[0, 0], engine._rows._blocks[1].store.positions[0, 0]
@@ -129,8 +132,10 @@ def test_pins_that_cannot_be_held_are_refused_before_anything_runs(pins, error, 
 
 def test_the_next_sequence_of_a_row_has_no_pins():
     engine = Engine(model("llama"), policy="h2o:recent=2", budget=10, rows=1)
-    pinned = Request(prompt=prompt_of(1, 20), sampling=Sampling(max_new_tokens=3), pins=((0, 5), (9, 10), (12, 13)))
-    plain = Request(prompt=prompt_of(2, 20), sampling=Sampling(max_new_tokens=3))
+    pinned = Request(
+        prompt=prompt_of(1, 20), sampling=SamplingParams(max_new_tokens=3), pins=((0, 5), (9, 10), (12, 13))
+    )
+    plain = Request(prompt=prompt_of(2, 20), sampling=SamplingParams(max_new_tokens=3))
     results = engine.generate([pinned, plain, pinned])
     assert results[1].token_ids == alone("llama", plain.prompt, 3, "h2o:recent=2", 10, None)
     assert results[0].token_ids == results[2].token_ids
@@ -142,7 +147,8 @@ def test_recorded_steps_keep_pins_apart_from_other_rows(policy, monkeypatch):
     monkeypatch.setenv(backends.SWITCH, "torch")
     engine = Engine(model("llama"), policy=policy, budget=CAPACITY, rows=2, graphs=True)
     asked = [
-        Request(prompt=prompt_of(i, 14), sampling=Sampling(max_new_tokens=5), pins=PINS[i % 4]) for i in (0, 1, 2, 1)
+        Request(prompt=prompt_of(i, 14), sampling=SamplingParams(max_new_tokens=5), pins=PINS[i % 4])
+        for i in (0, 1, 2, 1)
     ]
     for request, result in zip(asked, engine.generate(asked), strict=True):
         assert result.token_ids == alone("llama", request.prompt, 5, policy, CAPACITY, None, request.pins)
@@ -214,7 +220,9 @@ def test_pins_of_later_turns_have_room_beside_earlier_ones(guard, way, tmp_path)
     engine = Engine(
         *(model("llama"), None), policy="h2o:recent=2", budget=budget, rows=2, session_memory=0, session_dir=tmp_path
     )
-    first = Request(prompt=prompt_of(1, 40), sampling=Sampling(max_new_tokens=4), pins=((0, pinned),), guard=guard)
+    first = Request(
+        prompt=prompt_of(1, 40), sampling=SamplingParams(max_new_tokens=4), pins=((0, pinned),), guard=guard
+    )
     session = engine.session(name="anna")
     assert session.ask(first).budget == 10
     if way == "disk":
@@ -223,7 +231,7 @@ def test_pins_of_later_turns_have_room_beside_earlier_ones(guard, way, tmp_path)
     before = session.snapshot()
 
     def later(pins):
-        wish = Request(prompt=prompt_of(2, 20), sampling=Sampling(max_new_tokens=60), pins=((44, 44 + pins),))
+        wish = Request(prompt=prompt_of(2, 20), sampling=SamplingParams(max_new_tokens=60), pins=((44, 44 + pins),))
         return engine.generate(replace(wish, memory=before))[0] if way == "memory" else session.ask(wish)
 
     with pytest.raises(BudgetError, match=r"9 tokens are pinned, .* together 11: more than the budget of 10"):

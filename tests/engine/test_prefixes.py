@@ -5,7 +5,7 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 
 from .models import alone, model
@@ -25,7 +25,7 @@ def engine_of(policy="h2o", budget=BUDGET, memory=PLENTY, **options):
 
 
 def wish(prompt, new=5, **options):
-    return Request(prompt=prompt, sampling=Sampling(max_new_tokens=new), **options)
+    return Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=new), **options)
 
 
 def run(engine, *requests):

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.dispatcher import Box
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import (
     BrokenCacheError,
     BudgetError,
@@ -32,7 +32,7 @@ from .test_equal import prompt_of
 
 
 def new(n):
-    return Sampling(max_new_tokens=n)
+    return SamplingParams(max_new_tokens=n)
 
 
 def drain(engine):
@@ -77,7 +77,7 @@ def test_rows_that_are_given_up_are_free():
     engine._rows.allocate(0)
     gc.collect()
     assert not any(ref() is not None for ref in held)
-    assert engine.memory() == kvkeep.Memory()
+    assert engine.memory() == kvkeep.MemoryUsage()
 
 
 @pytest.mark.slow
@@ -259,14 +259,14 @@ def test_logits_that_are_no_numbers_end_their_own_request_alone(number, monkeypa
 def test_a_change_of_policy_that_fails_ends_those_who_need_it_and_nobody_else(monkeypatch):
     engine = Engine(model("llama"), policy="local", budget=12, rows=2)
     bytes_before = engine.memory().allocated_bytes
-    plain = Rows.allocate
+    plain = KVManager.allocate
 
     def allocate(rows, count, **options):
         if rows.policy == kvkeep.parse("adakv:window=4") and count > 1:
             raise MemoryError("no memory for so many rows")
         plain(rows, count, **options)
 
-    monkeypatch.setattr(Rows, "allocate", allocate)
+    monkeypatch.setattr(KVManager, "allocate", allocate)
     asked = [Request(prompt=prompt_of(i, 9), sampling=new(4), policy=p) for i, p in enumerate((None, "adakv:window=4"))]
     found = engine.generate([asked[1], asked[0], asked[1], asked[0]])
     assert [result.finish_reason for result in found] == ["error", "length", "error", "length"]
@@ -279,15 +279,15 @@ def test_a_change_of_policy_that_fails_ends_those_who_need_it_and_nobody_else(mo
 def test_a_change_of_policy_that_fails_both_ways_leaves_an_engine_that_ends(monkeypatch):
     engine = Engine(model("llama"), policy="local", budget=12, rows=2)
     with monkeypatch.context() as patched:
-        plain = Rows.allocate
+        plain = KVManager.allocate
         patched.setattr(
-            Rows,
+            KVManager,
             "allocate",
             lambda rows, count, **o: plain(rows, count, **o) if count == 0 else (_ for _ in ()).throw(MemoryError()),
         )
         asked = [Request(prompt=(1, 2), sampling=new(2), policy=p) for p in ("adakv:window=4", None)]
         assert [r.finish_reason for r in engine.generate(asked)] == ["error", "error"]
-        assert engine.memory() == kvkeep.Memory()
+        assert engine.memory() == kvkeep.MemoryUsage()
     assert engine.generate(asked)[1].token_ids == alone("llama", (1, 2), 2, "local", 12, 512)
 
 
@@ -423,8 +423,8 @@ def test_ctrl_c_waits_for_the_end_of_a_step_and_loses_nothing(ctrl_c):
     want = [alone("llama", request.prompt, request.sampling.max_new_tokens, "h2o", 8, 512) for request in asked]
     places = [
         *((Scheduler, name) for name in ("admit", "plan", "gap", "move", "leave")),
-        *((Rows, name) for name in ("begin", "end", "move", "part")),
-        *((Generation, name) for name in ("take", "finish", "result")),
+        *((KVManager, name) for name in ("begin", "end", "move", "part")),
+        *((Sequence, name) for name in ("take", "finish", "result")),
     ]
     for owner, name in places:
         engine, plain, interrupts = Engine(model("llama"), policy="h2o", budget=8, rows=2), getattr(owner, name), 0
@@ -501,7 +501,7 @@ def test_an_error_that_cannot_be_told_or_logged_harms_nobody_else(error, monkeyp
 
 def test_a_penalty_does_not_mind_in_which_mode_steps_are_taken():
     engine = Engine(model("llama"), budget=8, rows=2)
-    engine.add(Request(prompt=prompt_of(1, 9), sampling=Sampling(max_new_tokens=6, repetition_penalty=1.3)))
+    engine.add(Request(prompt=prompt_of(1, 9), sampling=SamplingParams(max_new_tokens=6, repetition_penalty=1.3)))
     with torch.inference_mode():
         engine.step()
         engine.step()

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request, admission, swapping
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError
 
 from .models import alone
@@ -30,7 +30,7 @@ def restless(monkeypatch):
 
 
 def wish(n, new=7, **options):
-    options["sampling"] = Sampling(max_new_tokens=new, **options.pop("sampling", {}))
+    options["sampling"] = SamplingParams(max_new_tokens=new, **options.pop("sampling", {}))
     return Request(prompt=prompt_of(n, 5 + n % 6), **options)
 
 
@@ -157,11 +157,11 @@ def test_sessions_prefixes_and_equal_prompts(monkeypatch):
         engine = engine_of("h2o", BUDGET, rows=1, host_rows=host_rows, prefill_chunk=4, prefix_memory=2**20)
         memory = engine.prefix(prompt_of(8, 10))
         session = engine.session()
-        requests = [Request(prompt=prompt, sampling=Sampling(max_new_tokens=6)) for _ in range(3)]
+        requests = [Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=6)) for _ in range(3)]
         requests += [wish(1, memory=memory), wish(2)]
         numbers = [engine.add(one) for one in requests]
         found = {}
-        talked = [session.ask(prompt_of(n, 6), Sampling(max_new_tokens=5)).token_ids for n in (3, 4)]
+        talked = [session.ask(prompt_of(n, 6), SamplingParams(max_new_tokens=5)).token_ids for n in (3, 4)]
         while engine.busy:
             found |= {event.id: event.result for event in engine.step() if event.result}
         return [(found[n].token_ids, found[n].cached_tokens) for n in numbers], talked, engine._rotation.swaps
@@ -205,7 +205,7 @@ def test_a_sequence_whose_memory_cannot_be_copied_keeps_its_row(monkeypatch):
     requests = [wish(n) for n in range(4)]
     want = [alone("llama", one.prompt, 7, "h2o", 10, None) for one in requests]
     engine = engine_of(rows=1, host_rows=3)
-    monkeypatch.setattr(Rows, "take", fails)
+    monkeypatch.setattr(KVManager, "take", fails)
     assert [one.token_ids for one in engine.generate(requests)] == want
     assert engine._rotation.swaps == 0
 
@@ -213,7 +213,7 @@ def test_a_sequence_whose_memory_cannot_be_copied_keeps_its_row(monkeypatch):
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["begin", "end", "take"])
 def test_a_swap_that_fails_harms_nobody_else(where, error, monkeypatch):
-    plain, rng = getattr(Rows, where), random.Random(5)
+    plain, rng = getattr(KVManager, where), random.Random(5)
 
     def fails(self, *args, **options):
         if rng.random() < 0.1:
@@ -223,7 +223,7 @@ def test_a_swap_that_fails_harms_nobody_else(where, error, monkeypatch):
     engine = engine_of(rows=2, host_rows=2)
     asked = {engine.add(one): one for one in [wish(n) for n in range(8)]}
     ended, broken = {}, 0
-    monkeypatch.setattr(Rows, where, fails)
+    monkeypatch.setattr(KVManager, where, fails)
     while engine.busy:
         try:
             events = engine.step()
@@ -268,7 +268,7 @@ class Clock:
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "copy"), [(0.1, 0.01), (0.1, 0.3), (0.01, 0.01), (0.5, 0.001)])
 def test_copies_take_a_small_share_of_the_time(step, copy, monkeypatch):
-    clock, plain = Clock(), (Rows.take, Rows.begin)
+    clock, plain = Clock(), (KVManager.take, KVManager.begin)
     monkeypatch.setattr(swapping, "SHARE", 0.05)
     monkeypatch.setattr(swapping, "time", clock)
 
@@ -279,7 +279,7 @@ def test_copies_take_a_small_share_of_the_time(step, copy, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(Rows, "take", later(0, copy))
+    monkeypatch.setattr(KVManager, "take", later(0, copy))
     engine = engine_of(rows=1, host_rows=1)
     hook = engine.model.register_forward_hook(lambda *_: setattr(clock, "now", clock.now + step))
     try:

@@ -13,7 +13,7 @@ from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.admission import _limits, free_bytes
 from kvkeep.engine.kv_blocks import Blocks
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import show_bytes
 from kvkeep.policies.base import Policy
 
@@ -35,7 +35,7 @@ def test_many_requests_with_random_cancels(n):
         while len(added) < n and len(added) - len(results) < 20:
             prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((2, 5, 9, 20))))
             new = rng.randint(1, 4)
-            added[engine.add(Request(prompt=prompt, sampling=Sampling(max_new_tokens=new)))] = (prompt, new)
+            added[engine.add(Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=new)))] = (prompt, new)
         for event in engine.step():
             if event.result:
                 assert event.id not in results
@@ -186,7 +186,9 @@ def test_free_memory_bounds_the_rows(monkeypatch):
 
 def test_a_policy_whose_rows_no_memory_holds_any_more_ends_those_who_need_it(monkeypatch):
     engine = Engine(model("llama"), policy="local", budget=20, rows=2)
-    asked = [Request(prompt=(1, 2), sampling=Sampling(max_new_tokens=2), policy=p) for p in ("adakv:window=4", None)]
+    asked = [
+        Request(prompt=(1, 2), sampling=SamplingParams(max_new_tokens=2), policy=p) for p in ("adakv:window=4", None)
+    ]
     monkeypatch.setattr("kvkeep.engine.admission.free_bytes", lambda device: 100)
     found = engine.generate(asked)
     assert [result.finish_reason for result in found] == ["error", "length"]
@@ -203,14 +205,14 @@ def test_a_row_is_measured_as_it_is_made(policy):
 @pytest.mark.parametrize(("length", "chunk"), [(16, 8), (17, 8), (17, None), (16, 1)])
 def test_a_chunk_of_one_token_is_prompt(length, chunk):
     engine = Engine(model("llama"), policy="snapkv:window=4,decode=grow", budget=14, rows=1, prefill_chunk=chunk)
-    (result,) = engine.generate([Request(prompt=(1,) * length, sampling=Sampling(max_new_tokens=1))])
+    (result,) = engine.generate([Request(prompt=(1,) * length, sampling=SamplingParams(max_new_tokens=1))])
     assert (result.finish_reason, len(result.token_ids)) == ("length", 1)
 
 
 def test_a_policy_whose_row_does_not_fit_is_refused_at_the_door():
     small = Engine(model("llama"), policy="local", budget=20, rows=1)
     engine = Engine(model("llama"), policy="local", budget=20, kv_memory=small.row_bytes + 3)
-    wish = Sampling(max_new_tokens=2)
+    wish = SamplingParams(max_new_tokens=2)
     engine.add(Request(prompt=(1, 2), sampling=wish))
     with pytest.raises(BudgetError, match="Not one row fits: topk"):
         engine.add(Request(prompt=(1, 2), sampling=wish, policy="topk"))  # it has two numbers more for each slot
@@ -226,7 +228,7 @@ def test_state_of_another_policy_is_made_when_there_is_memory_for_it(spare):
     assert two > one
     engine = Engine(model("llama"), policy="local", budget=20, rows=3, kv_memory=3 * one + spare)
     before = storage(engine)
-    asked = Sampling(max_new_tokens=8)
+    asked = SamplingParams(max_new_tokens=8)
     wishes = [Request(prompt=(1, 2, i), sampling=asked, policy=p) for i, p in enumerate(("local", "ahakv:recent=4"))]
     local = engine.add(wishes[0])
     aha = engine.add(wishes[1])
@@ -244,8 +246,8 @@ def test_state_of_another_policy_is_made_when_there_is_memory_for_it(spare):
 
 def test_a_finished_row_is_free_at_the_next_step():
     engine = Engine(model("llama"), budget=8, rows=1, prefill_chunk=None)
-    first = engine.add(Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=1)))
-    second = engine.add(Request(prompt=(4, 5), sampling=Sampling(max_new_tokens=2)))
+    first = engine.add(Request(prompt=(1, 2, 3), sampling=SamplingParams(max_new_tokens=1)))
+    second = engine.add(Request(prompt=(4, 5), sampling=SamplingParams(max_new_tokens=2)))
     assert [(e.id, e.result is not None) for e in engine.step()] == [(first, True)]
     assert [e.id for e in engine.step()] == [second]
     assert [(e.id, e.result is not None) for e in engine.step()] == [(second, True)]
@@ -253,9 +255,9 @@ def test_a_finished_row_is_free_at_the_next_step():
 
 def test_running_rows_wait_for_one_chunk_only():
     engine = Engine(model("llama"), budget=8, rows=2, prefill_chunk=4)
-    short = engine.add(Request(prompt=(1,), sampling=Sampling(max_new_tokens=30)))
+    short = engine.add(Request(prompt=(1,), sampling=SamplingParams(max_new_tokens=30)))
     engine.step()
-    engine.add(Request(prompt=tuple(range(20)), sampling=Sampling(max_new_tokens=2)))
+    engine.add(Request(prompt=tuple(range(20)), sampling=SamplingParams(max_new_tokens=2)))
     for _ in range(4):  # four of five chunks of the long prompt
         assert [e.id for e in engine.step()] == [short]
 
@@ -263,7 +265,8 @@ def test_running_rows_wait_for_one_chunk_only():
 def test_rows_close_up_when_nobody_waits():
     engine = Engine(model("llama"), budget=8, rows=4)
     numbers = [
-        engine.add(Request(prompt=(i + 1, 2), sampling=Sampling(max_new_tokens=n))) for i, n in enumerate((2, 3, 2, 20))
+        engine.add(Request(prompt=(i + 1, 2), sampling=SamplingParams(max_new_tokens=n)))
+        for i, n in enumerate((2, 3, 2, 20))
     ]
     results, widths = {}, []
     while engine.busy:
@@ -276,7 +279,7 @@ def test_rows_close_up_when_nobody_waits():
 
 def test_bad_requests_are_refused_and_do_no_harm():
     engine = Engine(model("gpt2"), budget=8, rows=2)
-    few, outside = Sampling(max_new_tokens=7), "outside of the model's vocabulary of 61"
+    few, outside = SamplingParams(max_new_tokens=7), "outside of the model's vocabulary of 61"
     for error, said, request in [
         (BudgetError, "more than the engine's 8", Request(prompt=(1,), budget=9)),
         (BudgetError, "protects", Request(prompt=(1,), policy="h2o:recent=9")),
@@ -299,16 +302,16 @@ def test_bad_requests_are_refused_and_do_no_harm():
     with pytest.raises(BudgetError):
         Engine(model("gpt2"), rows=0)
     assert not engine.busy
-    longest = Request(prompt=(1, 2, 3), policy="full", sampling=Sampling(max_new_tokens=6))
+    longest = Request(prompt=(1, 2, 3), policy="full", sampling=SamplingParams(max_new_tokens=6))
     assert engine.generate([longest])[0].token_ids == alone("gpt2", (1, 2, 3), 6, "full", 8, 512)
 
 
 def test_an_engine_made_in_inference_mode_runs_outside_of_it():
     with torch.inference_mode():
         engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)
-        engine.add(Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=9), budget=6))
+        engine.add(Request(prompt=(1, 2, 3), sampling=SamplingParams(max_new_tokens=9), budget=6))
         engine.step()
-    asked = Sampling(max_new_tokens=4)
+    asked = SamplingParams(max_new_tokens=4)
     while engine.busy:
         engine.step()
     for budget in (8, 7):
@@ -318,7 +321,7 @@ def test_an_engine_made_in_inference_mode_runs_outside_of_it():
 
 def test_a_stream_that_is_left_frees_its_row():
     engine = Engine(model("llama"), budget=8, rows=2)
-    stream = engine.stream(Request(prompt=(1, 2), sampling=Sampling(max_new_tokens=9)))
+    stream = engine.stream(Request(prompt=(1, 2), sampling=SamplingParams(max_new_tokens=9)))
     next(stream)
     stream.close()  # whoever stops listening frees the row
     assert not engine.busy

@@ -14,8 +14,8 @@ from transformers.generation.logits_process import (
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampler import changed, choose, draw
-from kvkeep.engine.sampling_params import Sampling
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError
 
 from .models import DEVICE, VOCABULARY, model
@@ -41,35 +41,35 @@ def check(sampling, p, n=20000):
 
 
 def test_frequencies_are_those_of_the_distribution():
-    check(Sampling(temperature=1.0, seed=5), LOGITS.softmax(dim=-1)[0])
-    check(Sampling(temperature=0.6, seed=6), expected(TemperatureLogitsWarper(0.6)))
+    check(SamplingParams(temperature=1.0, seed=5), LOGITS.softmax(dim=-1)[0])
+    check(SamplingParams(temperature=0.6, seed=6), expected(TemperatureLogitsWarper(0.6)))
 
 
 def test_top_k_top_p_and_min_p_leave_what_transformers_leaves():
-    check(Sampling(temperature=1.0, top_k=7), expected(TopKLogitsWarper(7)))
-    check(Sampling(temperature=1.0, top_p=0.7), expected(TopPLogitsWarper(0.7)))
-    check(Sampling(temperature=1.0, min_p=0.1), expected(MinPLogitsWarper(0.1)))
+    check(SamplingParams(temperature=1.0, top_k=7), expected(TopKLogitsWarper(7)))
+    check(SamplingParams(temperature=1.0, top_p=0.7), expected(TopPLogitsWarper(0.7)))
+    check(SamplingParams(temperature=1.0, min_p=0.1), expected(MinPLogitsWarper(0.1)))
     together = expected(
         TemperatureLogitsWarper(1.4), TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)
     )
-    check(Sampling(temperature=1.4, top_k=20, top_p=0.8, min_p=0.1), together)
+    check(SamplingParams(temperature=1.4, top_k=20, top_p=0.8, min_p=0.1), together)
 
 
 def test_numbers_at_the_end_of_their_range():
     for sampling in (
-        Sampling(temperature=1e-46),
-        Sampling(temperature=1e-46, top_k=10**400),
-        Sampling(temperature=1e-9),
+        SamplingParams(temperature=1e-46),
+        SamplingParams(temperature=1e-46, top_k=10**400),
+        SamplingParams(temperature=1e-9),
     ):
         assert frequencies(sampling, 50)[LOGITS.argmax()] == 1
-    check(Sampling(temperature=1.0, top_k=10**400), LOGITS.softmax(dim=-1)[0])
+    check(SamplingParams(temperature=1.0, top_k=10**400), LOGITS.softmax(dim=-1)[0])
 
 
 def test_rows_with_different_wishes_do_not_meet():
     samplings = [
-        Sampling(temperature=1.0, top_k=1),
-        Sampling(temperature=1.0, seed=3),
-        Sampling(temperature=2.0, top_p=0.5),
+        SamplingParams(temperature=1.0, top_k=1),
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=2.0, top_p=0.5),
     ]
     together = choose(LOGITS.expand(3, -1), samplings, torch.tensor([4, 5, 6]))
     single = [int(choose(LOGITS, [s], torch.tensor([n]))) for s, n in zip(samplings, (4, 5, 6), strict=True)]
@@ -79,8 +79,8 @@ def test_rows_with_different_wishes_do_not_meet():
 
 def test_repetition_penalty_is_that_of_transformers():
     prompt = (3, 17, 3)
-    request = Request(prompt=prompt, sampling=Sampling(repetition_penalty=1.7))
-    one = Generation(0, request, kvkeep.parse("full"), 8, frozenset(), token_ids=[9])
+    request = Request(prompt=prompt, sampling=SamplingParams(repetition_penalty=1.7))
+    one = Sequence(0, request, kvkeep.parse("full"), 8, frozenset(), token_ids=[9])
     for token in ((3, 17, 9), (3, 17, 9, 22)):
         ids = torch.tensor([[*prompt, *one.token_ids]], device=DEVICE)
         wanted = RepetitionPenaltyLogitsProcessor(1.7)(ids, LOGITS.clone()).argmax()
@@ -89,8 +89,8 @@ def test_repetition_penalty_is_that_of_transformers():
 
 
 def test_presence_and_frequency_penalties_count_generated_tokens_only():
-    sampling = Sampling(presence_penalty=0.5, frequency_penalty=1.5)
-    one = Generation(0, Request(prompt=(3, 17, 3), sampling=sampling), kvkeep.parse("full"), 8, frozenset())
+    sampling = SamplingParams(presence_penalty=0.5, frequency_penalty=1.5)
+    one = Sequence(0, Request(prompt=(3, 17, 3), sampling=sampling), kvkeep.parse("full"), 8, frozenset())
     assert changed(LOGITS, [one]).equal(LOGITS)
     for token in (9, 9, 22):
         one.token_ids.append(token)
@@ -102,8 +102,12 @@ def test_presence_and_frequency_penalties_count_generated_tokens_only():
 
 
 def test_a_bias_is_added_to_the_logits_of_its_tokens():
-    one = Generation(
-        0, Request(prompt=(1,), sampling=Sampling(logit_bias={7: 100, 9: -1.5})), kvkeep.parse("full"), 8, frozenset()
+    one = Sequence(
+        0,
+        Request(prompt=(1,), sampling=SamplingParams(logit_bias={7: 100, 9: -1.5})),
+        kvkeep.parse("full"),
+        8,
+        frozenset(),
     )
     assert draw(LOGITS, [one]) == [7]
     assert (changed(LOGITS, [one]) - LOGITS)[0, 9].item() == pytest.approx(-1.5)
@@ -112,7 +116,7 @@ def test_a_bias_is_added_to_the_logits_of_its_tokens():
 def test_a_row_with_penalties_gets_in_a_batch_what_it_gets_alone():
     engine = Engine(model("llama"), budget=64, rows=4)
     samplings = [
-        Sampling(max_new_tokens=12, **wishes)
+        SamplingParams(max_new_tokens=12, **wishes)
         for wishes in (
             {},
             {"presence_penalty": 2.0},
@@ -130,14 +134,14 @@ def test_a_row_with_penalties_gets_in_a_batch_what_it_gets_alone():
 def test_a_bias_beyond_the_vocabulary_is_refused():
     engine = Engine(model("llama"), budget=64, rows=1)
     with pytest.raises(InputError, match=f"logit_bias={VOCABULARY} is no token"):
-        engine.generate(Request(prompt=(1,), sampling=Sampling(logit_bias={VOCABULARY: 1})))
+        engine.generate(Request(prompt=(1,), sampling=SamplingParams(logit_bias={VOCABULARY: 1})))
 
 
 def test_logprobs_are_those_of_the_model():
     engine = Engine(model("llama"), budget=64, rows=2)
     prompt = (5, 6, 7, 8)
     result = engine.generate(
-        [Request(prompt=prompt, sampling=Sampling(max_new_tokens=4, temperature=2.0), logprobs=3)]
+        [Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=4, temperature=2.0), logprobs=3)]
     )[0]
     with torch.no_grad():
         logits = (
@@ -155,5 +159,5 @@ def test_logprobs_are_those_of_the_model():
 
 def test_greedy_is_the_first_of_equal_logits():
     flat = torch.zeros(1, VOCABULARY)
-    one = Generation(0, Request(prompt=(1,)), kvkeep.parse("full"), 8, frozenset())
+    one = Sequence(0, Request(prompt=(1,)), kvkeep.parse("full"), 8, frozenset())
     assert draw(flat, [one]) == [int(flat.argmax())]

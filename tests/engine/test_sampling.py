@@ -1,4 +1,4 @@
-"""What `Sampling` takes: numbers of every kind inside their ranges, and nothing else."""
+"""What `SamplingParams` takes: numbers of every kind inside their ranges, and nothing else."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("no_checked_annotations")
@@ -74,22 +74,22 @@ HOT = {"temperature": 1.0}
 )
 def test_what_is_no_number_or_out_of_range_is_refused(given, word):
     with pytest.raises(InputError, match=word):
-        Sampling(**given)
+        SamplingParams(**given)
 
 
 @pytest.mark.parametrize("five", [np.int64(5), np.uint8(5), torch.tensor(5)], ids=lambda five: str(type(five)))
 def test_whole_numbers_of_other_kinds_become_pythons(five):
-    found = asdict(Sampling(max_new_tokens=five, temperature=1, top_k=five, seed=five))
+    found = asdict(SamplingParams(max_new_tokens=five, temperature=1, top_k=five, seed=five))
     assert {type(found[name]) for name in ("max_new_tokens", "top_k", "seed")} == {int}
     assert json.loads(json.dumps(found))["max_new_tokens"] == 5
 
 
 @pytest.mark.parametrize("half", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)], ids=lambda half: str(type(half)))
 def test_numbers_of_other_kinds_become_pythons(half):
-    found = Sampling(temperature=half, top_p=half, min_p=half, repetition_penalty=half)
+    found = SamplingParams(temperature=half, top_p=half, min_p=half, repetition_penalty=half)
     assert json.loads(json.dumps(asdict(found)))["top_p"] == 0.5
 
 
 def test_the_ends_of_the_ranges_are_inside():
-    Sampling(temperature=1000, top_p=1e-6, top_k=10**400, min_p=1, repetition_penalty=100, seed=2**63 - 1)
-    Sampling(temperature=5e-324, top_p=1, min_p=5e-324, repetition_penalty=0.01, max_new_tokens=2**31 - 1)
+    SamplingParams(temperature=1000, top_p=1e-6, top_k=10**400, min_p=1, repetition_penalty=100, seed=2**63 - 1)
+    SamplingParams(temperature=5e-324, top_p=1, min_p=5e-324, repetition_penalty=0.01, max_new_tokens=2**31 - 1)

@@ -11,7 +11,7 @@ from sweeps import sweep
 
 from kvkeep import BudgetError
 from kvkeep.engine import Engine, Request, scheduler
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import SHARED_TOKENS
 
 from .models import alone, model
@@ -45,7 +45,7 @@ def sizes(runs):
 
 
 def ask(engine, length, new=4, seed=0, **options):
-    return engine.add(Request(prompt=prompt_of(seed, length), sampling=Sampling(max_new_tokens=new), **options))
+    return engine.add(Request(prompt=prompt_of(seed, length), sampling=SamplingParams(max_new_tokens=new), **options))
 
 
 def drain(engine):

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 
 from .models import DEVICE, VOCABULARY, model
 
-ONE = Sampling(max_new_tokens=1)
+ONE = SamplingParams(max_new_tokens=1)
 
 
 def prompt(n, seed):
@@ -31,7 +31,7 @@ def test_they_are_those_of_the_model_also_beside_other_requests(kind):
     engine = Engine(model(kind), budget=64, rows=4)
     ids = [prompt(n, n) for n in (1, 2, 31, 40)]
     asked = [Request(prompt=one, sampling=ONE, prompt_logprobs=n) for n, one in enumerate(ids)]
-    asked.insert(2, Request(prompt=prompt(20, 7), sampling=Sampling(max_new_tokens=9)))
+    asked.insert(2, Request(prompt=prompt(20, 7), sampling=SamplingParams(max_new_tokens=9)))
     asked.append(Request(prompt=prompt(33, 8), policy="tova", sampling=ONE, prompt_logprobs=2))
     found = engine.generate(asked)
     plain = found.pop(2)
@@ -71,7 +71,7 @@ def test_a_memory_is_not_scored():
 
 def test_events_have_the_log_probability_of_their_token():
     engine = Engine(model("llama"), budget=64, rows=2)
-    asked = Request(prompt=prompt(9, 2), sampling=Sampling(max_new_tokens=5), logprobs=1)
+    asked = Request(prompt=prompt(9, 2), sampling=SamplingParams(max_new_tokens=5), logprobs=1)
     *events, last = engine.stream(asked)
     assert tuple(event.logprob for event in (*events, last)) == last.result.logprobs
     assert next(engine.stream(Request(prompt=prompt(9, 2)))).logprob is None

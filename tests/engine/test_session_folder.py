@@ -13,8 +13,8 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.engine import Engine
-from kvkeep.engine.dispatcher import Turn
-from kvkeep.engine.session_store import Shelf
+from kvkeep.engine.dispatcher import FairLock
+from kvkeep.engine.session_store import SessionStore
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.snapshot import Snapshot
 
@@ -168,7 +168,7 @@ def test_a_folder_belongs_to_one_engine(tmp_path):
     child = os.fork()
     if not child:
         try:
-            Shelf(0, tmp_path)
+            SessionStore(0, tmp_path)
         except InputError as error:
             os.write(told, str(error).encode())
         finally:
@@ -181,12 +181,12 @@ def test_a_folder_belongs_to_one_engine(tmp_path):
 
 def test_a_session_that_is_written_is_closed_in_one_turn_of_the_engine(tmp_path, monkeypatch):
     """A server that is about to end closes hundreds of them between the steps of its last answers."""
-    taken, take = [], Turn._take
+    taken, take = [], FairLock._take
     with engine_of(session_dir=tmp_path) as engine:
         session = engine.session(name="a")
         session.ask(TURNS[0], short())
         session.save()
-        monkeypatch.setattr(Turn, "_take", lambda self: (taken.append(1), take(self))[1])
+        monkeypatch.setattr(FairLock, "_take", lambda self: (taken.append(1), take(self))[1])
         session.close()
         assert len(taken) == 1
         assert engine.session_names == ["a"]
@@ -228,7 +228,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         anna.ask(TURNS[0], short())
         ben.ask(TURNS[0], short())
         with monkeypatch.context() as patched:
-            patched.setattr("kvkeep.result_files.write_whole", full_disk)
+            patched.setattr("kvkeep.snapshot.file_io.write_whole", full_disk)
             failed = anna.ask(TURNS[1], short())
             assert failed.finish_reason == "error"
             assert "No space left on device" in failed.error
@@ -243,7 +243,7 @@ def test_a_full_disk_at_the_end_loses_nothing(tmp_path, monkeypatch):
         session = engine.session(name="anna")
         session.ask(TURNS[0], short())
         with monkeypatch.context() as patched:
-            patched.setattr("kvkeep.result_files.write_whole", full_disk)
+            patched.setattr("kvkeep.snapshot.file_io.write_whole", full_disk)
             for close in (session.save, session.close, engine.close):
                 with pytest.raises(SnapshotError, match="No space left"):
                     close()
@@ -343,7 +343,7 @@ def test_a_conversation_that_is_too_long_for_a_file_is_refused_before_it_is_writ
         session = engine.session()
         session.ask(TURNS[0], short())
         snapshot = replace(session.snapshot(), note={"messages": "x" * 20_000})
-        monkeypatch.setattr("kvkeep.snapshot.file_format.LONGEST_HEADER", 10_000)
+        monkeypatch.setattr("kvkeep.snapshot.file_io.LONGEST_HEADER", 10_000)
         with pytest.raises(SnapshotError, match="shorter conversation"):
             snapshot.save(tmp_path / "a.kvkeep")
     assert files(tmp_path) == []

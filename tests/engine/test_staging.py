@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep.engine import Engine, admission, host_copies, swapping
 from kvkeep.engine.host_copies import CudaCopyQueue, Staging, block_bytes, bound
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError
 
 from .late import LateQueue
@@ -120,7 +120,7 @@ def test_requests_of_all_kinds(queue, made):
         requests += [wish(3, sampling={"temperature": 0.8, "top_p": 0.9}, sequence=4), wish(4, policy="spatten")]
         numbers = [engine.add(one) for one in requests]
         found = {}
-        talked = [session.ask(prompt_of(n, 6), Sampling(max_new_tokens=5)).token_ids for n in (3, 4)]
+        talked = [session.ask(prompt_of(n, 6), SamplingParams(max_new_tokens=5)).token_ids for n in (3, 4)]
         while engine.busy:
             found |= {event.id: event.result for event in engine.step() if event.result}
         return [found[n].token_ids for n in numbers], talked
@@ -376,8 +376,8 @@ def test_what_steps_wait_for_is_measured(queue, made, monkeypatch):
         return run
 
     monkeypatch.setattr(queue, "synchronize", waits)
-    monkeypatch.setattr(Rows, "take", later(Rows.take, 0.5))
-    monkeypatch.setattr(Rows, "begin", later(Rows.begin, 0.25))
+    monkeypatch.setattr(KVManager, "take", later(KVManager.take, 0.5))
+    monkeypatch.setattr(KVManager, "begin", later(KVManager.begin, 0.25))
     monkeypatch.setattr(queue, "empty", lambda n, plain=queue.empty: setattr(clock, "now", clock.now + 2) or plain(n))
     engine = made(queue, rows=1, host_rows=1)
     for n in range(2):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvkeep.engine import Engine, Request, detokenizer
 from kvkeep.engine.detokenizer import StopText
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import tiny
 from kvkeep.models.load import load
 
@@ -58,11 +58,13 @@ def loaded():
 def test_the_engine_stops_there(loaded):
     network, tokenizer = loaded
     prompt = tokenizer("Once upon a time there was a little", return_tensors="pt")["input_ids"][0].tolist()
-    free = Request(prompt=prompt, sampling=Sampling(max_new_tokens=40), ignore_end=True)
+    free = Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=40), ignore_end=True)
     engine = Engine(network, tokenizer, policy="local", budget=64, rows=2)
     whole = engine.generate([free])[0]
     stop = whole.text[12:17]
-    bound = Request(prompt=prompt, sampling=Sampling(max_new_tokens=40), stop=("never said", stop), ignore_end=True)
+    bound = Request(
+        prompt=prompt, sampling=SamplingParams(max_new_tokens=40), stop=("never said", stop), ignore_end=True
+    )
     events = list(engine.stream(bound))
     result = events[-1].result
     assert result.finish_reason == "stop"
@@ -80,7 +82,7 @@ def test_the_models_own_end(loaded):
     )["input_ids"]
     engine = Engine(network, tokenizer, policy="full", budget=128, rows=1)
     stopped, ignored = engine.generate(
-        [Request(prompt=chat, sampling=Sampling(max_new_tokens=30), ignore_end=flag) for flag in (False, True)]
+        [Request(prompt=chat, sampling=SamplingParams(max_new_tokens=30), ignore_end=flag) for flag in (False, True)]
     )
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] == network.generation_config.eos_token_id

@@ -50,7 +50,7 @@ def engine(parts):
 def request(form, *, prompt="Once upon a time", n=80, temperature=1.0, **options):
     names = kvkeep.Request.__dataclass_fields__
     rest = {name: options.pop(name) for name in list(options) if name in names}
-    sampling = kvkeep.Sampling(max_new_tokens=n, temperature=temperature, **options)
+    sampling = kvkeep.SamplingParams(max_new_tokens=n, temperature=temperature, **options)
     return kvkeep.Request(prompt=prompt, structured_outputs=form, sampling=sampling, **rest)
 
 

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvkeep.engine import Engine, Request, dispatcher
-from kvkeep.engine.dispatcher import Turn
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.dispatcher import FairLock
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import InputError, KVKeepError
 
@@ -30,7 +30,7 @@ MANY = 8
 
 
 def wish(i, new=NEW, **options):
-    return Request(prompt=prompt_of(i, 5 + i), sampling=Sampling(max_new_tokens=new), **options)
+    return Request(prompt=prompt_of(i, 5 + i), sampling=SamplingParams(max_new_tokens=new), **options)
 
 
 def want(i, new=NEW):
@@ -139,7 +139,7 @@ def test_a_thread_that_steps_lets_others_in():
 
 
 def test_a_turn_is_taken_in_the_order_of_asking():
-    turn, order, threads = Turn(), [], []
+    turn, order, threads = FairLock(), [], []
 
     def work(i):
         with turn, turn:  # its owner may take it again
@@ -157,7 +157,7 @@ def test_a_turn_is_taken_in_the_order_of_asking():
 
 
 def test_an_interrupt_while_waiting_for_the_turn_gives_it_up():
-    turn, held, release = Turn(), threading.Event(), threading.Event()
+    turn, held, release = FairLock(), threading.Event(), threading.Event()
 
     def hold():
         with turn:
@@ -178,7 +178,7 @@ def test_an_interrupt_while_waiting_for_the_turn_gives_it_up():
 
 
 def test_an_interrupt_that_comes_together_with_the_turn_hands_it_on(monkeypatch):
-    turn = Turn()
+    turn = FairLock()
 
     class Gate:
         """Opened by the owner of the turn just before the interrupt."""
@@ -208,7 +208,7 @@ def test_an_interrupt_that_comes_together_with_the_turn_hands_it_on(monkeypatch)
 
 def test_the_end_of_python_waits_for_the_step_of_every_engine_and_lets_none_begin(monkeypatch):
     monkeypatch.setattr(dispatcher, "_services", weakref.WeakSet())
-    engines = [dispatcher.Service(), dispatcher.Service()]
+    engines = [dispatcher.Dispatcher(), dispatcher.Dispatcher()]
     held, release, stopped = threading.Event(), threading.Event(), threading.Event()
 
     def step():
@@ -574,7 +574,7 @@ network = AutoModelForCausalLM.from_config(config).eval()
 network.generation_config.eos_token_id = None
 engine = Engine(network, policy="h2o", budget=8, rows=3)
 def wish(new):
-    return Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=new))
+    return Request(prompt=(1, 2, 3), sampling=SamplingParams(max_new_tokens=new))
 def listen(new=100_000):
     for event in engine.stream(wish(new)):
         seen.append(1)

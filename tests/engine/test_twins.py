@@ -5,7 +5,7 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.engine import Request, scheduler
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 
 from .models import alone, model
 from .session_models import engine_of
@@ -21,7 +21,7 @@ def short_prompts(monkeypatch):
 
 
 def wish(prompt=PROMPT, new=6, **options):
-    return Request(prompt=prompt, sampling=Sampling(max_new_tokens=new, **options.pop("sampling", {})), **options)
+    return Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=new, **options.pop("sampling", {})), **options)
 
 
 @pytest.fixture

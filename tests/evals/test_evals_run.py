@@ -13,9 +13,9 @@ import pytest
 from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
 from kvkeep.evals.attention_probe import PLAIN, Setup
-from kvkeep.evals.grid import Asked, Cell, Planned, Wanted, notes, split_policies
+from kvkeep.evals.grid import Cell, GridArguments, Planned, RequestedBudget, notes, split_policies
 from kvkeep.evals.records import ROWS, Records, key_of
-from kvkeep.evals.run import Part, lay_out, run
+from kvkeep.evals.run import TaskPart, lay_out, run
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import find
 from kvkeep.head_profile import Profile
@@ -25,7 +25,7 @@ from kvkeep.models.tokenization import Writer
 from kvkeep.result_files import MANIFEST
 
 OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)
-BUDGETS = (Asked(ratio=0.2), Asked(tokens=12))
+BUDGETS = (RequestedBudget(ratio=0.2), RequestedBudget(tokens=12))
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def writer():
 
 
 def laid_out(policies="full,local", budgets=BUDGETS, tasks="perplexity", options=OPTIONS, seeds=(0,), **setup):
-    wanted = Wanted(policies=split_policies(policies), budgets=budgets, setup=Setup(**setup))
+    wanted = GridArguments(policies=split_policies(policies), budgets=budgets, setup=Setup(**setup))
     return lay_out(
         writer().checkpoint, "m", find(tasks), wanted, [dataclasses.replace(options, seed=seed) for seed in seeds]
     )
@@ -78,7 +78,7 @@ def test_a_wrong_list_of_policies(text):
 @pytest.mark.parametrize("wrong", [{"ratio": 0.0}, {"ratio": 1.1}, {}, {"tokens": 0}, {"tokens": -3}])
 def test_a_wrong_budget(wrong):
     with pytest.raises(BudgetError):
-        Asked(**wrong)
+        RequestedBudget(**wrong)
 
 
 def test_the_grid_runs_full_once_and_resolves_shares_row_by_row():
@@ -101,11 +101,11 @@ def test_a_policy_that_keeps_every_new_token_needs_room_for_them():
     said = r"agreement .*room=4,window=2 keeps every new token, and up to 5 follow the text\. Give it room=5 or more"
     with pytest.raises(BudgetError, match=said):
         laid_out("snapkv:window=2,decode=grow,room=4", tasks="agreement")
-    assert laid_out("snapkv:window=2,decode=grow,room=5", (Asked(tokens=8),), tasks="agreement").planned
+    assert laid_out("snapkv:window=2,decode=grow,room=5", (RequestedBudget(tokens=8),), tasks="agreement").planned
 
 
 def test_a_note_where_nothing_is_evicted():
-    grid = laid_out(budgets=(Asked(tokens=40), Asked(tokens=39)))
+    grid = laid_out(budgets=(RequestedBudget(tokens=40), RequestedBudget(tokens=39)))
     assert notes(grid.planned) == [
         "perplexity window=40,stride=16: nothing is evicted at 40: the budget of 40 is not smaller than the 40 tokens "
         "of the text."
@@ -120,7 +120,7 @@ def test_longer_than_trained_is_noted():
 
 
 def test_a_layer_may_evict_where_the_budget_alone_would_not():
-    grid = laid_out("local", budgets=(Asked(tokens=40),), layer_budget="ramp:0.5")
+    grid = laid_out("local", budgets=(RequestedBudget(tokens=40),), layer_budget="ramp:0.5")
     assert notes(grid.planned) == []
 
 
@@ -186,7 +186,7 @@ def test_a_wrong_setup_is_refused_before_anything_runs(setup, error):
 
 def test_slot_positions_on_a_model_without_rotary_ones():
     checkpoint = loading.find(model_folders.folder("gpt2"))
-    wanted = Wanted(policies=split_policies("local"), budgets=BUDGETS, setup=Setup(positions="slot"))
+    wanted = GridArguments(policies=split_policies("local"), budgets=BUDGETS, setup=Setup(positions="slot"))
     with pytest.raises(UnsupportedModelError, match="'gpt2' has none"):
         lay_out(checkpoint, "m", find("agreement"), wanted, [OPTIONS])
 
@@ -413,7 +413,7 @@ def test_a_policy_that_runs_out_of_room_names_its_cell(tmp_path):
     task = find("agreement")[0].load(writer().checkpoint, OPTIONS)
     grid = laid_out("full", tasks="agreement")
     short = Planned(grid.planned[0].cell, parse("full"), PLAIN, (10, 10), (35, 35))
-    grid = dataclasses.replace(grid, parts=[Part(task, [short], OPTIONS)])
+    grid = dataclasses.replace(grid, parts=[TaskPart(task, [short], OPTIONS)])
     with pytest.raises(CapacityError, match="agreement prompt=35,new=5: full at 100%: Row 0"):
         run(grid, writer(), Records(tmp_path))
 

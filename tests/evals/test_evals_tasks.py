@@ -19,12 +19,12 @@ from kvkeep import BoundedCache, parse
 from kvkeep.errors import InputError
 from kvkeep.evals import qa_task, texts
 from kvkeep.evals.attention_probe import Drive, left_padded
-from kvkeep.evals.grid import Asked
+from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.task import Options, kept_by_tenth
 from kvkeep.evals.tasks import TASKS, find, recall
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.evals.tasks.continuation import Continuation
-from kvkeep.evals.tasks.mass import Mass
+from kvkeep.evals.tasks.mass import RetainedMass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.evals.tasks.recall import Recall
 from kvkeep.models import load as loading
@@ -226,13 +226,13 @@ def test_the_end_of_text_is_left_out_of_the_continuation(monkeypatch):
 
 
 def test_mass_of_everything_is_one():
-    score = run(prepared(Mass), "full", 40).score
+    score = run(prepared(RetainedMass), "full", 40).score
     assert score["mass"] == pytest.approx(1.0, abs=1e-5)
     assert score["regret"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_mass_of_a_window_is_the_sum_of_the_models_own_attention():
-    task, budget = prepared(Mass), 7
+    task, budget = prepared(RetainedMass), 7
     model = writer().model
     model.set_attn_implementation("eager")
     try:
@@ -251,7 +251,7 @@ def test_mass_of_a_window_is_the_sum_of_the_models_own_attention():
 
 @pytest.mark.parametrize("policy", ["h2o", "tova"])
 def test_mass_in_the_first_layer_is_that_of_a_real_run(policy):
-    task, budget = prepared(Mass), 9  # what the first layer is given depends on tokens only, not on eviction
+    task, budget = prepared(RetainedMass), 9  # what the first layer is given depends on tokens only, not on eviction
     T, prompt = task.ids.shape[1], task.ids.shape[1] - task.rows
     cache = BoundedCache(writer().model.config, policy, budget, sequences=[0, 1, 2])
     p = task.full[0]
@@ -269,7 +269,7 @@ def test_mass_in_the_first_layer_is_that_of_a_real_run(policy):
 
 @pytest.mark.parametrize("policy", ["local", "h2o", "tova", "streaming_llm", "random"])
 def test_no_policy_beats_the_best_set_of_each_row(policy):
-    score = run(prepared(Mass), policy, 9).score
+    score = run(prepared(RetainedMass), policy, 9).score
     assert score["regret"] > 0
     assert score["best_dynamic"] >= score["best_static"] > 0
     assert score["regret"] == pytest.approx(score["best_dynamic"] - score["mass"])
@@ -280,9 +280,9 @@ def test_no_policy_beats_the_best_set_of_each_row(policy):
 
 
 def test_recording_changes_nothing_for_the_model():
-    before = dense_losses(prepared(Mass).ids)
-    load(Mass).prepare(writer())
-    assert torch.equal(before, dense_losses(prepared(Mass).ids))
+    before = dense_losses(prepared(RetainedMass).ids)
+    load(RetainedMass).prepare(writer())
+    assert torch.equal(before, dense_losses(prepared(RetainedMass).ids))
 
 
 # recall
@@ -682,7 +682,7 @@ def test_every_task_is_plain_data_versioned_and_independent_of_batches(name, mon
 
 
 def test_tasks_by_name():
-    assert find("mass, recall,mass") == [Mass, Recall]
+    assert find("mass, recall,mass") == [RetainedMass, Recall]
     with pytest.raises(InputError, match="Did you mean 'recall'"):
         find("recal")
     with pytest.raises(InputError, match="empty"):
@@ -730,5 +730,9 @@ def test_left_padding():
 
 
 def test_shares_of_a_text():
-    assert [Asked(ratio=0.2).of(512), Asked(tokens=7).of(512)] == [102, 7]
-    assert [str(Asked(ratio=0.04)), str(Asked(ratio=0.125)), str(Asked(tokens=4096))] == ["4%", "12.5%", "4096"]
+    assert [RequestedBudget(ratio=0.2).of(512), RequestedBudget(tokens=7).of(512)] == [102, 7]
+    assert [str(RequestedBudget(ratio=0.04)), str(RequestedBudget(ratio=0.125)), str(RequestedBudget(tokens=4096))] == [
+        "4%",
+        "12.5%",
+        "4096",
+    ]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kvkeep import parse
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import KVKeepError
 from kvkeep.evals.attention_probe import Drive
-from kvkeep.evals.grid import Asked
+from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.lm_eval import scoring
 from kvkeep.evals.lm_eval.command import Arguments, bounded_of, budget_of, sampling_of
-from kvkeep.evals.lm_eval.scoring import Bounded, EvaluationProtocol, Pair, Wish
+from kvkeep.evals.lm_eval.scoring import BoundedModel, ContextPair, EvaluationProtocol, GenerationPrompt
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import Writer
@@ -36,12 +36,12 @@ def writer(family="llama"):
 
 
 def bounded(policy="full", budget=8, family="llama", **options):
-    return Bounded(writer=writer(family), policy=parse(policy), budget=Asked(tokens=budget), **options)
+    return BoundedModel(writer=writer(family), policy=parse(policy), budget=RequestedBudget(tokens=budget), **options)
 
 
 def pair(start, context, new, first=None):
     ids = tuple(IDS[start : start + context + new])
-    return Pair(ids[:context], ids[context:], max(1, context - 1) if first is None else first, context)
+    return ContextPair(ids[:context], ids[context:], max(1, context - 1) if first is None else first, context)
 
 
 PAIRS = [pair(0, 20, 3), pair(0, 20, 1), pair(40, 9, 5), pair(60, 1, 4), pair(80, 15, 1), pair(0, 20, 7)]
@@ -102,13 +102,13 @@ def test_a_context_is_read_once_for_all_its_continuations(monkeypatch):
 
 
 def test_a_share_is_of_the_length_that_the_pair_names():
-    share = dataclasses.replace(bounded("local"), budget=Asked(ratio=0.4))
+    share = dataclasses.replace(bounded("local"), budget=RequestedBudget(ratio=0.4))
     ten = dataclasses.replace(pair(0, 20, 3), length=20)
     assert dict(scoring.scores(share, [ten])) == dict(scoring.scores(bounded("local", 8), [ten]))
 
 
 def wish(start, n, first, new=4, until=()):
-    return Wish(tuple(IDS[start : start + n]), first, n, until, Sampling(max_new_tokens=new))
+    return GenerationPrompt(tuple(IDS[start : start + n]), first, n, until, SamplingParams(max_new_tokens=new))
 
 
 @pytest.mark.parametrize("policy", ["full", "local", "h2o"])
@@ -187,7 +187,7 @@ def test_wrong_budgets_are_refused(text):
 
 
 def test_a_budget_below_what_the_policy_protects_is_refused_before_weights_are_read(monkeypatch):
-    monkeypatch.setattr("kvkeep.models.load.read_weights", None)
+    monkeypatch.setattr("kvkeep.evals.lm_eval.command.read_weights", None)
     with pytest.raises(KVKeepError):
         bounded_of(Arguments(pretrained=str(model_folders.folder()), policy="h2o:recent=20", budget="8"))
 

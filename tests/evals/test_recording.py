@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvkeep
-from kvkeep.evals.attention_probe import Recorder, Tape, members
+from kvkeep.evals.attention_probe import LayerTape, Recorder, members
 from kvkeep.types import AttentionOptions
 
 
@@ -17,7 +17,7 @@ def test_attention_is_causal_softmax_averaged_over_the_group(window, softcap):
     torch.manual_seed(0)
     query, keys, sinks = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(4)
     options = AttentionOptions(scaling=0.3, softcap=softcap, window=window, sinks=sinks)
-    found = Tape(query, keys, keys, options).weights(3).mean(dim=2).float()
+    found = LayerTape(query, keys, keys, options).weights(3).mean(dim=2).float()
     for head, row in itertools.product(range(2), range(2)):
         mean = torch.zeros(5)
         for member in (2 * head, 2 * head + 1):
@@ -36,7 +36,7 @@ def test_attention_is_causal_softmax_averaged_over_the_group(window, softcap):
 def test_a_recorder_remembers_what_a_bounded_layer_held(window):
     generator = torch.Generator().manual_seed(1)
     query, keys, values = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
-    given = Tape(query, keys, values, AttentionOptions(scaling=0.5, window=window))
+    given = LayerTape(query, keys, values, AttentionOptions(scaling=0.5, window=window))
     layer, twin = (kvkeep.Layer(kvkeep.parse("h2o:recent=2"), 6, window=window) for _ in range(2))
     recorder, held = Recorder(layer), []
     for start, stop in itertools.pairwise([0, *range(15, 21)]):

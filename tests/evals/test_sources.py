@@ -11,7 +11,7 @@ import pytest
 
 from kvkeep.errors import InputError, ModelFileError, pip_install
 from kvkeep.evals import datasets, synthetic, tasks
-from kvkeep.evals.datasets import Place, Source
+from kvkeep.evals.datasets import HubDataset, Source
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import choice, longbench, summary
 from kvkeep.models import load as loading
@@ -217,7 +217,7 @@ def test_lines_are_counted_as_in_the_file(tmp_path):
         choice.questions("copa", str(tmp_path))
 
 
-SOURCE = Source(("x.jsonl",), "made up", "x_saved", Place("a/b", "c", "test"))
+SOURCE = Source(("x.jsonl",), "made up", "x_saved", HubDataset("a/b", "c", "test"))
 
 
 @pytest.mark.parametrize("marks", [("dataset_info.json", "state.json"), ("dataset_dict.json",)])

@@ -6,9 +6,9 @@ import random
 import pytest
 from commands import result_of, run
 
-from kvkeep.batch.input import COMPLETION, BadLine, Line, digest, parse
-from kvkeep.batch.output import Output
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.batch.input import COMPLETION, BadLine, InputLine, digest, parse
+from kvkeep.batch.output import OutputFile
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import tokenization
 from kvkeep.models.load import embedded, find
 from kvkeep.openai.messages import MAX_DEPTH
@@ -133,7 +133,7 @@ def raw_of(line):
 
 def check(number, raw, encode, output):
     """A line is run, and its completion is strict JSON that a job can go on from, or it is bad with a reason."""
-    line = parse(number, raw, encode, Sampling())
+    line = parse(number, raw, encode, SamplingParams())
     if isinstance(line, BadLine):
         assert line.reason.strip()
         assert len(line.reason) < 400
@@ -145,7 +145,7 @@ def check(number, raw, encode, output):
 
 @pytest.fixture
 def output(tmp_path):
-    with Output.open(tmp_path / "checked.jsonl") as found:
+    with OutputFile.open(tmp_path / "checked.jsonl") as found:
         yield found
         held = dict(found.done)
         assert found.finish() == held.keys()
@@ -170,14 +170,14 @@ def test_a_hostile_line_is_bad_with_a_reason(encode, output, kind):
 @pytest.mark.parametrize("kind", RUN)
 def test_a_strange_line_is_run(encode, output, kind):
     found = check(1, raw_of(RUN[kind]), encode, output)
-    assert isinstance(found, Line), found
+    assert isinstance(found, InputLine), found
 
 
 def test_wrong_types_at_every_place(encode, output):
     kinds = [type(check(number, raw_of(line), encode, output)) for number, line in enumerate(WRONG_TYPES, start=1)]
     assert len(kinds) > 400
     assert kinds.count(BadLine) > 250
-    assert kinds.count(Line) > 20
+    assert kinds.count(InputLine) > 20
 
 
 def test_bytes_changed_at_random(encode, output):

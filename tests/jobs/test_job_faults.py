@@ -12,13 +12,13 @@ import torch
 from commands import completions, result_of, run, write
 from safetensors.torch import load_file, save_file
 
-from kvkeep.batch.input import COMPLETION, Line
-from kvkeep.batch.output import Output
+from kvkeep.batch.input import COMPLETION, InputLine
+from kvkeep.batch.output import OutputFile
 from kvkeep.batch.survey import Survey
 from kvkeep.cli import generate_batch
 from kvkeep.cli import generate_batch_workers as encoding
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.model_runner import Runner
+from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.request import Event
 from kvkeep.errors import InputError
 from kvkeep.models.device import enough_memory, is_out_of_memory
@@ -89,14 +89,14 @@ def test_lines_that_fail_are_counted_and_tried_again(files, monkeypatch, as_json
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError("a wall."), MemoryError(), ValueError("\n\x1b[31m")], ids=repr)
 def test_a_step_that_fails_costs_the_lines_of_its_batch(files, monkeypatch, error):
-    step, calls = Runner.run, iter(range(1000))
+    step, calls = ModelRunner.run, iter(range(1000))
 
     def failing(self, *args, **kwargs):
         if next(calls) == 1:
             raise error
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(Runner, "run", failing)
+    monkeypatch.setattr(ModelRunner, "run", failing)
     result = job_of(files, "--max-rows", 2)
     assert result.exit_code == 1, result.said
     assert "of 6 lines failed, first line" in result.said
@@ -165,7 +165,7 @@ def test_an_input_that_changes_after_it_was_checked_is_not_confused(files, monke
 @pytest.mark.parametrize("kind", ["removed", "replaced", "cut", "moved"])
 def test_an_output_that_goes_away_while_the_job_runs_is_reported(files, monkeypatch, kind):
     target = files[1]
-    finish = Output.finish
+    finish = OutputFile.finish
 
     def spoil(self):
         data = target.read_bytes()
@@ -177,7 +177,7 @@ def test_an_output_that_goes_away_while_the_job_runs_is_reported(files, monkeypa
             target.write_text("my notes\n")
         return finish(self)
 
-    monkeypatch.setattr(Output, "finish", spoil)
+    monkeypatch.setattr(OutputFile, "finish", spoil)
     result = job_of(files, "--json")
     n_lost = 5 if kind == "cut" else 6
     assert result.exit_code == 1
@@ -210,7 +210,7 @@ def test_what_is_kept_of_a_line_does_not_grow_with_its_length():
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         for number in range(1000):
-            survey.add(Line(number, f"{number:032x}", {"id": "x" * length}, request))
+            survey.add(InputLine(number, f"{number:032x}", {"id": "x" * length}, request))
         found = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         return found / 1000
@@ -265,7 +265,7 @@ def test_a_file_that_no_job_has_written_is_not_overwritten_with_bad_lines(files,
 def test_bad_lines_of_a_job_that_is_writing_are_not_replaced(files):
     source, target = write(files[0], {"prompt": "Hello"}, "{nope"), files[1]
     other = Path(f"{target}.bad")
-    with Output.open(other):
+    with OutputFile.open(other):
         other.write_bytes(before := b'{"line": 1, "reason": "x", "text": "y"}\n')
         result = run("-i", source, "-o", target, *SMALL, "--skip-bad")
     assert (result.exit_code, f"Another run is writing to {other}" in result.said) == (2, True), result.said

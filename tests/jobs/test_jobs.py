@@ -16,9 +16,9 @@ from sweeps import sweep
 from typer.testing import CliRunner
 
 from kvkeep.batch.input import COMPLETION, parse
-from kvkeep.batch.output import Output
+from kvkeep.batch.output import OutputFile
 from kvkeep.cli.main import app
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 from kvkeep.models import fused_modules
 from kvkeep.policies import DEFAULT
@@ -307,16 +307,16 @@ def test_a_line_that_no_memory_holds_is_refused_by_its_number(new, most, tmp_pat
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
-    line = parse(1, b'{"prompt": "a"}', lambda prompt: [1], Sampling())
-    with pytest.raises(InputError, match="No space left"), Output.open(Path("/dev/full")) as output:
+    line = parse(1, b'{"prompt": "a"}', lambda prompt: [1], SamplingParams())
+    with pytest.raises(InputError, match="No space left"), OutputFile.open(Path("/dev/full")) as output:
         output.write(line, result_of())
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_after_a_line_and_says_how_to_go_on(ten, tmp_path, monkeypatch):
     target = tmp_path / "out.jsonl"
-    kept = Output.write
-    monkeypatch.setattr(Output, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
+    kept = OutputFile.write
+    monkeypatch.setattr(OutputFile, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
     result = run("-i", ten, "-o", target, "--budget", 24, "--max-rows", 2)
     assert result.exit_code == 130
     assert "goes on from there" in result.output

@@ -7,16 +7,16 @@ from commands import result_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.batch.input import Line, parse
+from kvkeep.batch.input import InputLine, parse
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
 from kvkeep.openai.responses import answer, error
 
 HELLO = [{"role": "user", "content": "Hello"}]
-DEFAULTS = Sampling(max_new_tokens=9, temperature=0.5, top_p=0.8, seed=4)
+DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, top_p=0.8, seed=4)
 
 
 def chat(**body):
@@ -32,7 +32,7 @@ def request_of(url=CHAT, number=1, defaults=DEFAULTS, **body):
     main = {"messages": HELLO} if url == CHAT else {"prompt": "Hello"}
     fields = {"custom_id": "a", "method": "POST", "url": url, "body": {**main, **body}}
     line = parse(number, json.dumps(fields).encode(), lambda prompt, raw=False: [1, 2], defaults)
-    assert isinstance(line, Line), line
+    assert isinstance(line, InputLine), line
     return line.request
 
 
@@ -182,7 +182,7 @@ REFUSED = [
 @pytest.mark.parametrize(("body", "param", "words"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_be_honoured_is_refused_by_its_name(body, param, words):
     fields = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": HELLO, **body}}
-    found = parse(1, json.dumps(fields).encode(), lambda prompt, raw=False: [1], Sampling(temperature=0.5))
+    found = parse(1, json.dumps(fields).encode(), lambda prompt, raw=False: [1], SamplingParams(temperature=0.5))
     assert words in found.reason
     assert found.reason.startswith(f"the parameter {param} ")
     assert (found.custom_id, found.param) == ("a", param)
@@ -250,8 +250,8 @@ def test_any_body_is_read_or_refused(url, body):
     main = {"messages": HELLO} if url == CHAT else {"prompt": "Hello"}
     fields = {"custom_id": "a", "method": "POST", "url": url, "body": {**main, **body}}
     raw = json.dumps(fields).encode()
-    found = parse(1, raw, lambda prompt, raw=False: [1], Sampling())
-    assert isinstance(found, Line) or (found.reason and found.custom_id == "a")
+    found = parse(1, raw, lambda prompt, raw=False: [1], SamplingParams())
+    assert isinstance(found, InputLine) or (found.reason and found.custom_id == "a")
 
 
 # ------------------------------------------------------------------ answers

@@ -12,12 +12,12 @@ import pytest
 from commands import result_of, run, write
 
 from kvkeep import result_files
-from kvkeep.batch.input import BadLine, Line, parse
-from kvkeep.batch.output import Output
+from kvkeep.batch.input import BadLine, InputLine, parse
+from kvkeep.batch.output import OutputFile
 from kvkeep.batch.survey import Survey
 from kvkeep.engine import Engine
 from kvkeep.engine.request import Event
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 from kvkeep.openai.requests import CHAT, COMPLETIONS
 
@@ -264,7 +264,7 @@ MIXED = [
     {"prompt": "b", "url": "x"},
 ]
 RAW = [json.dumps(line).encode() for line in MIXED]
-LINES = [parse(n, raw, lambda prompt, raw=False: [1], Sampling()) for n, raw in enumerate(RAW, start=1)]
+LINES = [parse(n, raw, lambda prompt, raw=False: [1], SamplingParams()) for n, raw in enumerate(RAW, start=1)]
 
 
 def go_on(path):
@@ -272,7 +272,7 @@ def go_on(path):
     survey = Survey()
     for line in LINES:
         assert survey.add(line) is None
-    with Output.open(path) as output:
+    with OutputFile.open(path) as output:
         output.agree({"model": "m", "policy": "h2o", "budget": 24})
         output.check(survey.digests, survey.batch_lines)
         for line in LINES:
@@ -350,8 +350,8 @@ def test_a_job_of_two_formats_that_is_killed_goes_on(tmp_path, target):
 def test_ctrl_c_between_the_texts_of_a_line_costs_that_line_alone(tmp_path, target, monkeypatch):
     lines = [{"prompt": "Hello"}, *(chat(name, n=3, temperature=1) for name in "abc")]
     source = write(tmp_path / "in.jsonl", *lines)
-    kept = Output.write
-    monkeypatch.setattr(Output, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
+    kept = OutputFile.write
+    monkeypatch.setattr(OutputFile, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
     result = run("-i", source, "-o", target, *SMALL, "--max-rows", 2)
     assert (result.exit_code, "goes on from there" in result.said) == (130, True)
     assert 1 <= len(answers(target)) < 4
@@ -361,7 +361,7 @@ def test_ctrl_c_between_the_texts_of_a_line_costs_that_line_alone(tmp_path, targ
 
 
 def test_a_full_disk_loses_nothing():
-    with pytest.raises(InputError, match="No space left"), Output.open(Path("/dev/full")) as output:
+    with pytest.raises(InputError, match="No space left"), OutputFile.open(Path("/dev/full")) as output:
         output.write(LINES[0], result_of(), result_of())
 
 
@@ -387,9 +387,9 @@ VALUES = [None, True, 0, -1, 1.5, "", "x", [], ["x"], {}, {"a": 1}, "9" * 400, 1
 def test_wrong_values_in_every_field(name):
     for value in VALUES:
         line = {**chat("a"), name: value}
-        found = parse(1, json.dumps(line).encode(), lambda prompt, raw=False: [1], Sampling())
+        found = parse(1, json.dumps(line).encode(), lambda prompt, raw=False: [1], SamplingParams())
         if name == "custom_id" and isinstance(value, str) and value:
-            assert isinstance(found, Line)
+            assert isinstance(found, InputLine)
         elif (name, value) != ("method", "POST"):
             assert isinstance(found, BadLine)
             assert 0 < len(found.reason) < 400
@@ -414,16 +414,16 @@ def test_wrong_values_in_every_field(name):
     ],
 )
 def test_lines_that_are_nearly_of_the_format(line, words):
-    found = parse(1, json.dumps(line).encode(), lambda prompt, raw=False: [1], Sampling())
+    found = parse(1, json.dumps(line).encode(), lambda prompt, raw=False: [1], SamplingParams())
     assert isinstance(found, BadLine)
     assert words in found.reason
 
 
 @pytest.mark.parametrize("fields", [{"url": "x", "method": "POST"}, {"body": {}}, {"custom_id": "a", "url": CHAT}])
 def test_a_prompt_with_such_fields_is_a_line_of_its_own_kind(fields):
-    line = parse(1, json.dumps({"prompt": "x", **fields}).encode(), lambda prompt: [1], Sampling())
+    line = parse(1, json.dumps({"prompt": "x", **fields}).encode(), lambda prompt: [1], SamplingParams())
     assert (line.asked, line.fields) == (None, fields)
-    bad = parse(1, json.dumps({"prompt": "x", "seed": 1, **fields}).encode(), lambda prompt: [1], Sampling())
+    bad = parse(1, json.dumps({"prompt": "x", "seed": 1, **fields}).encode(), lambda prompt: [1], SamplingParams())
     assert (bad.custom_id, "seed belongs into" in bad.reason) == (None, True)
 
 
@@ -449,5 +449,5 @@ def test_models_of_any_name_are_said_in_a_line(tmp_path, target, model):
 def test_what_is_kept_of_a_name_does_not_grow_with_its_length():
     survey = Survey()
     for number, name in enumerate(("x" * 10**6, "y" * 10**6), start=1):
-        survey.add(parse(number, json.dumps(chat(name)).encode(), lambda prompt, raw=False: [1], Sampling()))
+        survey.add(parse(number, json.dumps(chat(name)).encode(), lambda prompt, raw=False: [1], SamplingParams()))
     assert all(len(key) < 100 for key in survey._names)

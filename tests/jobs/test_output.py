@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from kvkeep import result_files
 from kvkeep.batch import output as outputs
 from kvkeep.batch.input import COMPLETION, digest, parse
-from kvkeep.batch.output import Output
+from kvkeep.batch.output import OutputFile
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 
 MADE_BY = {"model": "embedded", "policy": "h2o", "budget": 24, "weights": "0123456789abcdef"}
 RAW = [json.dumps({"prompt": f"prompt {i}", "id": "x" * 10 * i}).encode() for i in range(1, 5)]
-LINES = [parse(number, raw, lambda prompt: [1], Sampling()) for number, raw in enumerate(RAW, start=1)]
+LINES = [parse(number, raw, lambda prompt: [1], SamplingParams()) for number, raw in enumerate(RAW, start=1)]
 DIGESTS = {line.number: line.digest for line in LINES}
 
 
 def go_on(path, lines=LINES, made_by=MADE_BY, **fields):
     """Write the completions that are missing, as a job does."""
-    with Output.open(path) as output:
+    with OutputFile.open(path) as output:
         output.agree(made_by)
         output.check(DIGESTS)
         for line in lines:
@@ -51,7 +51,7 @@ def whole(tmp_path):
 
 def test_a_second_job_on_one_output_is_refused(tmp_path):
     source, target = write(tmp_path / "in.jsonl", {"prompt": "Hello"}), tmp_path / "out.jsonl"
-    with Output.open(target):
+    with OutputFile.open(target):
         second = run("-i", source, "-o", target, "--budget", 20)
         assert (second.exit_code, f"Another run is writing to {target}" in second.said) == (2, True), second.said
         assert target.read_bytes() == b""
@@ -59,7 +59,7 @@ def test_a_second_job_on_one_output_is_refused(tmp_path):
 
 
 def open_and_die(target):
-    Output.open(target)
+    OutputFile.open(target)
     os.kill(os.getpid(), 9)
 
 
@@ -103,7 +103,7 @@ def test_what_others_write_behind_a_line_that_was_cut_is_not_removed(whole, tmp_
     target, begun = tmp_path / "cut.jsonl", whole.index(b"\n") + 1
     target.write_bytes(whole[: begun + 60])
     now = whole[:begun] + change(whole[begun : begun + 60])
-    with Output.open(target) as output:
+    with OutputFile.open(target) as output:
         output.agree(MADE_BY)
         output.check(DIGESTS)
         target.write_bytes(now)
@@ -116,7 +116,7 @@ def test_what_others_write_behind_a_line_that_was_cut_is_not_removed(whole, tmp_
 def test_a_line_that_was_cut_is_recognised_though_its_prompt_or_the_settings_have_changed(whole, tmp_path):
     target = tmp_path / "cut.jsonl"
     target.write_bytes(whole[: whole.index(b'"made_by"') + 12])
-    with Output.open(target) as output:
+    with OutputFile.open(target) as output:
         output.agree({"budget": 1})
         output.check({1: digest(b"another")})
 
@@ -218,7 +218,7 @@ def test_a_job_that_is_refused_cuts_nothing_off(whole, tmp_path):
 def test_a_job_does_not_go_on_with_another_maker(whole, tmp_path, changes, words):
     target = tmp_path / "out.jsonl"
     target.write_bytes(whole)
-    with pytest.raises(InputError, match=words), Output.open(target) as output:
+    with pytest.raises(InputError, match=words), OutputFile.open(target) as output:
         output.agree({**MADE_BY, **changes})
 
 
@@ -226,7 +226,7 @@ def test_settings_are_compared_before_the_weights_are_known(whole, tmp_path):
     target = tmp_path / "out.jsonl"
     target.write_bytes(whole)
     early = {name: value for name, value in MADE_BY.items() if name != "weights"}
-    with Output.open(target) as output:
+    with OutputFile.open(target) as output:
         output.agree(early)
         with pytest.raises(InputError, match="budget=1"):
             output.agree({**early, "budget": 1})
@@ -255,14 +255,14 @@ def test_an_output_of_different_jobs_is_refused(tmp_path):
     target = tmp_path / "out.jsonl"
     target.write_bytes(line_of(1, format=3, **MADE_BY) + line_of(2, format=3, **{**MADE_BY, "budget": 9}))
     with pytest.raises(InputError, match="different jobs, with budget=24 and with budget=9"):
-        Output.open(target)
+        OutputFile.open(target)
 
 
 def test_another_line_of_the_same_beginning_of_a_fingerprint_is_another_line(whole, tmp_path):
     target = tmp_path / "out.jsonl"
     target.write_bytes(whole)
     other = DIGESTS[1][:16] + "0" * 16
-    with pytest.raises(InputError, match="Line 1 of the input is not the one"), Output.open(target) as output:
+    with pytest.raises(InputError, match="Line 1 of the input is not the one"), OutputFile.open(target) as output:
         output.check({**DIGESTS, 1: other})
 
 
@@ -293,7 +293,7 @@ def test_lines_that_have_gone_from_the_disk_are_missed(tmp_path):
 
     for kind, left in [("removed", set()), ("replaced", set()), ("cut", {1})]:
         target.unlink(missing_ok=True)
-        with Output.open(target) as output:
+        with OutputFile.open(target) as output:
             output.agree(MADE_BY)
             for line in LINES:
                 output.write(line, result_of())
@@ -316,9 +316,9 @@ def test_an_output_that_the_disk_does_not_give_back(tmp_path, monkeypatch):
     def broken(self, file):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Output, "_take_up", broken)
+    monkeypatch.setattr(OutputFile, "_take_up", broken)
     with pytest.raises(InputError, match="cannot be read: Input/output error"):
-        Output.open(tmp_path / "out.jsonl")
+        OutputFile.open(tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000])
@@ -346,7 +346,7 @@ def test_two_processes_at_once_write_every_line_once(tmp_path):
 def test_settings_of_any_size_in_a_file_make_no_long_error(tmp_path, name, value):
     target = tmp_path / "hostile.jsonl"
     write(target, {COMPLETION: {"line": 1, "digest": DIGESTS[1], "made_by": {"format": 3, name: value}}})
-    with Output.open(target) as output:
+    with OutputFile.open(target) as output:
         assert output.weight_layout is None
         with pytest.raises(InputError, match="was written with") as refused:
             output.agree(MADE_BY)
@@ -359,7 +359,7 @@ def test_lines_with_different_layouts_are_one_job(whole, tmp_path):
     for entry, layout in zip(entries, (None, [True, False], [False, True]), strict=True):
         entry[COMPLETION]["made_by"] |= {} if layout is None else {"weight_layout": layout}
     target = write(tmp_path / "mixed.jsonl", *entries)
-    with Output.open(target) as output:
+    with OutputFile.open(target) as output:
         assert output.weight_layout == (False, True)
         output.agree(MADE_BY)
         output.check(DIGESTS)

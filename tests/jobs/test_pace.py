@@ -9,18 +9,18 @@ from commands import run, write
 from rich.console import Console
 
 import kvkeep
-from kvkeep import Engine, Request, Sampling
-from kvkeep.batch.progress import Pace, Work
+from kvkeep import Engine, Request, SamplingParams
+from kvkeep.batch.progress import Pace, TokenCounts
 from kvkeep.cli import console
 from kvkeep.cli import progress as bars
 from kvkeep.models.load import watched
 
 
 def test_a_job_moves_with_tokens_read_and_written():
-    pace = Pace(Work(300, 30), 0.0)
+    pace = Pace(TokenCounts(300, 30), 0.0)
     assert (pace.done, pace.total, pace.seconds_left()) == (0, 330, None)
     for _ in range(3):
-        pace.begin(Work(100, 10))
+        pace.begin(TokenCounts(100, 10))
     pace.read_in_part(50.0, 1.0)
     assert (pace.done, pace.total, pace.reading_rate) == (50, 330, 50)
     assert (pace.seconds_left(), pace.seconds_to_read) == (None, 5)  # nobody knows how long writing takes
@@ -32,29 +32,29 @@ def test_a_job_moves_with_tokens_read_and_written():
 
 
 def test_lines_that_end_early_shorten_the_rest():
-    pace = Pace(Work(20, 2000), 0.0)
-    pace.begin(Work(1, 100))
+    pace = Pace(TokenCounts(20, 2000), 0.0)
+    pace.begin(TokenCounts(1, 100))
     pace.step(1, 1, 1.0)
     assert pace.total == 2020
-    pace.end(Work(1, 100), 1, 25)
+    pace.end(TokenCounts(1, 100), 1, 25)
     assert pace.total == 20 + 25 + 0.25 * 1900
-    pace.begin(Work(1, 100))
+    pace.begin(TokenCounts(1, 100))
     assert pace.total == 20 + 125 + 0.625 * 1800  # a running line may use all of its tokens
 
 
 def test_refused_and_failed_requests_count_no_more():
-    pace = Pace(Work(30, 30), 0.0)
+    pace = Pace(TokenCounts(30, 30), 0.0)
     for read, written in ((0, 0), (10, 4)):
-        pace.begin(Work(10, 10))
-        pace.end(Work(10, 10), read, written)
+        pace.begin(TokenCounts(10, 10))
+        pace.end(TokenCounts(10, 10), read, written)
     assert pace.total == 10 + 10 + 4 + 0.2 * 10
 
 
 def test_no_order_of_events_leaves_the_bounds():
     rng = random.Random(7)
     for _ in range(50):
-        works = [Work(rng.randrange(1, 50), rng.randrange(1, 20)) for _ in range(rng.randrange(1, 8))]
-        pace, now = Pace(Work(sum(w.prompt for w in works), sum(w.new for w in works)), 0.0), 0.0
+        works = [TokenCounts(rng.randrange(1, 50), rng.randrange(1, 20)) for _ in range(rng.randrange(1, 8))]
+        pace, now = Pace(TokenCounts(sum(w.prompt for w in works), sum(w.new for w in works)), 0.0), 0.0
         waiting, reading, writing = list(works), [], []
         while waiting or reading or writing:
             now += rng.random()
@@ -77,7 +77,7 @@ def test_no_order_of_events_leaves_the_bounds():
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_reading_is_seen_layer_by_layer_and_the_result_stays(chunk):
     model, tokenizer = kvkeep.load()
-    request = Request(prompt=list(range(1, 21)), sampling=Sampling(max_new_tokens=3))
+    request = Request(prompt=list(range(1, 21)), sampling=SamplingParams(max_new_tokens=3))
     seen = []
     with Engine(model, tokenizer, budget=16, rows=2, prefill_chunk=chunk) as engine:
         (plain,) = engine.generate(request)
@@ -148,7 +148,7 @@ def test_the_share_grows_while_one_line_is_read_and_written(tmp_path, monkeypatc
 
 
 def test_without_a_terminal_nothing_is_drawn_or_watched(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.models.load.watched", pytest.fail)
+    monkeypatch.setattr("kvkeep.cli.progress.watched", pytest.fail)
     source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2}})
     result = run("-i", source, "-o", tmp_path / "out.jsonl")
     assert (result.exit_code, " of 1 line" in result.output) == (0, False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvkeep.engine.request import MOST_CHARACTERS
 from kvkeep.openai.messages import HERMES, LLAMA3, MISTRAL, ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, read
-from kvkeep.openai.tools import Calls
+from kvkeep.openai.tools import ToolCallParser
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -141,7 +141,7 @@ def shown(use, calls):
 
 def assembled(parts, *, use=USES[0], anywhere=True):
     """What a client makes of the deltas of an answer that comes in pieces."""
-    calls, content, found = Calls("x", use, NAMES, anywhere=anywhere), "", []
+    calls, content, found = ToolCallParser("x", use, NAMES, anywhere=anywhere), "", []
     deltas = [delta for part in parts for delta in calls.add(part)] + list(calls.end())
     for delta in deltas:
         content += delta.get("content", "")
@@ -170,7 +170,7 @@ def test_calls_are_read_back_in_pieces_of_any_size(use, content, calls, size):
     content = content if can_follow or not calls else ""
     text = content + shown(use, calls) if calls else content
     assert assembled(pieces(text, size), use=use) == (content, calls)
-    whole = Calls("x", use, NAMES, anywhere=True).whole(text)
+    whole = ToolCallParser("x", use, NAMES, anywhere=True).whole(text)
     if calls:
         assert whole["content"] == (content or None)
         assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole["tool_calls"]] == calls

@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep.cli import generate_batch_workers
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models.compile import compile_layers
 from kvkeep.models.fused_modules import PackedLinear, pack_weights
 
@@ -57,7 +57,7 @@ def said(caplog):
 
 def tokens(made, **options):
     asked = [
-        Request(prompt=[(7 * i + 3 * j) % 61 for j in range(1 + 8 * i)], sampling=Sampling(max_new_tokens=4 + i))
+        Request(prompt=[(7 * i + 3 * j) % 61 for j in range(1 + 8 * i)], sampling=SamplingParams(max_new_tokens=4 + i))
         for i in range(3)
     ]
     found = Engine(made, policy="h2o", budget=9, rows=3, prefill_chunk=8, **options).generate(asked)
@@ -124,7 +124,7 @@ def test_a_recorded_step_runs_what_was_compiled_for_every_number_of_rows():
     compile_layers(made, backend=backend)
     backend.ran.clear()
     engine = Engine(made, policy="h2o", budget=12, rows=7, prefill_chunk=6, graphs=True)
-    engine.generate([Request(prompt=[i], sampling=Sampling(max_new_tokens=3 + 3 * i)) for i in range(7)])
+    engine.generate([Request(prompt=[i], sampling=SamplingParams(max_new_tokens=3 + 3 * i)) for i in range(7)])
     assert {size for _, size in engine._runner.graphs._steps} == {1, 2, 4, 6, 7}
     assert {(size, 1, 32) for size in (1, 2, 4, 6, 7)} <= set(backend.ran)
     assert engine._runner.graphs.refused == {}

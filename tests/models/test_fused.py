@@ -26,7 +26,7 @@ import kvkeep
 from kvkeep.backends import small
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import prepare as preparation
 from kvkeep.models.fused_modules import FusedLinear, PackedLinear, pack_weights
 from kvkeep.models.prepare import FUSED, fuse_modules, prepare
@@ -73,7 +73,7 @@ def fused_copy(model):
 
 def generated(model, rows: int = 3, tokens: int = 64):
     requests = [
-        Request(prompt=tuple(range(3 + i, 20 + 5 * i)), sampling=Sampling(max_new_tokens=tokens), ignore_end=True)
+        Request(prompt=tuple(range(3 + i, 20 + 5 * i)), sampling=SamplingParams(max_new_tokens=tokens), ignore_end=True)
         for i in range(rows)
     ]
     return [result.token_ids for result in Engine(model, budget=24, rows=rows).generate(requests)]

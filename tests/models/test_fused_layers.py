@@ -123,7 +123,7 @@ def test_under_every_kind_of_policy(policy, counted):
     plain, model = both()
     budget = 70 if policy == "full" else 40
     asked = [
-        kvkeep.Request(prompt=tuple(range(3, n)), sampling=kvkeep.Sampling(max_new_tokens=10), ignore_end=True)
+        kvkeep.Request(prompt=tuple(range(3, n)), sampling=kvkeep.SamplingParams(max_new_tokens=10), ignore_end=True)
         for n in (55, 58)
     ]
     plain_text, text = (

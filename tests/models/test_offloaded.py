@@ -28,7 +28,7 @@ CONFIG = LlamaConfig(
     bos_token_id=None,
 )
 PROMPT = [7 * i * i % 61 for i in range(40)]
-SAMPLING = kvkeep.Sampling(max_new_tokens=8)
+SAMPLING = kvkeep.SamplingParams(max_new_tokens=8)
 OPTIONS = {"policy": "h2o:recent=4", "budget": 16}
 ENDS = ("model.norm", "model.rotary_emb", "lm_head")
 WAYS = ["cpu", "disk", "mixed", "embedding on disk", "cpu_offload", "disk_offload"]

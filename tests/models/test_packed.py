@@ -8,7 +8,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import fused_modules
 from kvkeep.models.fused_modules import PackedLinear, pack_weights
 
@@ -112,7 +112,7 @@ def test_without_the_operations_nothing_changes(monkeypatch):
 @needs_onednn
 def test_a_packed_model_generates_the_same_tokens():
     requests = [
-        Request(prompt=tuple(range(3 + i, 20 + 5 * i)), sampling=Sampling(max_new_tokens=12), ignore_end=True)
+        Request(prompt=tuple(range(3 + i, 20 + 5 * i)), sampling=SamplingParams(max_new_tokens=12), ignore_end=True)
         for i in range(5)
     ]
     plain = Engine(llama(), budget=10, rows=3).generate(requests)

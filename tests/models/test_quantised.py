@@ -80,7 +80,7 @@ def test_eviction_works_as_ever(wide: Path, dtype: str):
     model, tokenizer = load(wide, dtype, load_in="int8")
     engine = kvkeep.Engine(model, tokenizer, budget=8, rows=2)
     prompts = [[5 + i, 9, 17, 40, 3, 8, 22] for i in range(3)]
-    sampling = kvkeep.Sampling(max_new_tokens=24)
+    sampling = kvkeep.SamplingParams(max_new_tokens=24)
     results = engine.run([kvkeep.Request(prompt=p, sampling=sampling, ignore_end=True) for p in prompts])
     assert [len(result.token_ids) for _, result in results] == [24] * 3
     cache = kvkeep.BoundedCache(model.config, "h2o", budget=8)

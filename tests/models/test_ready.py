@@ -20,7 +20,7 @@ def _silent():
 
 def test_an_engine_takes_what_load_returns():
     engine = kvkeep.Engine(*kvkeep.load(model_folders.folder()), policy="local", budget=16, rows=1)
-    (result,) = engine.generate("the quick brown fox", kvkeep.Sampling(max_new_tokens=3))
+    (result,) = engine.generate("the quick brown fox", kvkeep.SamplingParams(max_new_tokens=3))
     assert len(result.token_ids) == 3
     assert result.text
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep.backends import layers
 from kvkeep.backends.native import layer_ops, native
-from kvkeep.backends.native.layer_ops import Whole
+from kvkeep.backends.native.layer_ops import WholeLayer
 from kvkeep.cache.hf_layers import handed
 from kvkeep.policies import DEFAULT
 
@@ -26,14 +26,14 @@ POLICIES = ("h2o", "local", "streaming_llm", "full", "h2o:decay=0.9", DEFAULT, "
 @pytest.fixture
 def calls(monkeypatch):
     """The number of layers that were computed in one call."""
-    found, honest = [], Whole.__call__
+    found, honest = [], WholeLayer.__call__
 
     def call(self, *args):
         out = honest(self, *args)
         found.extend([1] * (out is not None))
         return out
 
-    monkeypatch.setattr(Whole, "__call__", call)
+    monkeypatch.setattr(WholeLayer, "__call__", call)
     return found
 
 
@@ -164,7 +164,7 @@ def test_without_memory_the_step_is_made_in_parts(monkeypatch):
     pair.feed(12)
     pair.feed()
     pair.feed()
-    monkeypatch.setattr(Whole, "__call__", lambda *_: None)
+    monkeypatch.setattr(WholeLayer, "__call__", lambda *_: None)
     pair.feed()
     pair.feed()
 

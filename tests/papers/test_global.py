@@ -34,7 +34,7 @@ class Layers:
     """Layers that share their budgets, as one layer with the heads of all."""
 
     def __init__(self, case, count):
-        policy, shared = parse(case.policy), shared_budget.Together(range(count))
+        policy, shared = parse(case.policy), shared_budget.SharedBudget(range(count))
         policy = under(policy, f"global:{policy.alpha}")
         budget = case.budget if isinstance(case.budget, int) else list(case.budget)
         self.layers = [Layer(policy, budget, index=i, together=shared) for i in range(count)]

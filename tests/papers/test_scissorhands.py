@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvkeep
 from kvkeep import BudgetError, Layer, PolicyError
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.types import Phase
 from kvkeep_lab.theory.scissorhands import Reading, algorithm_1
 
@@ -92,7 +92,7 @@ def test_the_engine_keeps_what_the_loops_keep(monkeypatch, chunk):
     engine = Engine(model, policy=policy, budget=budget, rows=1, prefill_chunk=chunk)
     monkeypatch.setattr(Layer, "step", spy)
     prompts = [[(7 * i * i + n) % 50 for i in range(n)] for n in range(23, 37, 3)]
-    engine.generate([Request(prompt=tuple(p), sampling=Sampling(max_new_tokens=14)) for p in prompts])
+    engine.generate([Request(prompt=tuple(p), sampling=SamplingParams(max_new_tokens=14)) for p in prompts])
     assert len(sets) >= 5 * 14
     assert all(found == want for found, want in sets)
 

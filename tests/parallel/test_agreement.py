@@ -9,9 +9,9 @@ import ranks
 import torch
 
 import kvkeep
-from kvkeep import Request, Sampling
-from kvkeep.engine.sequence import Generation
-from kvkeep.engine.tensor_parallel import Agreement, described, difference
+from kvkeep import Request, SamplingParams
+from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.tensor_parallel import EngineAgreement, described, difference
 from kvkeep.errors import InputError
 from kvkeep.head_sharding import Heads
 from kvkeep.policies.h2o import H2O
@@ -19,8 +19,8 @@ from kvkeep.policies.h2o import H2O
 
 def generation(number=0, ids=(3, 4, 5), *, policy=None, budget=8, ends=(2,), sampling=None, held=0, **asked):
     pins = asked.pop("held_pins", ())
-    request = Request(prompt=ids, sampling=Sampling(**(sampling or {})), **asked)
-    return Generation(number, request, policy or H2O(), budget, frozenset(ends), held=held, held_pins=pins)
+    request = Request(prompt=ids, sampling=SamplingParams(**(sampling or {})), **asked)
+    return Sequence(number, request, policy or H2O(), budget, frozenset(ends), held=held, held_pins=pins)
 
 
 def process(*live, **engine):
@@ -73,7 +73,7 @@ def test_other_requests_engines_and_orders_are_named():
 
 def test_the_compared_number_depends_on_everything(monkeypatch):
     """Each change of a request, and the order, changes the number; asking again does not."""
-    agreement = Agreement.__new__(Agreement)
+    agreement = EngineAgreement.__new__(EngineAgreement)
     seen = set()
     for live in ([FIRST, SECOND], [SECOND, FIRST], [FIRST], [], *([generation(**change)] for change, _ in CHANGES)):
         agreement._known, agreement._settings = [], {"budget": "8"}
@@ -92,7 +92,7 @@ class Untold:
 
 
 def test_one_process_compares_and_describes_nothing():
-    agreement = Agreement(type("Config", (), {}), torch.device("cpu"), {"policy": Untold()})
+    agreement = EngineAgreement(type("Config", (), {}), torch.device("cpu"), {"policy": Untold()})
     agreement.check(iter(lambda: 1 / 0, None))
 
 
@@ -110,7 +110,7 @@ def told(agreement, *live):
 
 @pytest.fixture
 def agreement():
-    found = Agreement(type("Config", (), {}), torch.device("cpu"), {})
+    found = EngineAgreement(type("Config", (), {}), torch.device("cpu"), {})
     found.together = Heads(0, 2)
     return found
 
@@ -147,12 +147,12 @@ def test_pins_of_a_session_in_one_process_alone_are_found(monkeypatch):
     with engine, engine.session() as session:
         engine._agreement.together = Heads(0, 2)
         found = []
-        session.ask(Request(prompt=(3, 4, 5, 6), sampling=Sampling(max_new_tokens=1)))
+        session.ask(Request(prompt=(3, 4, 5, 6), sampling=SamplingParams(max_new_tokens=1)))
         before = session.snapshot()
         for pins in ((), ((0, 3),)):
             session.rewind(before)
             session.pin(pins)
-            session.ask(Request(prompt=(7, 8), sampling=Sampling(max_new_tokens=1)))
+            session.ask(Request(prompt=(7, 8), sampling=SamplingParams(max_new_tokens=1)))
             found.append(engine._agreement._known[0].asked)
     one, two = found
     assert {name for name in one if one[name] != two[name]} == {"number", "pins in memory"}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config, Qwen3
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.kv_manager import KVManager
 from kvkeep.kv.memory_usage import bytes_of
 
 NEW = 10
@@ -123,7 +123,7 @@ def attached(family):
 
 def request_of(seed, length, new=NEW, **options):
     prompt = tuple(random.Random(seed).choices(range(1, VOCAB), k=length))  # 0 pads
-    return Request(prompt=prompt, sampling=kvkeep.Sampling(max_new_tokens=new), **options)
+    return Request(prompt=prompt, sampling=kvkeep.SamplingParams(max_new_tokens=new), **options)
 
 
 def alone(family, request, policy="h2o", budget=8, chunk=None):
@@ -234,7 +234,7 @@ def vars_of(layers):
 
 
 def test_a_state_moves_with_its_row():
-    rows = Rows(attached("lfm2"), kvkeep.parse("h2o"), 8)
+    rows = KVManager(attached("lfm2"), kvkeep.parse("h2o"), 8)
     rows.allocate(2)
     rows.begin(0, budget=8)
     own = rows._own[0]

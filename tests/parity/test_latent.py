@@ -51,7 +51,7 @@ def test_the_engine_gives_what_generate_gives():
     model, (ids, _) = kvkeep.attach(build()), padded_batch(rows=1)
     cache = kvkeep.BoundedCache(model.config, budget=9)
     want = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
-    requests = [kvkeep.Request(prompt=tuple(ids[0].tolist()), sampling=kvkeep.Sampling(max_new_tokens=NEW))] * 2
+    requests = [kvkeep.Request(prompt=tuple(ids[0].tolist()), sampling=kvkeep.SamplingParams(max_new_tokens=NEW))] * 2
     results = kvkeep.Engine(model, budget=9, rows=2, prefill_chunk=None).generate(requests)
     assert [list(one.token_ids) for one in results] == [want.tolist()] * 2
 

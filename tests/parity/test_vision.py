@@ -120,7 +120,7 @@ def test_the_engine_runs_text_and_refuses_an_image_token(family):
     model = kvkeep.attach(build(family))
     engine = kvkeep.Engine(model, budget=9, rows=2, prefill_chunk=None)
     prompts = [tuple(range(3, 20)), tuple(range(30, 41))]
-    sampling = kvkeep.Sampling(max_new_tokens=NEW)
+    sampling = kvkeep.SamplingParams(max_new_tokens=NEW)
     results = engine.generate([kvkeep.Request(prompt=one, sampling=sampling) for one in prompts])
     for one, result in zip(prompts, results, strict=True):
         cache = kvkeep.BoundedCache(model.config, budget=9)

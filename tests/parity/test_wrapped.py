@@ -46,7 +46,7 @@ def test_an_adapted_model_is_attached_and_computes_what_it_did():
 def test_the_engine_runs_the_adapter():
     model, (ids, _) = adapted(), padded_batch(rows=1)
     want = greedy(kvkeep.attach(model), ids, past_key_values=kvkeep.BoundedCache(model.config, budget=9))
-    request = kvkeep.Request(prompt=tuple(ids[0].tolist()), sampling=kvkeep.Sampling(max_new_tokens=NEW))
+    request = kvkeep.Request(prompt=tuple(ids[0].tolist()), sampling=kvkeep.SamplingParams(max_new_tokens=NEW))
     engine = kvkeep.Engine(model, budget=9, rows=1, prefill_chunk=None)
     assert list(engine.generate([request])[0].token_ids) == want[0].tolist()
 
@@ -99,7 +99,7 @@ else:
 cache = kvkeep.BoundedCache(model.config, budget=10)
 assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False), want)
 engine = kvkeep.Engine(model, budget=10, rows=1, prefill_chunk=None)
-request = kvkeep.Request(prompt=tuple(ids[0].tolist()), sampling=kvkeep.Sampling(max_new_tokens=6))
+request = kvkeep.Request(prompt=tuple(ids[0].tolist()), sampling=kvkeep.SamplingParams(max_new_tokens=6))
 assert list(engine.generate([request])[0].token_ids) == want[0, ids.shape[1]:].tolist()
 """
 

@@ -18,7 +18,7 @@ from kvkeep.errors import CapacityError, InputError, pip_install
 from kvkeep.evals.attention_probe import PLAIN
 from kvkeep.evals.grid import Cell
 from kvkeep.evals.records import Records
-from kvkeep.evals.run import Bench, Piece, Queue, Source, versions
+from kvkeep.evals.run import CellPiece, CellRunner, PartSource, Queue, versions
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS
 from kvkeep.head_profile import Profile
@@ -257,9 +257,9 @@ def bench(**changes):
     writer = Writer(checkpoint, loading.read_weights(checkpoint))
     options = Options(limit=2, window=40)
     task = TASKS["perplexity"].load(checkpoint, options)
-    source = Source(TASKS["perplexity"], options, {**task.settings(), **changes})
+    source = PartSource(TASKS["perplexity"], options, {**task.settings(), **changes})
     (case, lengths), *_ = task.cases().items()
-    return Bench(writer, "m", [source]), Piece(
+    return CellRunner(writer, "m", [source]), CellPiece(
         0, Cell("perplexity", case, "local", "12", 0), PLAIN, (12, 12), tuple(lengths)
     )
 
@@ -285,7 +285,7 @@ def test_a_worker_with_other_data_runs_nothing():
     made, piece = bench()
     for wrong in ((40,), (40, 39), ()):
         with pytest.raises(InputError, match="rows of another number or length"):
-            made.run(Piece(0, piece.cell, piece.setup, piece.budgets, wrong))
+            made.run(CellPiece(0, piece.cell, piece.setup, piece.budgets, wrong))
 
 
 def test_a_worker_prepares_a_part_once_and_holds_one(monkeypatch):
@@ -294,7 +294,7 @@ def test_a_worker_prepares_a_part_once_and_holds_one(monkeypatch):
     monkeypatch.setattr(TASKS["perplexity"], "prepare", lambda self, writer: prepared.append(made._task))
     made._sources = [*made._sources, *made._sources]
     for part in (0, 0, 1, 1, 0):
-        made.run(Piece(part, *(getattr(piece, name) for name in ("cell", "setup", "budgets", "lengths"))))
+        made.run(CellPiece(part, *(getattr(piece, name) for name in ("cell", "setup", "budgets", "lengths"))))
     assert prepared == [None, None, None]  # the data of the part before are gone by then
 
 

@@ -83,14 +83,14 @@ def test_a_folder_that_another_run_has_is_refused_before_workers_begin(on, tmp_p
 
 
 def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, whole, tmp_path, monkeypatch):
-    begin = worker_pool.Crew.begin
+    begin = worker_pool.WorkerPool.begin
     with contextlib.ExitStack() as stack:
 
         def late(self, stopped):
             begin(self, stopped)
             stack.enter_context(Lock(tmp_path, str(tmp_path)))
 
-        monkeypatch.setattr(worker_pool.Crew, "begin", late)
+        monkeypatch.setattr(worker_pool.WorkerPool, "begin", late)
         cluster = on(Real(0))
         found = invoke(tmp_path, *RAY)
     assert found.exit_code == 2
@@ -100,14 +100,14 @@ def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, wh
 
 
 def test_rows_of_a_run_that_ended_while_workers_began_are_not_made_again(on, whole, tmp_path, monkeypatch):
-    begin = worker_pool.Crew.begin
+    begin = worker_pool.WorkerPool.begin
 
     def late(self, stopped):
         begin(self, stopped)
-        monkeypatch.setattr(worker_pool.Crew, "begin", begin)
+        monkeypatch.setattr(worker_pool.WorkerPool, "begin", begin)
         shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
 
-    monkeypatch.setattr(worker_pool.Crew, "begin", late)
+    monkeypatch.setattr(worker_pool.WorkerPool, "begin", late)
     cluster = on(Real(0))
     found = invoke(tmp_path, *RAY)
     assert (found.exit_code, found.stdout) == (0, whole[1])
@@ -155,8 +155,8 @@ def test_answers_beside_a_refusal_are_written(on, whole, tmp_path, monkeypatch):
             raise CapacityError("There is no room.")
         return run(self, writer, case, policy, budgets, setup=setup)
 
-    taken, take = [], eval_run._Desk.take
-    monkeypatch.setattr(eval_run._Desk, "take", lambda self, answer: (taken.append(answer), take(self, answer)))
+    taken, take = [], eval_run._CellWriter.take
+    monkeypatch.setattr(eval_run._CellWriter, "take", lambda self, answer: (taken.append(answer), take(self, answer)))
     monkeypatch.setattr(TASKS["agreement"], "run", some)
     for seed in range(4):
         taken.clear()
@@ -262,14 +262,14 @@ def test_ctrl_c_after_a_cell_has_failed_does_not_say_that_all_others_are_written
         append(self, row)
         signal.raise_signal(signal.SIGINT)
 
-    take = eval_run._Desk.take
+    take = eval_run._CellWriter.take
 
     def failing(self, answer):
         self.failed[1] = "its worker died 4 times"
         return take(self, answer)
 
     monkeypatch.setattr(Records, "append", stop)
-    monkeypatch.setattr(eval_run._Desk, "take", failing)
+    monkeypatch.setattr(eval_run._CellWriter, "take", failing)
     on(Real(7))
     found = invoke(tmp_path, *RAY)
     assert len(rows(tmp_path)) < CELLS - 1

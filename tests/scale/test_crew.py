@@ -20,7 +20,7 @@ def run(monkeypatch, cluster, lines, *, size=3, deaths=0, **options):
     """The answers of a crew, and what it said; so many workers die once all have begun."""
     monkeypatch.setattr(worker_pool, "need_ray", lambda: cluster)
     answers, notes = [], []
-    made = worker_pool.Crew(LINES, lambda like: None, size, Need(), tell=notes.append)
+    made = worker_pool.WorkerPool(LINES, lambda like: None, size, Need(), tell=notes.append)
     made.begin()
     cluster.deaths = deaths
     todo = iter([(n, b"%d" % n) for n in range(1, lines + 1)])
@@ -127,7 +127,7 @@ def test_a_crew_without_workers_asks_for_the_cluster(monkeypatch):
     monkeypatch.setattr(cluster, "_go_on", go_on)
     monkeypatch.setattr(cluster, "kill", lambda actor, no_restart: kills.append(actor))
     monkeypatch.setattr(worker_pool, "need_ray", lambda: cluster)
-    made = worker_pool.Crew(LINES, lambda like: None, 1, Need())
+    made = worker_pool.WorkerPool(LINES, lambda like: None, 1, Need())
     made.begin()
     with pytest.raises(LostClusterError, match="gone away"):
         made.run(functools.partial(next, iter([(n, b"a") for n in range(12)])), [{}], lambda answer: None)

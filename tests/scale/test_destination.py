@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
-from kvkeep.batch.output import Output
+from kvkeep.batch.output import OutputFile
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
 from kvkeep.scale import remote_files
@@ -164,7 +164,7 @@ def collected_path(target):
 
 def test_a_job_that_ends_early_publishes_nothing_and_goes_on(source, plain, bucket, tmp_path, monkeypatch):
     target = f"file://{bucket}/answers.jsonl"
-    put = Output.put
+    put = OutputFile.put
 
     def full(self, number, *rest):
         if self.done:
@@ -172,7 +172,7 @@ def test_a_job_that_ends_early_publishes_nothing_and_goes_on(source, plain, buck
         put(self, number, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "put", full)
+        patch.setattr(OutputFile, "put", full)
         refused(source, target, "The disk is full")
     assert os.listdir(bucket) == []
     assert len(collected(tmp_path)) == 1
@@ -193,7 +193,7 @@ def test_lines_that_cannot_be_run_are_set_aside_beside_the_collected_ones(source
 
 
 def test_what_cannot_be_written_is_refused_before_anything_runs(source, bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.models.load.find", None)  # nobody gets as far as the model
+    monkeypatch.setattr("kvkeep.cli.generate_batch.find", None)  # nobody gets as far as the model
     (bucket / "folder.jsonl").mkdir()
     for target, word in (
         ("ftq://a/b.jsonl", "cannot be written"),

@@ -15,7 +15,7 @@ from commands import run, write
 from kvkeep.scale import cluster, worker
 from kvkeep.scale.ray_data import generate
 from kvkeep.scale.worker import Built
-from kvkeep.scale.worker_pool import Crew
+from kvkeep.scale.worker_pool import WorkerPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings are no errors of ours
 
@@ -153,7 +153,7 @@ class Deadly:
         def read(number, raw):
             if b"deadly" in raw:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return parse(number, raw, lambda prompt, *, raw=False: [5, 6, 7], kvkeep.Sampling(max_new_tokens=2))
+            return parse(number, raw, lambda prompt, *, raw=False: [5, 6, 7], kvkeep.SamplingParams(max_new_tokens=2))
 
         return Built(Engine(network, tokenizer, budget=16, rows=2), read, str, "w")
 
@@ -163,7 +163,7 @@ def test_a_line_that_kills_its_worker_fails_alone(address, ray):
     raw = [b'{"prompt": "%s"}' % (b"deadly" if n == 3 else b"kind") for n in range(10)]
     answers, notes = [], []
     with cluster.joined(address[0], cpus=2):
-        crew = Crew(worker.LINES, Deadly(), 2, cluster.Need(), tell=notes.append)
+        crew = WorkerPool(worker.LINES, Deadly(), 2, cluster.Need(), tell=notes.append)
         crew.begin()
         todo = iter(enumerate(raw, start=1))
         crew.run(lambda place: next(todo, None), [{"format": 3}], answers.append)
@@ -211,7 +211,9 @@ def test_a_dataset_goes_through_a_stage(address, ray, tmp_path):
     engine = Engine(network, tokenizer, budget=64)
     for one in found:
         if one["id"] < 30:
-            (alone,) = engine.generate(one["prompt"], kvkeep.Sampling(max_new_tokens=one["options"]["max_new_tokens"]))
+            (alone,) = engine.generate(
+                one["prompt"], kvkeep.SamplingParams(max_new_tokens=one["options"]["max_new_tokens"])
+            )
             assert one["completion"]["text"] == alone.text
 
 

@@ -9,10 +9,10 @@ pytest.importorskip("fastapi")
 
 from kvkeep.errors import InputError
 from kvkeep.scale import ray_serve_replica
-from kvkeep.scale.ray_serve_replica import Recipe, Replica
+from kvkeep.scale.ray_serve_replica import Replica, ReplicaRecipe
 from kvkeep.server.placement import RESPONSE, SESSION
 from kvkeep.server.router import Received
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 
 OWNER = "everybody"
 
@@ -20,9 +20,9 @@ OWNER = "everybody"
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_serve_replica, "settle", lambda: None)  # it is for processes that serve until they end
-    recipe = Recipe(
+    recipe = ReplicaRecipe(
         model=None,
-        settings=Settings(name="tiny", session_dir=str(tmp_path)),
+        settings=ServerSettings(name="tiny", session_dir=str(tmp_path)),
         engine={"budget": 96, "rows": 1},
         device="cpu",
     )

@@ -20,7 +20,7 @@ SOON_S = 8.0
 SERVER = """
 import sys
 from kvkeep.scale import cluster
-from kvkeep.scale.serving import ENGINES, application
+from kvkeep.scale.ray_serve import ENGINES, application
 port, folder = sys.argv[1:]
 with cluster.joined(None, cpus=2):
     import ray

@@ -18,7 +18,7 @@ from kvkeep.errors import InputError, pip_install
 from kvkeep.models import chat_templates
 from kvkeep.scale import cluster
 from kvkeep.scale.cluster import Need, Node, check_ray, check_room, check_versions, last_words, share
-from kvkeep.scale.worker import Built, EngineFacts, Worker
+from kvkeep.scale.worker import Built, EngineFacts, LineWorker
 
 VERSIONS = {"kvkeep": "1", "torch": "2"}
 
@@ -45,7 +45,7 @@ class Making:
         def encode(prompt, *, raw=False):
             return tokenizer(prompt if isinstance(prompt, str) else prompt[0]["content"])["input_ids"]
 
-        return Built(engine, lambda n, raw: parse(n, raw, encode, kvkeep.Sampling(max_new_tokens=3)), str, "w")
+        return Built(engine, lambda n, raw: parse(n, raw, encode, kvkeep.SamplingParams(max_new_tokens=3)), str, "w")
 
 
 def answers(one, *lines):
@@ -56,7 +56,7 @@ def answers(one, *lines):
 
 
 def test_a_worker_answers_lines_side_by_side(model):
-    one = Worker(Making(model))
+    one = LineWorker(Making(model))
     facts = one.begin(None)
     assert isinstance(facts, EngineFacts)
     assert (facts.rows, facts.weights) == (2, "w")
@@ -84,11 +84,11 @@ def test_a_worker_says_why_it_cannot_begin():
     def fail(like):
         raise InputError("There is no such model.")
 
-    assert Worker(fail).begin(None) == "There is no such model."
+    assert LineWorker(fail).begin(None) == "There is no such model."
 
 
 def test_a_worker_judges_shapes_as_its_engine_does(model):
-    one = Worker(Making(model))
+    one = LineWorker(Making(model))
     one.begin(None)
     survey = Survey()
     read = one._built.read
@@ -101,7 +101,7 @@ def test_a_worker_judges_shapes_as_its_engine_does(model):
 
 
 def test_an_engine_that_breaks_reaches_its_lines_and_serves_the_next(model, monkeypatch):
-    one = Worker(Making(model))
+    one = LineWorker(Making(model))
     one.begin(None)
     step, failures = Engine.step, [MemoryError("gone")]
 
@@ -211,7 +211,7 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
     monkeypatch.setattr(generate_batch, "check_ray", lambda address: None)
     monkeypatch.setattr(generate_batch, "joined", lambda address, cpus: contextlib.nullcontext())
     monkeypatch.setattr(generate_batch_workers, "room_for", lambda *args, **options: (Need(), "cpu"))
-    monkeypatch.setattr(generate_batch_workers, "Crew", crew)
+    monkeypatch.setattr(generate_batch_workers, "WorkerPool", crew)
     assert "This is enough." in run("-i", lines[0], "-o", lines[1], "--ray-workers", 1).said
     chat_templates._WORKER.end()
     built = made[0](None)

@@ -15,13 +15,13 @@ if sys.platform != "win32":
 
 import kvkeep
 from kvkeep.server.app import make_app
-from kvkeep.server.model import Served
+from kvkeep.server.model import ServedModel
 from kvkeep.server.placement import SESSION
 from kvkeep.server.router import LostError, MissedError, make_front, replay
-from kvkeep.server.run import Place
+from kvkeep.server.run import ServerAddress
 from kvkeep.server.session_leases import SharedFolder
 from kvkeep.server.session_registry import Handover
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 
 
 class Locks(SharedFolder):
@@ -130,13 +130,13 @@ def fronted(*, folder=None, names=("one", "two"), rows=2, budget=96, engine=None
             made = stack.enter_context(kvkeep.Engine(model(), checkpoint().tokenizer, **options))
             if leases is not None:  # a dead one's folder may be gone; its engine is closed here all the same
                 stack.callback(leases.own.mkdir, exist_ok=True)
-            told = Settings(name=NAME, session_dir=own, **settings)
-            apps[name], engines[name] = make_app(Served(made, checkpoint()), told, leases=leases), made
+            told = ServerSettings(name=NAME, session_dir=own, **settings)
+            apps[name], engines[name] = make_app(ServedModel(made, checkpoint()), told, leases=leases), made
             if leases is not None:
                 stack.callback(leases.close)
             stack.callback(Handover(apps[name].state.book, partial(replicas.stays, name)).end)
-        front = make_front(replicas, Settings(name=NAME, **settings), prefixes=prefixes)
-        with listening(front, Place(port=0, grace_s=5.0)) as port:
+        front = make_front(replicas, ServerSettings(name=NAME, **settings), prefixes=prefixes)
+        with listening(front, ServerAddress(port=0, grace_s=5.0)) as port:
             running = Running(port, None, front.state.desk, limits=front.state.limits)
             running.replicas, running.engines = replicas, engines
             try:

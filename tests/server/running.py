@@ -18,9 +18,9 @@ httpx = pytest.importorskip("httpx")
 import kvkeep  # noqa: E402
 from kvkeep.models.load import embedded, find, quiet, read_weights  # noqa: E402
 from kvkeep.server.app import make_app  # noqa: E402
-from kvkeep.server.model import Served, tool_use_of  # noqa: E402
-from kvkeep.server.run import Place, Server, listen  # noqa: E402
-from kvkeep.server.settings import Keys, Settings, owner_of  # noqa: E402
+from kvkeep.server.model import ServedModel, tool_use_of  # noqa: E402
+from kvkeep.server.run import Server, ServerAddress, listen  # noqa: E402
+from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of  # noqa: E402
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Once upon a time"}]
@@ -40,7 +40,7 @@ def model(folder=None):
 
 
 def keys(*found):
-    return Keys({key: owner_of(key) for key in found})
+    return ApiKeys({key: owner_of(key) for key in found})
 
 
 class Running:
@@ -86,9 +86,9 @@ def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, tool_form
     """Run a server until the block ends."""
     options = {"budget": budget, "rows": rows, **(engine or {})}
     made = kvkeep.Engine(model(folder), checkpoint(folder).tokenizer, **options)
-    served = Served(made, checkpoint(folder), tool_use=tool_use_of(checkpoint(folder), tool_form))
-    place = Place(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
-    app = make_app(served, Settings(name=NAME, **settings), origins)
+    served = ServedModel(made, checkpoint(folder), tool_use=tool_use_of(checkpoint(folder), tool_form))
+    place = ServerAddress(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
+    app = make_app(served, ServerSettings(name=NAME, **settings), origins)
     with made, listening(app, place) as port:
         running = Running(port, made, app.state.desk, served, app.state.limits)
         try:
@@ -117,7 +117,7 @@ def listening(app, place):
 def alone(prompt, *, raw=False, messages=None, budget=128, **options):
     """The text that a prompt gets from an engine of its own."""
     wishes = {name: options.pop(name) for name in ("policy", "stop", "sequence", "budget_", "pins") if name in options}
-    sampling = kvkeep.Sampling(**{"max_new_tokens": 4, **options})
+    sampling = kvkeep.SamplingParams(**{"max_new_tokens": 4, **options})
     request = kvkeep.Request(prompt=prompt, messages=messages, raw=raw, sampling=sampling, **wishes)
     with kvkeep.Engine(model(), checkpoint().tokenizer, budget=budget, rows=1) as engine:
         return engine.generate(request)[0]

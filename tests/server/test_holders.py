@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from kvkeep.server import router
-from kvkeep.server.placement import RESPONSE, SESSION, Places, Wish, beginnings, wish_of
+from kvkeep.server.placement import RESPONSE, SESSION, PlacementRequest, Places, beginnings, wish_of
 
 CHAT = "/v1/chat/completions"
 
@@ -80,19 +80,19 @@ def test_of_long_lists_only_the_compared_part_is_written():
 
 def test_the_emptiest_replica_is_chosen_and_all_in_turn():
     places, here = Places(), {"one": 2, "two": 4}
-    assert {places.choose(Wish(), here) for _ in range(2)} == {"one", "two"}
+    assert {places.choose(PlacementRequest(), here) for _ in range(2)} == {"one", "two"}
     with places.taken("one", 1), places.taken("two", 1):
-        assert places.choose(Wish(), here) == "two"  # a quarter of its rows
+        assert places.choose(PlacementRequest(), here) == "two"  # a quarter of its rows
         with places.taken("two", 2):
-            assert places.choose(Wish(), here) == "one"
+            assert places.choose(PlacementRequest(), here) == "one"
     assert not places.busy
 
 
 def test_a_warm_replica_is_chosen_while_it_has_a_free_row():
     places, here = Places(), {"one": 1, "two": 1}
-    wish = Wish(beginnings=(b"long", b"short"))
+    wish = PlacementRequest(beginnings=(b"long", b"short"))
     warm = places.choose(wish, here)
-    assert all(places.choose(Wish(beginnings=(b"new", b"short")), here) == warm for _ in range(3))
+    assert all(places.choose(PlacementRequest(beginnings=(b"new", b"short")), here) == warm for _ in range(3))
     with places.taken(warm, 1):
         other = places.choose(wish, here)
         assert other != warm

@@ -15,7 +15,7 @@ from kvkeep.errors import InputError
 from kvkeep.server.errors import RefusalError
 from kvkeep.server.schemas import SessionBody
 from kvkeep.server.session_leases import HELD, SharedFolder, elsewhere
-from kvkeep.server.session_registry import Book
+from kvkeep.server.session_registry import SessionRegistry
 
 from .running import checkpoint, model
 
@@ -91,10 +91,10 @@ class Serving:
         self.leases = SharedFolder(root, own)
         options = {"budget": 96, "rows": 1, "session_dir": self.leases.own}
         self.engine = kvkeep.Engine(model(), checkpoint().tokenizer, **options)
-        self.book = Book(self.engine, 4, str(self.leases.own), self.leases)
+        self.book = SessionRegistry(self.engine, 4, str(self.leases.own), self.leases)
 
     def turn(self, entry, text="Once upon a time"):
-        entry.session.ask(text, kvkeep.Sampling(max_new_tokens=2))
+        entry.session.ask(text, kvkeep.SamplingParams(max_new_tokens=2))
         self.book.note(entry)
         self.book.keep(entry)
 
@@ -181,8 +181,8 @@ def test_a_session_is_let_go_when_no_request_uses_it(serving, other):
 
 def test_a_server_that_shares_nothing_lets_no_session_go(tmp_path):
     with kvkeep.Engine(model(), checkpoint().tokenizer, budget=96, rows=1) as engine:
-        book = Book(engine, 4)
-        book.make("anna", SessionBody(id="trip")).session.ask("Once", kvkeep.Sampling(max_new_tokens=1))
+        book = SessionRegistry(engine, 4)
+        book.make("anna", SessionBody(id="trip")).session.ask("Once", kvkeep.SamplingParams(max_new_tokens=1))
         book.let_go()
         assert book.holds("anna", "trip")
 
@@ -195,9 +195,9 @@ def test_a_turn_is_written_only_where_servers_share_sessions(tmp_path, serving):
     serving.turn(entry, "And then?")
     assert path.read_bytes() != first
     with kvkeep.Engine(model(), checkpoint().tokenizer, budget=96, rows=1, session_dir=tmp_path / "alone") as engine:
-        book = Book(engine, 4, str(tmp_path / "alone"))
+        book = SessionRegistry(engine, 4, str(tmp_path / "alone"))
         entry = book.make("anna", SessionBody(id="trip"))
-        entry.session.ask("Once", kvkeep.Sampling(max_new_tokens=1))
+        entry.session.ask("Once", kvkeep.SamplingParams(max_new_tokens=1))
         book.keep(entry)
         assert not list((tmp_path / "alone").iterdir())
 

@@ -13,11 +13,11 @@ from .test_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, limited, meter_of
 
 from kvkeep.server.errors import RefusalError  # isort: skip
 from kvkeep.server.router import make_front  # isort: skip
-from kvkeep.server.middleware import Gate  # isort: skip
-from kvkeep.server.rate_limits import Limits  # isort: skip
+from kvkeep.server.middleware import AuthMiddleware  # isort: skip
+from kvkeep.server.rate_limits import RateLimits  # isort: skip
 from kvkeep.server.router import replay  # isort: skip
 from kvkeep.server.router import LostError, MissedError  # isort: skip
-from kvkeep.server.settings import Settings  # isort: skip
+from kvkeep.server.settings import ServerSettings  # isort: skip
 
 SPELLINGS = [f"{COMPLETE}{end}" for end in ("/", "//", "?a=b", "%0A", "%0D%0A", "%00", "%20", "%2F", ";a", "/.", "#a")]
 SPELLINGS += [f"/{COMPLETE}", COMPLETE.replace("c", "%63"), COMPLETE.upper(), f"/v1/%2e%2e{COMPLETE}"]
@@ -200,7 +200,7 @@ class Mortal:
     """Replicas of an application which end as a die decides."""
 
     def __init__(self, die):
-        self.die, self.app = die, Gate(die.app, Settings(name=NAME), Limits(1, 1))
+        self.die, self.app = die, AuthMiddleware(die.app, ServerSettings(name=NAME), RateLimits(1, 1))
 
     def here(self):
         return {"one": 2, "two": 2}
@@ -228,11 +228,11 @@ def test_nothing_runs_once_all_requests_have_ended_however_they_ended(kind, monk
     monkeypatch.setattr("kvkeep.server.middleware.log.disabled", True)
     refused = done = 0
     for seed in range(40):
-        settings, found = Settings(name=NAME, key_requests=4, key_tokens=10**4), []
+        settings, found = ServerSettings(name=NAME, key_requests=4, key_tokens=10**4), []
         if kind == KINDS[0]:
-            limits = Limits(4, 10**4, clock=lambda: 0.0)
+            limits = RateLimits(4, 10**4, clock=lambda: 0.0)
             die = Die(seed, limits)
-            app = Gate(die.app, settings, limits)
+            app = AuthMiddleware(die.app, settings, limits)
         else:
             die = Die(seed, None)
             app = make_front(Mortal(die), settings)

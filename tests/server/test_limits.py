@@ -14,11 +14,11 @@ import pytest
 from .fronting import fronted
 from .running import HELLO, NAME, WAIT_S, checkpoint, events, httpx, keys, model, serve
 
-from kvkeep import Engine, Request, Sampling  # isort: skip  the server's modules need fastapi
-from kvkeep.server.request_queue import Desk  # isort: skip
+from kvkeep import Engine, Request, SamplingParams  # isort: skip  the server's modules need fastapi
+from kvkeep.server.request_queue import RequestQueue  # isort: skip
 from kvkeep.server.errors import RefusalError  # isort: skip
-from kvkeep.server.rate_limits import Limits  # isort: skip
-from kvkeep.server.settings import Settings  # isort: skip
+from kvkeep.server.rate_limits import RateLimits  # isort: skip
+from kvkeep.server.settings import ServerSettings  # isort: skip
 
 CHAT, COMPLETE, RESPOND = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ANNA, BERT = ({"Authorization": f"Bearer {key}"} for key in ("key-of-anna", "key-of-bert"))
@@ -236,8 +236,8 @@ def meter_of(leave, prompt, **sampling):
     """The meter of an answer, after a coroutine function of the engine, the desk and the desk's run has left it."""
 
     async def answered(engine):
-        meter, desk = Sum(), Desk(engine, Settings(name=NAME))
-        stream = engine.astream(Request(prompt=prompt, sampling=Sampling(max_new_tokens=20, **sampling)))
+        meter, desk = Sum(), RequestQueue(engine, ServerSettings(name=NAME))
+        stream = engine.astream(Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=20, **sampling)))
         await leave(engine, desk, desk.run([stream], meter))
         return meter
 
@@ -369,7 +369,7 @@ def wait_of(limits):
 @pytest.mark.parametrize("tokens", [1, 7, 60, 100, 999, 10**6])
 @pytest.mark.parametrize("over", [0, 1, 30, 59, 60, 61, 12345])
 def test_whoever_waits_as_told_is_let_in_and_nobody_much_earlier(clock, tokens, over):
-    limits = Limits(None, tokens, clock=clock)
+    limits = RateLimits(None, tokens, clock=clock)
     limits.begin("a").spend(tokens + over)
     wait = wait_of(limits)
     clock.now += max(0.0, over * 60 / tokens - 0.01)
@@ -380,7 +380,7 @@ def test_whoever_waits_as_told_is_let_in_and_nobody_much_earlier(clock, tokens, 
 
 
 def test_no_edge_of_a_minute_doubles_what_a_key_may_use(clock):
-    limits, let_in = Limits(None, 600, clock=clock), []
+    limits, let_in = RateLimits(None, 600, clock=clock), []
     for second in range(40, 100):
         clock.now = float(second)
         for _ in range(5):
@@ -393,7 +393,7 @@ def test_no_edge_of_a_minute_doubles_what_a_key_may_use(clock):
 
 
 def test_the_last_token_of_the_limit_refuses_and_the_one_before_does_not(clock):
-    limits = Limits(None, 100, clock=clock)
+    limits = RateLimits(None, 100, clock=clock)
     limits.begin("a").spend(99)
     meter = limits.begin("a")
     meter.spend(1)
@@ -402,7 +402,7 @@ def test_the_last_token_of_the_limit_refuses_and_the_one_before_does_not(clock):
 
 
 def test_an_end_that_is_told_twice_counts_once():
-    limits = Limits(2, None)
+    limits = RateLimits(2, None)
     first, _ = limits.begin("a"), limits.begin("a")
     for _ in range(3):
         first.end()

@@ -41,7 +41,7 @@ def expected(made):
     folder = str(model_folders.folder())
     with kvkeep.Engine(model(folder), checkpoint(folder).tokenizer, budget=48, rows=1) as engine:
         for number, body in enumerate(made):
-            sampling = kvkeep.Sampling(
+            sampling = kvkeep.SamplingParams(
                 max_new_tokens=body["max_tokens"], temperature=float(body["temperature"]), seed=body["seed"]
             )
             own = {"policy": body.get("policy"), "ignore_end": True, "sampling": sampling}

@@ -22,7 +22,7 @@ import typer
 from kvkeep.cli import serve as own
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
-from kvkeep.server.run import Place, check_tls, listen
+from kvkeep.server.run import ServerAddress, check_tls, listen
 
 from .running import HELLO, WAIT_S, httpx, keys, serve
 from .test_hostile import CHAT, head
@@ -76,9 +76,9 @@ def test_https_with_files(tmp_path):
 def test_files_of_tls_that_do_not_fit(tmp_path):
     (cert, _), (_, other) = certificate(tmp_path), certificate(tmp_path, "other")
     with pytest.raises(InputError, match="no certificate and key"):
-        check_tls(Place(tls_cert=str(cert), tls_key=str(other)))
+        check_tls(ServerAddress(tls_cert=str(cert), tls_key=str(other)))
     with pytest.raises(InputError, match="give both"):
-        check_tls(Place(tls_key=str(other)))
+        check_tls(ServerAddress(tls_key=str(other)))
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_a_unix_socket(tmp_path):
     ready(process, err, r"unix:\S+")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(InputError, match="cannot be used"):
-        listen(Place(unix_socket=str(path)))  # somebody answers there
+        listen(ServerAddress(unix_socket=str(path)))  # somebody answers there
     transport = httpx.HTTPTransport(uds=str(path))
     with httpx.Client(base_url="http://kvkeep", transport=transport, timeout=WAIT_S) as client:
         assert client.get("/health").json()["status"] == "ready"
@@ -100,11 +100,11 @@ def test_a_unix_socket_that_a_killed_server_has_left_is_replaced(tmp_path):
     path = str(tmp_path / "left.sock")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)
-    with listen(Place(unix_socket=path)) as made:
+    with listen(ServerAddress(unix_socket=path)) as made:
         assert made.getsockname() == path
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match="cannot be used"):
-        listen(Place(unix_socket=str(tmp_path / "file")))
+        listen(ServerAddress(unix_socket=str(tmp_path / "file")))
     assert (tmp_path / "file").read_text() == "mine"
 
 

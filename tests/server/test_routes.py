@@ -117,7 +117,7 @@ def test_echo_with_logprobs_scores_the_prompt(server):
     assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(ids) + 1
     assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
     (want,) = server.engine.generate(
-        kvkeep.Request(prompt=ids, sampling=kvkeep.Sampling(max_new_tokens=1), prompt_logprobs=1)
+        kvkeep.Request(prompt=ids, sampling=kvkeep.SamplingParams(max_new_tokens=1), prompt_logprobs=1)
     )
     assert found["token_logprobs"][1:-1] == [one.value for one in want.prompt_logprobs]
     assert "".join(found["tokens"]) == choice["text"]
@@ -162,7 +162,7 @@ def test_own_fields_reach_the_engine(server):
         own = {name: value for name, value in body.items() if name != "pins"}
         pins = [tuple(pin) for pin in body.get("pins", ())]
         (want,) = server.engine.generate(
-            kvkeep.Request(prompt=long, raw=True, pins=pins, sampling=kvkeep.Sampling(max_new_tokens=4), **own)
+            kvkeep.Request(prompt=long, raw=True, pins=pins, sampling=kvkeep.SamplingParams(max_new_tokens=4), **own)
         )
         assert choice["text"] == want.text
     usage = server.complete(prompt=long, keep_ratio=0.25).json()["usage"]

@@ -51,7 +51,7 @@ def test_a_turn_reads_its_own_messages_only(server):
 def _sampling():
     import kvkeep
 
-    return kvkeep.Sampling(max_new_tokens=4)
+    return kvkeep.SamplingParams(max_new_tokens=4)
 
 
 def test_tokens_are_pinned_afterwards(server):

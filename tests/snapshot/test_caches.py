@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep import BoundedCache, InputError, SnapshotError
 from kvkeep.cache.layer import Layer
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BrokenCacheError
 from kvkeep.snapshot.fingerprint import hash_of_config, name_of_config
 from kvkeep.types import Phase
@@ -317,7 +317,9 @@ def test_reset_after_a_restore_begins_anew():
 def test_reset_gives_a_cache_its_own_pins_and_budget_back(fed):
     """A restored row brings its pins, and the budget that a guard of an engine has chosen."""
     net, tokens = model(), ids(1)
-    request = Request(prompt=tokens[0, :20].tolist(), pins=((1, 3),), guard=1.0, sampling=Sampling(max_new_tokens=4))
+    request = Request(
+        prompt=tokens[0, :20].tolist(), pins=((1, 3),), guard=1.0, sampling=SamplingParams(max_new_tokens=4)
+    )
     session = Engine(net, policy="h2o:recent=2", budget=20, rows=1).session()
     session.ask(request)
     cache = BoundedCache(net.config, "h2o:recent=2", 20, pins=[(4, 6)])

@@ -15,7 +15,7 @@ from snapshot_models import POLICIES, bounded, feed, ids, model
 from sweeps import sweep
 
 from kvkeep import BoundedCache, Snapshot, SnapshotError
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.result_files import write_whole
 from kvkeep.snapshot.file_io import packed_bits, unpacked_bits
 
@@ -123,7 +123,7 @@ def test_a_file_has_the_size_of_what_is_occupied(policy, budget, tmp_path):
     snapshot = cache.snapshot(tokens=tokens[0, :2010])
     snapshot.save(tmp_path / "one.kvkeep")
     size = (tmp_path / "one.kvkeep").stat().st_size
-    memory: Memory = cache.memory()
+    memory: MemoryUsage = cache.memory()
     assert size <= 1.02 * memory.occupied_bytes + 4 * 2010
     assert budget == 1000 or size < 0.6 * memory.allocated_bytes
 
@@ -237,7 +237,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         list(data)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.result_files.write_whole", full)
+    monkeypatch.setattr("kvkeep.snapshot.file_io.write_whole", full)
     with pytest.raises(SnapshotError, match="No space left on device"):
         two.save(target)
 

@@ -169,7 +169,7 @@ def _engine(model: Any, ids: torch.Tensor) -> str:
     texts = (ids, ids.flip(0)[:-3])
     asked = [
         kvkeep.Request(
-            prompt=tuple(text.tolist()), sampling=kvkeep.Sampling(max_new_tokens=NEW + 2 * i), ignore_end=True
+            prompt=tuple(text.tolist()), sampling=kvkeep.SamplingParams(max_new_tokens=NEW + 2 * i), ignore_end=True
         )
         for i, text in enumerate(texts)
     ]

@@ -8,7 +8,7 @@ from constructed import Axes, context
 from uniform_model import subject, tokens, unlimited, writer
 
 from kvkeep.engine.sampler import choose
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep_lab.analysis.groups import diversity
 from kvkeep_lab.analysis.groups.diversity import Diversity
 
@@ -27,7 +27,7 @@ def in_loops(of, prompts, seed, banned=()):
     """Every text alone, without any cache."""
     texts = []
     for row, prompt in enumerate(prompts):
-        sampling = Sampling(temperature=diversity.TEMPERATURE, seed=seed * PROMPTS + row)
+        sampling = SamplingParams(temperature=diversity.TEMPERATURE, seed=seed * PROMPTS + row)
         ids = prompt[None]
         for step in range(NEW):
             logits = of.model(input_ids=ids, use_cache=False).logits[:, -1]

@@ -5,7 +5,6 @@ import json
 
 import model_folders
 import pytest
-from kvkeep_lab.analysis import run as running
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -13,6 +12,7 @@ from kvkeep import plots
 from kvkeep.cli import console
 from kvkeep.cli.main import app
 from kvkeep.errors import pip_install
+from kvkeep_lab.analysis import run as running
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--only", "sparsity,budgets", "--max-tokens", 80)

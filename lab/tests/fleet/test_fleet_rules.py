@@ -5,9 +5,9 @@ import random
 import pytest
 
 from kvkeep.engine.request import Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sequence import Sequence
 from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
 from kvkeep_lab.fleet.bounded import Bounded, Rows
@@ -19,8 +19,8 @@ ANY = Lengths(1, 1)
 
 def generation(number, turn):
     """What a scheduler sees of a request."""
-    request = Request(prompt=[0] * turn.prompt, sampling=Sampling(max_new_tokens=turn.new))
-    return Generation(number, request, parse("h2o"), 64, frozenset())
+    request = Request(prompt=[0] * turn.prompt, sampling=SamplingParams(max_new_tokens=turn.new))
+    return Sequence(number, request, parse("h2o"), 64, frozenset())
 
 
 def cost(rows, tokens):

@@ -230,13 +230,13 @@ def test_workers_with_different_weights_or_dtypes_are_not_mixed(on, text, tmp_pa
 
 
 def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, text, tmp_path, monkeypatch):
-    begin, locks = worker_pool.Crew.begin, []
+    begin, locks = worker_pool.WorkerPool.begin, []
 
     def late(self, stopped):
         begin(self, stopped)
         locks.append(Lock(tmp_path, str(tmp_path)))
 
-    monkeypatch.setattr(worker_pool.Crew, "begin", late)
+    monkeypatch.setattr(worker_pool.WorkerPool, "begin", late)
     cluster = on(Real(0))
     found = invoke(text, tmp_path, "--ray-workers", 2)
     locks[0].release()
@@ -248,13 +248,13 @@ def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, te
 
 
 def test_results_of_a_run_that_ended_while_workers_began_are_not_made_again(on, text, analysed, tmp_path, monkeypatch):
-    begin = worker_pool.Crew.begin
+    begin = worker_pool.WorkerPool.begin
 
     def late(self, stopped):
         begin(self, stopped)
         shutil.copytree(analysed[0], tmp_path, dirs_exist_ok=True)
 
-    monkeypatch.setattr(worker_pool.Crew, "begin", late)
+    monkeypatch.setattr(worker_pool.WorkerPool, "begin", late)
     cluster = on(Real(0))
     found = invoke(text, tmp_path, "--ray-workers", 2)
     assert found.exit_code == 0

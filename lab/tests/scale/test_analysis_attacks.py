@@ -168,7 +168,7 @@ class shown:  # noqa: N801  stands for a function
 
 @pytest.mark.parametrize("content", ["torn", "[]", '{"version": 1, "result": 3}'])
 def test_a_file_that_is_damaged_while_workers_begin_is_named(on, text, tmp_path, monkeypatch, content):
-    begin = worker_pool.Crew.begin
+    begin = worker_pool.WorkerPool.begin
 
     def late(self, stopped):
         begin(self, stopped)
@@ -178,7 +178,7 @@ def test_a_file_that_is_damaged_while_workers_begin_is_named(on, text, tmp_path,
 
     on(Real(0))
     assert invoke(text, tmp_path, only=["residual"]).exit_code == 0
-    monkeypatch.setattr(worker_pool.Crew, "begin", late)
+    monkeypatch.setattr(worker_pool.WorkerPool, "begin", late)
     cluster = on(Real(0))
     found = invoke(text, tmp_path, *RAY)
     assert (found.exit_code, found.stdout) == (2, "")

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from kvkeep.backends.base import Added, Backend, Limits, Repeat, Ring
+from kvkeep.backends.base import Added, Backend, Repeat, Ring, SlotLimits
 from kvkeep.backends.copying import in_codes, in_pool
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.backends.native import layer_ops as layers
@@ -27,9 +27,9 @@ __all__ = [
     "SWITCH",
     "Added",
     "Backend",
-    "Limits",
     "Repeat",
     "Ring",
+    "SlotLimits",
     "choose",
     "in_codes",
     "in_pool",

@@ -24,7 +24,7 @@ from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 
 @dataclass(frozen=True, eq=False)
-class Limits:
+class SlotLimits:
     """How many slots may stay occupied after a step, and which ones are protected.
 
     Attributes:
@@ -332,7 +332,7 @@ class Backend(abc.ABC):
         """Whether some head may hold more than its limit; always true where the host would wait for the answer."""
 
     @abc.abstractmethod
-    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """Empty, in place, one slot of every head that holds more than its limit; ``limits.window`` is not used.
 
         The victim is that of `kvkeep.kv.ranking.weakest` after `kvkeep.kv.ranking.protect`.
@@ -348,7 +348,7 @@ class Backend(abc.ABC):
         statistic: Statistic,
         options: AttentionOptions,
         added: Added,
-        limits: Limits,
+        limits: SlotLimits,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """Append, attend, add the report to the policy's sums, expire and evict, fused and in place.
 
@@ -366,7 +366,7 @@ class Backend(abc.ABC):
         statistic: Statistic,
         options: AttentionOptions,
         added: Added,
-        limits: Limits,
+        limits: SlotLimits,
     ) -> Repeat | None:
         """The same `step` for other tokens, as long as all else stays where and what it is; ``None``: there is none."""
         return None
@@ -457,7 +457,7 @@ class AtRanks(Backend):
         """See `Backend.is_over`."""
         return self.backend.is_over(positions, limit)
 
-    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """See `Backend.evict`."""
         self.backend.evict(positions, score, limits)
 
@@ -465,7 +465,7 @@ class AtRanks(Backend):
 # A policy's statistic as numbers that compiled kernels take.
 
 
-class Wanted(NamedTuple):
+class WantedReport(NamedTuple):
     """The report of one decode step.
 
     Attributes:
@@ -493,19 +493,19 @@ def is_known(statistic: Statistic) -> bool:
     return kind is Nothing or kind is Low or (kind in (Mass, MassAndLast) and cast(Mass, statistic).noise is None)
 
 
-def wanted(statistic: Statistic) -> Wanted | None:
+def wanted(statistic: Statistic) -> WantedReport | None:
     """The report that a known statistic asks for; ``None`` if it asks for none."""
     if isinstance(statistic, Mass):
         second = "last" if isinstance(statistic, MassAndLast) else None
         plain = isinstance(statistic.gain, float) and statistic.gain == 1.0
         gain = None if plain else statistic.gain
-        return Wanted(second, statistic.rows, gain, statistic.decay, statistic.last)
+        return WantedReport(second, statistic.rows, gain, statistic.decay, statistic.last)
     if isinstance(statistic, Low):
-        return Wanted("low", statistic.rows, theta=statistic.theta, live=statistic.live)
+        return WantedReport("low", statistic.rows, theta=statistic.theta, live=statistic.live)
     return None
 
 
-class Sums(NamedTuple):
+class RowSums(NamedTuple):
     """The report of many rows: sums over rows, each with a weight per row.
 
     Attributes:
@@ -523,18 +523,18 @@ class Sums(NamedTuple):
     live: bool = False
 
 
-def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> Sums | None:
+def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> RowSums | None:
     """What a statistic sums over rows at these positions, in the order of its fields; ``None`` for another kind."""
     kind, selected = type(statistic), statistic.selects(queries)
     if kind is Nothing:
-        return Sums([], [])
+        return RowSums([], [])
     if isinstance(statistic, LowRows):
         masses = [*statistic.weights(selected, queries).values()]
-        return Sums(masses[:2], masses[2:], theta=statistic.theta, live=statistic.live)
+        return RowSums(masses[:2], masses[2:], theta=statistic.theta, live=statistic.live)
     if isinstance(statistic, RowMasses):
-        return Sums(statistic.weights_of(selected, queries), [])
+        return RowSums(statistic.weights_of(selected, queries), [])
     if isinstance(statistic, Low):
-        return Sums([selected.float()], [selected.float()], theta=statistic.theta, live=statistic.live)
+        return RowSums([selected.float()], [selected.float()], theta=statistic.theta, live=statistic.live)
     if kind not in (Mass, MassAndLast) or cast(Mass, statistic).noise is not None:
         return None
     mass = cast(Mass, statistic)
@@ -544,4 +544,4 @@ def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> Sums | Non
     if isinstance(statistic, MassAndLast):
         newest = torch.as_tensor(mass.last, device=queries.device).view(-1, 1)
         masses.append(mass.weights(selected & (queries == newest), queries))
-    return Sums(masses, [], None if gain is None else gain.expand(len(queries)))
+    return RowSums(masses, [], None if gain is None else gain.expand(len(queries)))

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Backend, Limits
+from kvkeep.backends.base import Backend, SlotLimits
 from kvkeep.kv.pooled_store import PoolSlots
 from kvkeep.kv.slot_codec import CodedSlots, LazySlots, hadamard
 from kvkeep.rotary import Rotation
@@ -110,7 +110,7 @@ class Copying(Backend):
         """See `Backend.is_over`."""
         return self.backend.is_over(positions, limit)
 
-    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """See `Backend.evict`."""
         self.backend.evict(positions, score, limits)
 

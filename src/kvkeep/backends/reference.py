@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Rows, Statistic
+from kvkeep.attention_stats import ProbabilityRows, Statistic
 from kvkeep.backends import base
-from kvkeep.backends.base import Backend, Limits
+from kvkeep.backends.base import Backend, SlotLimits
 from kvkeep.kv import ranking
 from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
@@ -84,7 +84,7 @@ def attend(
     empty = (positions < 0)[..., None]
     p = probabilities(query, keys.masked_fill(empty, 0.0), now, positions, options)
     out = torch.einsum("bhgts,bhse->bhgte", p, values.masked_fill(empty, 0.0).double()).flatten(1, 2)
-    return out, Report(statistic.reduce(Rows(p, statistic.selects(now), now, positions)))
+    return out, Report(statistic.reduce(ProbabilityRows(p, statistic.selects(now), now, positions)))
 
 
 def reread(
@@ -163,7 +163,7 @@ class ReferenceBackend(Backend):
         stay = torch.as_tensor(limit, device=positions.device).expand(positions.shape[:2])
         return bool(((positions >= 0).sum(dim=-1) > stay).any())
 
-    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """See `Backend.evict`; without `scores.weakest`, so that each checks the other."""
         shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         B, Hk, _ = positions.shape

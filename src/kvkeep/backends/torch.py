@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvkeep.attention_stats import Rows, Statistic
-from kvkeep.backends.base import Backend, Limits
+from kvkeep.attention_stats import ProbabilityRows, Statistic
+from kvkeep.backends.base import Backend, SlotLimits
 from kvkeep.kv import ranking
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
@@ -79,7 +79,7 @@ class TorchBackend(Backend):
                 mixed = _mix(p, values.masked_fill((key_positions < 0)[..., None], 0.0))
             out[:, :, :, block] = mixed.to(out.dtype)
             if sums:
-                part = Rows(p, selected[:, block], query_positions[:, block], key_positions[:, :, :n])
+                part = ProbabilityRows(p, selected[:, block], query_positions[:, block], key_positions[:, :, :n])
                 for name, reduced in statistic.reduce(part).items():
                     statistic.join(sums[name][:, :, :n], reduced, name)
         return out.flatten(1, 2), Report(sums)
@@ -105,7 +105,7 @@ class TorchBackend(Backend):
         """See `Backend.is_over`."""
         return positions.device.type != "cpu" or bool(_over(positions, limit).any())
 
-    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """See `Backend.evict`."""
         shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         victim = ranking.weakest(shielded, positions)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from kvkeep.engine.request import Request, Structure
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai import requests, responses
 from kvkeep.openai.messages import MAX_DEPTH, ParameterError, decoded
-from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked, Prompt, in_words_of
+from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_words_of
 from kvkeep.pins import Spans, spans
 from kvkeep.snapshot import Snapshot
 
@@ -51,7 +51,7 @@ def custom_id_of(fields: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def read_openai_line(fields: Mapping[str, Any]) -> Asked:
+def read_openai_line(fields: Mapping[str, Any]) -> ParsedBody:
     """Read the request of a line.
 
     Raises:
@@ -123,7 +123,7 @@ def origin(fields: Mapping[str, Any]) -> tuple[int, str] | None:
 OPTIONS = "options"
 """The field of a line that holds its options."""
 
-_SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
+_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _REQUEST = {"policy", "budget", "stop", "ignore_end", "structured_outputs", "logprobs", "pins", "guard"}
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_new_tokens", "top_k", "seed", "budget", "logprobs"), (int,)),
@@ -142,7 +142,9 @@ _SHOWN = 60
 """Most characters of a value in a message."""
 
 
-def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sampling, pinned: Spans = ()) -> Request:
+def request_of(
+    number: int, prompt: Sequence[int], options: object, defaults: SamplingParams, pinned: Spans = ()
+) -> Request:
     """The request of a line. It is drawn with the job's seed and the line's number, or with the line's own seed.
 
     Args:
@@ -242,7 +244,7 @@ _APART = 2**40  # more than a file has lines: what the choices of a line are dra
 
 
 @dataclass(frozen=True)
-class Line:
+class InputLine:
     """A line of a job that can be run.
 
     Attributes:
@@ -261,7 +263,7 @@ class Line:
     request: Request
     options: Mapping[str, Any] = field(default_factory=dict)
     others: tuple[Request, ...] = ()
-    asked: Asked | None = None
+    asked: ParsedBody | None = None
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -307,8 +309,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(
-    number: int, raw: bytes, encode: Encode, defaults: Sampling, *, pinned: Pinned = lambda prompt: ()
-) -> Line | BadLine:
+    number: int, raw: bytes, encode: Encode, defaults: SamplingParams, *, pinned: Pinned = lambda prompt: ()
+) -> InputLine | BadLine:
     """The request of a line, or why the line cannot be run.
 
     Args:
@@ -339,7 +341,7 @@ def parse(
     return BadLine(number, reason, custom_id, param)
 
 
-def after(line: Line | BadLine, memory: Snapshot, policy: str) -> Line | BadLine:
+def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine | BadLine:
     """A line whose requests follow a memory that was made under a policy."""
     if isinstance(line, BadLine):
         return line
@@ -350,8 +352,8 @@ def after(line: Line | BadLine, memory: Snapshot, policy: str) -> Line | BadLine
 
 
 def _own_line(
-    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling, *, pinned: Pinned
-) -> Line:
+    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+) -> InputLine:
     """A line in kvkeep's format."""
     prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
     if COMPLETION in fields:
@@ -359,12 +361,12 @@ def _own_line(
     check_place(fields)
     options = {} if options is None else options
     request = request_of(number, encode(prompt), options, defaults, pinned(prompt))
-    return Line(number, found, fields, request, options)
+    return InputLine(number, found, fields, request, options)
 
 
 def _batch_line(
-    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling, *, pinned: Pinned
-) -> Line:
+    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+) -> InputLine:
     """A line in OpenAI's format. Only its name is kept of its fields.
 
     The first choice is drawn as the completion of a line in kvkeep's format is, and each other one in its own way.
@@ -383,7 +385,7 @@ def _batch_line(
             raise in_words_of(asked, error) from error
         made += [first] * asked.n
     made = [dataclasses.replace(one, sequence=one.sequence + _APART * place) for place, one in enumerate(made)]
-    return Line(number, found, {"custom_id": fields["custom_id"]}, made[0], others=tuple(made[1:]), asked=asked)
+    return InputLine(number, found, {"custom_id": fields["custom_id"]}, made[0], others=tuple(made[1:]), asked=asked)
 
 
 def digest(raw: bytes) -> str:

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from kvkeep import result_files
 from kvkeep.batch import input as batch_input
-from kvkeep.batch.input import COMPLETION, Line
+from kvkeep.batch.input import COMPLETION, InputLine
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 from kvkeep.openai.responses import Show, answer
@@ -31,7 +31,7 @@ _WRITTEN_HERE = re.compile(
 )
 
 
-def record(line: Line, results: Sequence[Result], made_by: Mapping[str, Any], show: Show) -> dict[str, Any]:
+def record(line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any], show: Show) -> dict[str, Any]:
     """A line of the output.
 
     Args:
@@ -121,7 +121,7 @@ SYNC_S = 2.0
 """Seconds after which the next line is followed by a sync to the disk."""
 
 
-class Output:
+class OutputFile:
     """A file of completions. It is written line by line, and nothing that other programs wrote is overwritten.
 
     Args:
@@ -147,7 +147,7 @@ class Output:
         self._synced = time.monotonic()
 
     @classmethod
-    def open(cls, path: Path) -> Output:
+    def open(cls, path: Path) -> OutputFile:
         """Open and lock a file, and read the completions of an earlier run from it. A pipe or a device has none.
 
         Raises:
@@ -246,7 +246,7 @@ class Output:
                 "Give another output file, or remove that line."
             )
 
-    def write(self, line: Line, *results: Result) -> None:
+    def write(self, line: InputLine, *results: Result) -> None:
         """Write the completion of a line, or its answer with the results of all its requests.
 
         Raises:
@@ -280,7 +280,7 @@ class Output:
             if self._path is None:
                 return set(self.done)
             self._sync()
-        found = Output(self._file, self.name)
+        found = OutputFile(self._file, self.name)
         with contextlib.suppress(OSError, InputError), self._path.open("rb") as file:
             found._take_up(file)
         return {number for number, digest in found.done.items() if self.done.get(number) == digest}
@@ -318,7 +318,7 @@ class Output:
                 "mended, the same command goes on after them."
             ) from error
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OutputFile:
         return self
 
     def __exit__(self, *error: object) -> None:

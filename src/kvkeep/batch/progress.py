@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Work(NamedTuple):
+class TokenCounts(NamedTuple):
     """The tokens of some requests.
 
     Attributes:
@@ -28,7 +28,7 @@ class Pace:
         now: the present time in seconds, of any clock.
     """
 
-    def __init__(self, work: Work, now: float) -> None:
+    def __init__(self, work: TokenCounts, now: float) -> None:
         self._prompts, self._waiting = work
         self._begun = self._expected = 0
         self._read = self._written = 0
@@ -38,7 +38,7 @@ class Pace:
         self._writing_steps = self._writing_tokens = 0  # of steps without prompts
         self._reads_now = False
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: TokenCounts) -> None:
         """Note that a request leaves the queue."""
         self._waiting -= work.new
         self._begun += work.new
@@ -75,7 +75,7 @@ class Pace:
         self._written += written
         self._time, self._reads_now = now, False
 
-    def end(self, work: Work, read: int, written: int) -> None:
+    def end(self, work: TokenCounts, read: int, written: int) -> None:
         """Note that a request has ended.
 
         Args:

@@ -13,12 +13,12 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 from kvkeep import result_files
 from kvkeep.batch import input as batch_input
-from kvkeep.batch.input import BadLine, Line, digest, reason_of
+from kvkeep.batch.input import BadLine, InputLine, digest, reason_of
 from kvkeep.batch.output import as_line
-from kvkeep.batch.progress import Work
+from kvkeep.batch.progress import TokenCounts
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Structure, structure_of
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai.messages import decoded
 from kvkeep.pins import Spans, spans
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
     policy: str | None
     budget: int | None
     requests: int
-    work: Work
+    work: TokenCounts
     is_batch_line: bool
     pins: Spans
     guard: float | None
@@ -80,10 +80,10 @@ class Survey:
     _names: dict[bytes, int] = field(default_factory=dict)
     _params: dict[int, str] = field(default_factory=dict)
 
-    def add(self, line: Line | BadLine) -> BadLine | None:
+    def add(self, line: InputLine | BadLine) -> BadLine | None:
         """Enter a line; return it if it cannot be run, perhaps because an earlier line has its name."""
         earlier = line.custom_id is not None and self._names.setdefault(_key(line.custom_id), line.number)
-        if earlier and earlier != line.number and isinstance(line, Line):
+        if earlier and earlier != line.number and isinstance(line, InputLine):
             line = BadLine(line.number, f"its custom_id is that of line {earlier}, too", line.custom_id, "custom_id")
         if isinstance(line, BadLine):
             self.bad[line.number] = line.reason
@@ -140,10 +140,10 @@ class Survey:
         lengths = ((n, before + shape.prompt_tokens + shape.max_new_tokens) for n, shape in self._shapes.items())
         return next(n for n, length in lengths if length == self.longest)
 
-    def work(self, numbers: Iterable[int]) -> Work:
+    def work(self, numbers: Iterable[int]) -> TokenCounts:
         """The tokens of these lines."""
         works = [self._shapes[number].work for number in numbers]
-        return Work(sum(work.prompt for work in works), sum(work.new for work in works))
+        return TokenCounts(sum(work.prompt for work in works), sum(work.new for work in works))
 
     @property
     def batch_lines(self) -> set[int]:
@@ -170,7 +170,7 @@ class Survey:
 
 def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None:
     """Why an engine refuses a request of this shape; ``None`` if it does not."""
-    sampling = Sampling(max_new_tokens=shape.max_new_tokens)
+    sampling = SamplingParams(max_new_tokens=shape.max_new_tokens)
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "memory": memory}
         own["structured_outputs"] = shape.structure
@@ -180,11 +180,11 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     return None
 
 
-def _shape(line: Line) -> Shape:
+def _shape(line: InputLine) -> Shape:
     longest = max(line.requests, key=lambda one: len(one.prompt or ()))
     policy = longest.policy if isinstance(longest.policy, str) else None
     prompt, new = len(longest.prompt or ()), longest.sampling.max_new_tokens
-    work = Work(sum(len(one.prompt or ()) for one in line.requests), new * len(line.requests))
+    work = TokenCounts(sum(len(one.prompt or ()) for one in line.requests), new * len(line.requests))
     pins, guard, form = spans(longest.pins), longest.guard, structure_of(longest.structured_outputs)
     is_batch_line = line.asked is not None
     return Shape(prompt, new, policy, longest.budget, len(line.requests), work, is_batch_line, pins, guard, form)

@@ -24,17 +24,17 @@ from kvkeep.cache.hf_layers import (
 )
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import Layout, caches_latents, windows_of
-from kvkeep.cache.shared_budget import Together
-from kvkeep.cache.token_history import Decodes, History, Ids, device_of, padded, rows_of
+from kvkeep.cache.shared_budget import SharedBudget
+from kvkeep.cache.token_history import Decodes, Ids, TokenHistory, device_of, padded, rows_of
 from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
 from kvkeep.kv.lost_mass import LostShares, shares
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 from kvkeep.snapshot.cache_mixin import SnapshotCache
-from kvkeep.snapshot.snapshot import Settings, identities
+from kvkeep.snapshot.snapshot import CacheSettings, identities
 from kvkeep.types import Phase
 
 
@@ -101,7 +101,7 @@ class BoundedCache(SnapshotCache):
         self._first, self._prompt_columns = min(layout.windows, default=0), 0
         pinned = spans_of_rows(pins)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
-        together = Together.by_layer(layout.sharing)
+        together = SharedBudget.by_layer(layout.sharing)
         layers: list[Any] = DynamicCache(config=config).layers
         each = zip(layout.windows.items(), layout.policies, layout.spread(budget), strict=True)
         for (number, window), own, numbers in each:
@@ -123,8 +123,8 @@ class BoundedCache(SnapshotCache):
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
         self._profile = layout.profile
-        self._settings = Settings.of(config, budget, layout, prefill_chunk, cascade)
-        self._history: History | None = None
+        self._settings = CacheSettings.of(config, budget, layout, prefill_chunk, cascade)
+        self._history: TokenHistory | None = None
 
     def continue_with(
         self, ids: Ids, attention_mask: Tensor | None = None, *, tokenizer: Decodes | None = None
@@ -153,7 +153,7 @@ class BoundedCache(SnapshotCache):
             4 bytes of main memory for each token.
         """
         self._check_whole()
-        held, history = self._columns, self._history or History()
+        held, history = self._columns, self._history or TokenHistory()
         if history.columns < held:
             raise InputError(
                 f"The cache holds {held} tokens, and the ids of {held - history.columns} are not known: they were fed "
@@ -259,9 +259,9 @@ class BoundedCache(SnapshotCache):
         layers = {number: layer for number, layer in self.bounded_layers().items() if layer.allocated}
         return {number: shares(layer.block.lost) for number, layer in layers.items()}
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes over all layers with slots, summed over real tensors."""
-        return sum((layer.memory() for layer in self.bounded_layers().values()), Memory())
+        return sum((layer.memory() for layer in self.bounded_layers().values()), MemoryUsage())
 
     def begin(self, layer_idx: int) -> HandingLayer | None:
         """See `PhasedCache.begin`. A step begins with the first layer's tokens.

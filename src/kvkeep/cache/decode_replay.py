@@ -16,7 +16,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.types import AttentionOptions, Budget, View
 
 
-class Asked:
+class CachedStatistic:
     """The statistic that a policy wants, remembered on a CPU where the policy says that it is steady.
 
     A recorded graph would remember it for ever, so on a GPU the policy is asked in each step.
@@ -51,9 +51,9 @@ class Asked:
             return False
         return last[2] == [one._version for one in (prompt, budget) if isinstance(one, Tensor)]
 
-    def __reduce__(self) -> tuple[type[Asked], tuple[Policy]]:
+    def __reduce__(self) -> tuple[type[CachedStatistic], tuple[Policy]]:
         """A copy remembers nothing: versions count the writes into a tensor, and those of its copy begin at 0."""
-        return Asked, (self._policy,)
+        return CachedStatistic, (self._policy,)
 
 
 def _is_steady(policy: Policy) -> bool:

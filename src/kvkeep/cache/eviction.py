@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends import Added, Backend, Limits, Repeat, Ring
+from kvkeep.backends import Added, Backend, Repeat, Ring, SlotLimits
 from kvkeep.errors import CapacityError, PolicyError
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, settle
@@ -147,7 +147,7 @@ def fused(
     """
     added = _added(policy, block, view)
     ring = added.ring
-    limits = _limits(policy, view, block.state, window=window) if ring is None else Limits(view.seen, window=window)
+    limits = _limits(policy, view, block.state, window=window) if ring is None else SlotLimits(view.seen, window=window)
     out = backend.step(*_token(block, new), statistic=statistic, options=options, added=added, limits=limits)
     if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
         block.lost[..., 2] += lost_mass.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
@@ -199,9 +199,9 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
     return Added((mass, due), is_score=False, ring=ring, lost=lost)
 
 
-def _limits(policy: Policy, view: View, state: State, *, window: int | None) -> Limits:
+def _limits(policy: Policy, view: View, state: State, *, window: int | None) -> SlotLimits:
     """The number of slots that stay occupied, and which ones are protected."""
-    return Limits(view.seen, *policy.protected(view.budget), limit(policy, view, state, window=window), window)
+    return SlotLimits(view.seen, *policy.protected(view.budget), limit(policy, view, state, window=window), window)
 
 
 @functools.cache
@@ -243,7 +243,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     score = _scores(policy, view, block.state)
     if view.pins is not None:  # a backend knows of sinks and recent tokens only
         score = ranking.above_all(score, ranking.pinned(held, view.pins))
-    backend.evict(held, score, Limits(view.seen, sinks, recent, stays))
+    backend.evict(held, score, SlotLimits(view.seen, sinks, recent, stays))
     return True
 
 

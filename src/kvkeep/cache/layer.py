@@ -21,15 +21,15 @@ from kvkeep import budget as budgets
 from kvkeep.attention_stats import Statistic
 from kvkeep.backends import Backend, Repeat, choose, in_codes, in_pool
 from kvkeep.budget import Number, by_head
-from kvkeep.cache.decode_replay import Asked, Repeating, one_each
+from kvkeep.cache.decode_replay import CachedStatistic, Repeating, one_each
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fuses, repeated
-from kvkeep.cache.shared_budget import Together
+from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, beside, view_of
-from kvkeep.kv.cascade import Alone, Cascade
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.cascade import Cascade, NoCascade
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.pooled_store import PooledStore, kind_of
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.slot_codec import at
@@ -37,7 +37,7 @@ from kvkeep.kv.store import Store, inference
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary import Rotation
-from kvkeep.types import AttentionOptions, Fresh, Output, Phase, Queries, Report, Slots, State, View
+from kvkeep.types import AttentionOptions, Fresh, OutputProjection, Phase, Queries, Report, Slots, State, View
 
 # The block that a layer holds between its steps: allocated, handed over, selected from, forgotten and counted.
 #
@@ -68,7 +68,7 @@ class Held:
     window: int | None
     rotary: Rotation | None = None
     heads: Heads = ALONE
-    _together: Together | None = None
+    _together: SharedBudget | None = None
     _repeating: Repeating | None = None
     _backend: Backend
     _kind: type[Store]
@@ -80,15 +80,15 @@ class Held:
         index: int,
         rotation: Rotation | None,
         cascade: Cascade | None,
-        together: Together | None,
+        together: SharedBudget | None,
         sequences: Sequence[int] | None,
         pins: Sequence[Spans],
         kv_bits: str | None,
     ):
-        self.policy, self._asked = policy, Asked(policy)
+        self.policy, self._asked = policy, CachedStatistic(policy)
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._sequences, self._pins = index, rotation, sequences, pins
-        self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
+        self._shared = (cascade or policy.cascades(index)) if policy.cascades else NoCascade()
         self._kind = store_for(policy, self.budgets, kv_bits)
         self._together = together
 
@@ -124,21 +124,21 @@ class Held:
         *,
         columns: int,
         cascade: Cascade | None = None,
-        together: Together | None = None,
+        together: SharedBudget | None = None,
     ) -> _Layer:
         """A copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
         other = copy.copy(self)
         other.hold(block, columns=columns)
         other._together = together
-        other._shared, other._asked = cascade or Alone(), Asked(self.policy)
+        other._shared, other._asked = cascade or NoCascade(), CachedStatistic(self.policy)
         return other
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes of this layer; zeros before the first step."""
         if not self.allocated:
-            return Memory()
+            return MemoryUsage()
         shared = self._shared.bytes(self._index)
-        return self.block.memory() + Memory(allocated_bytes=shared, state_bytes=shared)
+        return self.block.memory() + MemoryUsage(allocated_bytes=shared, state_bytes=shared)
 
     @property
     def store(self) -> Store:
@@ -338,7 +338,11 @@ def in_chunks(
 
 
 def for_prompt(
-    policy: Policy, view: View, query: Float[Tensor, "B Hq T D"], positions: Int[Tensor, "B T"], output: Output | None
+    policy: Policy,
+    view: View,
+    query: Float[Tensor, "B Hq T D"],
+    positions: Int[Tensor, "B T"],
+    output: OutputProjection | None,
 ) -> View:
     """The view of a prompt, with what only a prompt shows to a policy that asks for it.
 
@@ -424,7 +428,7 @@ class Layer(Held):
         sequences: Sequence[int] | None = None,
         rotation: Rotation | None = None,
         cascade: Cascade | None = None,
-        together: Together | None = None,
+        together: SharedBudget | None = None,
         pins: Sequence[Spans] = (),
         kv_bits: str | None = None,
     ):

@@ -71,7 +71,7 @@ class Waiting:
         lost_mass.count(block.lost, self.report, stays, phase=Phase.PREFILL, among=view.positions >= 0)
 
 
-class Together:
+class SharedBudget:
     """The layers of a model that share the budgets of all heads, and the slots.
 
     Args:
@@ -84,7 +84,7 @@ class Together:
         self.clear()
 
     @classmethod
-    def by_layer(cls, layers: Sequence[int]) -> dict[int, Together]:
+    def by_layer(cls, layers: Sequence[int]) -> dict[int, SharedBudget]:
         """What some layers share, by the number of each of them."""
         return dict.fromkeys(layers, cls(layers))
 

@@ -27,7 +27,7 @@ class Decodes(Protocol):
         """Return the text of tokens."""
 
 
-class History:
+class TokenHistory:
     """Token ids of a batch, column by column, padding included.
 
     Attributes:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvkeep.cache.bounded_cache import handing_cache
 from kvkeep.cache.hf_layers import HandingLayer
-from kvkeep.calibration.head_losses import Bench, Head, Loss, Near, Passage
+from kvkeep.calibration.head_losses import Head, Loss, LossMeter, NearWindow, Passage
 from kvkeep.errors import InputError
 from kvkeep.evals import texts
 from kvkeep.evals.attention_probe import Adding, Drive, batches, left_padded
@@ -118,7 +118,7 @@ _LOSS = (int | float | None, int | float | None, int | float)
 """Types of the numbers of a loss."""
 
 
-class Part:
+class CalibrationFile:
     """Lines of one calibration, in a file beside the profile. They are read when the calibration goes on.
 
     Args:
@@ -132,7 +132,7 @@ class Part:
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path) -> Iterator[Part]:
+    def open(cls, path: Path) -> Iterator[CalibrationFile]:
         """Open and lock the file, and read its lines. An empty file is removed again.
 
         Raises:
@@ -251,7 +251,7 @@ OnStage: TypeAlias = Callable[[str, float], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CalibrationSettings:
     """Everything that a calibration depends on beside the model.
 
     Attributes:
@@ -296,7 +296,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Calibration:
     """A calibration, after all checks that need no weights.
 
     Attributes:
@@ -309,7 +309,7 @@ class Job:
     model: str
     checkpoint: Checkpoint
     text: str | None
-    settings: Settings
+    settings: CalibrationSettings
 
     def __post_init__(self) -> None:
         """Make everything that needs no weights, so that bad input is found early.
@@ -344,7 +344,9 @@ class Job:
         return {"method": METHOD, "model": as_text(self.model), "text": text, **asdict(self.settings)}
 
 
-def calibrate(job: Job, writer: Writer, part: Part, on_stage: OnStage = lambda what, share: None) -> Profile:
+def calibrate(
+    job: Calibration, writer: Writer, part: CalibrationFile, on_stage: OnStage = lambda what, share: None
+) -> Profile:
     """Measure the heads that were not measured yet, and return the profile.
 
     Raises:
@@ -401,7 +403,7 @@ def _of_largest(values: Sequence[Sequence[float]], *, least: float) -> list[list
     return [[value / largest if largest > least else 0.0 for value in row] for row in values]
 
 
-def _bench(job: Job, writer: Writer, on_stage: OnStage) -> Bench:
+def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
     """The passages, with what the model says of them under the full cache."""
     s, name = job.settings, "reading with the full cache"
     made = job.documents
@@ -414,10 +416,10 @@ def _bench(job: Job, writer: Writer, on_stage: OnStage) -> Bench:
         on_stage(name, index / (len(made) + 1))
         asked += answered(writer, document, together=together)
     on_stage(name, len(made) / (len(made) + 1))
-    return Bench(writer.model, Near(s.sinks, s.recent, s.case == "inside"), asked, job.windows)
+    return LossMeter(writer.model, NearWindow(s.sinks, s.recent, s.case == "inside"), asked, job.windows)
 
 
-def _alone(bench: Bench, part: Part, on_stage: OnStage) -> list[list[Loss]]:
+def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[list[Loss]]:
     """The loss of each head alone, by layer; one pass for a layer, whose heads are rows of a batch."""
     found = []
     for done, (layer, heads) in enumerate(bench.heads.items()):
@@ -432,7 +434,9 @@ def _alone(bench: Bench, part: Part, on_stage: OnStage) -> list[list[Loss]]:
     return found
 
 
-def _together(bench: Bench, part: Part, heads: Sequence[Sequence[float]], on_stage: OnStage) -> list[dict[str, Any]]:
+def _together(
+    bench: LossMeter, part: CalibrationFile, heads: Sequence[Sequence[float]], on_stage: OnStage
+) -> list[dict[str, Any]]:
     """The loss of more and more heads together, those with the least need first."""
     on_stage("heads together", 0.0)
     numbers = list(bench.heads)

@@ -31,7 +31,7 @@ _BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Near:
+class NearWindow:
     """The tokens that a limited head still sees.
 
     Attributes:
@@ -96,7 +96,7 @@ class Limited(WholeText):
 
     heads = 0
 
-    def __init__(self, passage: Passage, near: Near, limited: Bool[Tensor, "B Hk"] | None) -> None:
+    def __init__(self, passage: Passage, near: NearWindow, limited: Bool[Tensor, "B Hk"] | None) -> None:
         super().__init__()
         self._passage, self._near, self._limited = passage, near, limited
 
@@ -181,7 +181,7 @@ def _for_heads(options: AttentionOptions, group: slice) -> AttentionOptions:
 
 @torch.inference_mode()
 def read(
-    model: Any, passage: Passage, near: Near, limited: Mapping[int, Bool[Tensor, "B Hk"]] | None = None
+    model: Any, passage: Passage, near: NearWindow, limited: Mapping[int, Bool[Tensor, "B Hk"]] | None = None
 ) -> tuple[list[Float[Tensor, "B _ V"]], dict[int, int]]:
     """Run a passage through a model.
 
@@ -241,7 +241,7 @@ class Loss:
 
 
 @dataclass(eq=False)
-class Bench:
+class LossMeter:
     """Measures losses on some passages.
 
     Args:
@@ -255,7 +255,7 @@ class Bench:
     """
 
     model: Any
-    near: Near
+    near: NearWindow
     asked: Sequence[Passage]
     texts: Sequence[Passage]
     heads: dict[int, int] = field(init=False)

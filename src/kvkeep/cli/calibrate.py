@@ -32,7 +32,7 @@ from kvkeep.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
+class CalibrateOptions(ModelRequest):
     """The options of ``kvkeep calibrate``. Numbers of tokens are read; the rest is not checked."""
 
     text: str | None
@@ -178,7 +178,7 @@ def calibrate(
     Each head is limited to its first and newest tokens, alone and together with others. Measured are the answers to
     planted facts that are lost, and the distance from the full cache on your text. Every finished layer is kept.
     """
-    request = Request(
+    request = CalibrateOptions(
         model=model,
         text=text,
         output=target(output, overwrite=overwrite),

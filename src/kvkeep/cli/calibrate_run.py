@@ -15,9 +15,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from kvkeep.calibration import duo_attention
-from kvkeep.calibration.calibrate import Job, OnStage, Part, Settings, calibrate
+from kvkeep.calibration.calibrate import Calibration, CalibrationFile, CalibrationSettings, OnStage, calibrate
 from kvkeep.cli import console
-from kvkeep.cli.calibrate import Request, target
+from kvkeep.cli.calibrate import CalibrateOptions, target
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.errors import InputError
@@ -37,7 +37,7 @@ _ENOUGH = 12
 _SMALL = 0.005
 
 
-def show(request: Request, profile: Profile) -> None:
+def show(request: CalibrateOptions, profile: Profile) -> None:
     """Print the needs of the heads, and what can be limited together; or everything as JSON."""
     if (doubt := _doubt(profile)) is not None:
         console.note(doubt)
@@ -89,7 +89,7 @@ def _together(steps: list[dict[str, Any]]) -> Table:
     return filled
 
 
-def _facts(request: Request, profile: Profile) -> dict[str, str]:
+def _facts(request: CalibrateOptions, profile: Profile) -> dict[str, str]:
     measured, everything = profile.measured, [need for layer in profile.heads for need in layer]
     idle = sum(need <= _SMALL for need in everything)
     found = {
@@ -106,7 +106,7 @@ EMBEDDED = "the embedded model"
 DEFAULT_CONTEXT = 1024
 
 
-def serve(request: Request) -> None:
+def serve(request: CalibrateOptions) -> None:
     """Write a profile and print a summary.
 
     Raises:
@@ -119,7 +119,7 @@ def serve(request: Request) -> None:
     show(request, profile)
 
 
-def _import(request: Request, path: str) -> Profile:
+def _import(request: CalibrateOptions, path: str) -> Profile:
     if request.text is not None:
         raise InputError("--from-duo measures nothing, so --text has no use. Leave one of them out.")
     if request.model is None:
@@ -132,12 +132,12 @@ def _import(request: Request, path: str) -> Profile:
     return profile
 
 
-def _measure(request: Request) -> Profile:
+def _measure(request: CalibrateOptions) -> Profile:
     job = prepare(request)
     for note in job.notes():
         console.note(note)
     part_path = request.output.with_name(request.output.name + ".part")
-    with _resumable(part_path), Part.open(part_path) as part:
+    with _resumable(part_path), CalibrationFile.open(part_path) as part:
         writer = writer_of(job.checkpoint, request)
         with _progress() as on_stage:
             profile = calibrate(job, writer, part, on_stage)
@@ -146,7 +146,7 @@ def _measure(request: Request) -> Profile:
     return profile
 
 
-def prepare(request: Request) -> Job:
+def prepare(request: CalibrateOptions) -> Calibration:
     """Check a request, cheap tests first, without reading weights.
 
     Raises:
@@ -162,7 +162,7 @@ def prepare(request: Request) -> Job:
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
     trained = checkpoint.trained_length or DEFAULT_CONTEXT
-    settings = Settings(
+    settings = CalibrationSettings(
         sinks=request.sinks,
         recent=request.recent,
         case=request.case,
@@ -172,10 +172,10 @@ def prepare(request: Request) -> Job:
         windows=request.windows,
         seed=request.seed,
     )
-    return Job(model=request.model or EMBEDDED, checkpoint=checkpoint, text=text, settings=settings)
+    return Calibration(model=request.model or EMBEDDED, checkpoint=checkpoint, text=text, settings=settings)
 
 
-def _save(profile: Profile, request: Request) -> None:
+def _save(profile: Profile, request: CalibrateOptions) -> None:
     target(str(request.output), overwrite=request.overwrite)  # somebody may have written it in the meantime
     profile.save(request.output)
 

@@ -16,8 +16,8 @@ import typer
 
 from kvkeep import budget as budgets
 from kvkeep.cli import console
-from kvkeep.cli.chat_sessions import MOST_BACK, Folder, Place, Talk
-from kvkeep.cli.generate import Request
+from kvkeep.cli.chat_sessions import MOST_BACK, ChatFolder, ChatPlace, ChatSession
+from kvkeep.cli.generate import GenerateOptions
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
@@ -43,7 +43,7 @@ def is_command(line: str) -> bool:
     return line.startswith("/")
 
 
-def run(line: str, talk: Talk) -> None:
+def run(line: str, talk: ChatSession) -> None:
     """Run a command.
 
     Raises:
@@ -68,7 +68,7 @@ def _checked(name: str, words: list[str]) -> list[str]:
     return words
 
 
-def _help(talk: Talk) -> None:
+def _help(talk: ChatSession) -> None:
     console.out().print(
         console.facts(
             {
@@ -83,7 +83,7 @@ def _help(talk: Talk) -> None:
     )
 
 
-def _show_memory(talk: Talk) -> None:
+def _show_memory(talk: ChatSession) -> None:
     state = talk.state
     if state is None:
         console.out().print(console.facts({"conversation": talk.place.name, "tokens": "none yet"}))
@@ -102,7 +102,7 @@ def _show_memory(talk: Talk) -> None:
     console.out().print(console.facts(rows))
 
 
-def _rewind(talk: Talk, turns: str = "1") -> None:
+def _rewind(talk: ChatSession, turns: str = "1") -> None:
     if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
         raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_BACK}.")
     with Uninterrupted():
@@ -110,13 +110,13 @@ def _rewind(talk: Talk, turns: str = "1") -> None:
     console.note(f"took back {console.count(int(turns), 'turn')}; {console.count(talk.turns, 'turn')} left")
 
 
-def _fork(talk: Talk, name: str | None = None) -> None:
+def _fork(talk: ChatSession, name: str | None = None) -> None:
     with Uninterrupted():
         old = talk.fork(name)
     console.note(f"goes on as {talk.place.name}; {old} stays as it is")
 
 
-def _quit(talk: Talk) -> None:
+def _quit(talk: ChatSession) -> None:
     raise Quit
 
 
@@ -201,7 +201,7 @@ ROOM = 8192
 """The default budget of a policy that keeps everything."""
 
 
-def serve(request: Request, folder: Folder, name: str | None) -> None:
+def serve(request: GenerateOptions, folder: ChatFolder, name: str | None) -> None:
     """Hold a conversation until the user ends it.
 
     Raises:
@@ -223,7 +223,7 @@ def serve(request: Request, folder: Folder, name: str | None) -> None:
             _end(talk, request.model)
 
 
-def _begin(request: Request, folder: Folder, place: Place) -> Talk:
+def _begin(request: GenerateOptions, folder: ChatFolder, place: ChatPlace) -> ChatSession:
     """Load the model and open the conversation, after checks that need no weights.
 
     Raises:
@@ -245,10 +245,10 @@ def _begin(request: Request, folder: Folder, place: Place) -> Talk:
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else ROOM)
     engine = _engine(checkpoint, request, budget)
     snapshot = None if memory is None else memory.snapshot
-    return Talk(engine, folder, place, sampling=sampling, system=request.system, memory=snapshot)
+    return ChatSession(engine, folder, place, sampling=sampling, system=request.system, memory=snapshot)
 
 
-def _memory(request: Request, place: Place) -> SavedMemory | None:
+def _memory(request: GenerateOptions, place: ChatPlace) -> SavedMemory | None:
     """The memory with which the conversation goes on or begins.
 
     Raises:
@@ -266,14 +266,14 @@ def _memory(request: Request, place: Place) -> SavedMemory | None:
     return SavedMemory.read(str(place.file), shown=f"the conversation {place.name}")
 
 
-def _engine(checkpoint: Checkpoint, request: Request, budget: int) -> Engine:
+def _engine(checkpoint: Checkpoint, request: GenerateOptions, budget: int) -> Engine:
     engine = engine_for(writer_of(checkpoint, request), request, budget=budget, rows=1)
     if checkpoint.tokenizer.chat_template is None:
         console.note(f"{checkpoint.name} has no chat template, so it continues your messages as text")
     return engine
 
 
-def _hold(talk: Talk) -> None:
+def _hold(talk: ChatSession) -> None:
     """Answer messages until their end.
 
     Raises:
@@ -286,7 +286,7 @@ def _hold(talk: Talk) -> None:
             pass
 
 
-def _answer_next(lines: Lines, talk: Talk) -> bool:
+def _answer_next(lines: Lines, talk: ChatSession) -> bool:
     """Read a line and do what it asks for; return whether there may be more.
 
     Raises:
@@ -313,7 +313,7 @@ def _answer_next(lines: Lines, talk: Talk) -> bool:
     return True
 
 
-def _end(talk: Talk, model: str | None) -> None:
+def _end(talk: ChatSession, model: str | None) -> None:
     """Leave the conversation, and say how to go on with it."""
     try:
         with Uninterrupted():

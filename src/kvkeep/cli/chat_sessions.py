@@ -17,7 +17,7 @@ from kvkeep.cli.memory import turns_of
 from kvkeep.engine import Engine, Result
 from kvkeep.engine import Request as Asked
 from kvkeep.engine.dispatcher import Uninterrupted
-from kvkeep.engine.sampling_params import Sampling, whole_within
+from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.session import Session
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.result_files import Lock, in_full, remove_leftovers
@@ -33,7 +33,7 @@ _MOST_OF_A_SECOND = 1000
 
 
 @dataclass(frozen=True)
-class Folder:
+class ChatFolder:
     """The folder of saved conversations.
 
     Attributes:
@@ -43,7 +43,7 @@ class Folder:
     path: Path
 
     @classmethod
-    def of(cls, asked: str | None) -> Folder:
+    def of(cls, asked: str | None) -> ChatFolder:
         """The folder that was asked for, or the variable's, or the one in the user's data folder.
 
         Raises:
@@ -63,7 +63,7 @@ class Folder:
         """The file of a conversation."""
         return self.path / name / _MEMORY
 
-    def claim(self, name: str | None, *, new: bool = False) -> Place:
+    def claim(self, name: str | None, *, new: bool = False) -> ChatPlace:
         """The place of a conversation, which no other process uses until it is left.
 
         Args:
@@ -81,7 +81,7 @@ class Folder:
                 return self._claim(today if number == 1 else f"{today}-{number}", new=True)
         raise InputError(f"There are too many conversations of {today}. Give a name: --session NAME.")
 
-    def _claim(self, name: str, *, new: bool) -> Place:
+    def _claim(self, name: str, *, new: bool) -> ChatPlace:
         folder = self.path / name
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -104,11 +104,11 @@ class Folder:
             lock.release()
             return self._claim(name, new=new)
         remove_leftovers(folder, {_MEMORY, _BEFORE})
-        return Place(name, folder / _MEMORY, lock)
+        return ChatPlace(name, folder / _MEMORY, lock)
 
 
 @dataclass(frozen=True)
-class Place:
+class ChatPlace:
     """Where one conversation is saved. The process that has it keeps others out.
 
     Attributes:
@@ -203,7 +203,7 @@ class _TakenError(InputError):
 
 def complete_names(incomplete: str) -> list[tuple[str, str]]:
     """Names of saved conversations, for shells."""
-    return [(name, "") for name in Folder.of(None).names() if name.startswith(incomplete)]
+    return [(name, "") for name in ChatFolder.of(None).names() if name.startswith(incomplete)]
 
 
 def _checked(name: str) -> str:
@@ -223,7 +223,7 @@ _MOST_BYTES = 2**30
 """Bytes that their memories may take; one can always be taken back."""
 
 
-class Talk:
+class ChatSession:
     """A conversation that is saved after each answer.
 
     Args:
@@ -247,10 +247,10 @@ class Talk:
     def __init__(
         self,
         engine: Engine,
-        folder: Folder,
-        place: Place,
+        folder: ChatFolder,
+        place: ChatPlace,
         *,
-        sampling: Sampling,
+        sampling: SamplingParams,
         system: str | None = None,
         memory: Snapshot | None = None,
     ) -> None:
@@ -441,7 +441,7 @@ class Talk:
 # The list of saved conversations, from the headers of their files. Importing this module imports torch.
 
 
-def show(folder: Folder, *, as_json: bool) -> None:
+def show(folder: ChatFolder, *, as_json: bool) -> None:
     """Print all saved conversations."""
     found = [_describe(folder, name) for name in folder.names()]
     if as_json:
@@ -462,7 +462,7 @@ def show(folder: Folder, *, as_json: bool) -> None:
     console.out().print(table)
 
 
-def _describe(folder: Folder, name: str) -> dict[str, Any]:
+def _describe(folder: ChatFolder, name: str) -> dict[str, Any]:
     path = folder.file_of(name)
     try:
         with opened(path) as (file, size):

@@ -111,7 +111,7 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
 
     _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
     prompt = encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
-    sampling = kvkeep.Sampling(
+    sampling = kvkeep.SamplingParams(
         max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=STORY_SEED if seed == SEED else seed
     )
     engine = kvkeep.Engine(writer.model, writer.checkpoint.tokenizer, budget=STORY_BUDGET, rows=1, prefill_chunk=None)

@@ -397,7 +397,7 @@ def check(workers: int | None, address: str | None, *, idle: bool) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
+class EvalOptions(ModelRequest):
     """The options of ``kvkeep eval``. Numbers are read; lists of names and the text file are not.
 
     Attributes:
@@ -546,7 +546,7 @@ def evaluate(
     }
     from kvkeep.cli import eval_run  # imports torch and transformers
 
-    request = Request(**asked)
+    request = EvalOptions(**asked)
     if leaderboard is not None:
         eval_run.page(request, folders)
     elif merge is not None:

@@ -18,7 +18,7 @@ from kvkeep import plots
 from kvkeep.cli import console
 from kvkeep.cli import eval as eval_options
 from kvkeep.cli.distributed import PROCESS_BYTES, ended_with_its_cluster, interruptible, room_for, whole
-from kvkeep.cli.eval import Request
+from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.progress import EvalBar, eval_progress
 from kvkeep.errors import InputError, KVKeepError, show_bytes
@@ -26,12 +26,12 @@ from kvkeep.evals import confidence, curves, leaderboard, tasks
 from kvkeep.evals import report as reports
 from kvkeep.evals.attention_probe import BATCH_TOKENS, Setup
 from kvkeep.evals.datasets import HUB
-from kvkeep.evals.grid import Asked, Planned, Wanted, split_arms
+from kvkeep.evals.grid import GridArguments, Planned, RequestedBudget, split_arms
 from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders
 from kvkeep.evals.records import read as read_folders
 from kvkeep.evals.report import grouped
-from kvkeep.evals.run import Bench, Grid, Piece, Queue, Source, as_planned, lay_out, manifest, run
+from kvkeep.evals.run import CellPiece, CellRunner, Grid, PartSource, Queue, as_planned, lay_out, manifest, run
 from kvkeep.evals.task import Options
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
@@ -44,7 +44,7 @@ from kvkeep.planning.plan import plan
 from kvkeep.result_files import as_text, command
 from kvkeep.scale.cluster import check_ray, joined, own_cpus
 from kvkeep.scale.worker import CELLS, ModelFacts, Refusal
-from kvkeep.scale.worker_pool import Answer, Crew, Item
+from kvkeep.scale.worker_pool import Item, WorkerPool, WorkResult
 
 # ``kvkeep eval --dry-run``: what a grid costs, before weights are read.
 
@@ -159,7 +159,7 @@ _GAP = 2
 """Spaces between two columns."""
 
 
-def parts(found: report.Table, width: int) -> Iterator[Table]:
+def parts(found: reports.Table, width: int) -> Iterator[Table]:
     """One table, or several below each other where its columns do not fit beside each other."""
     names = [console.visible(policy) for policy in found.rows]
     longest = min(max(map(len, ("policy", *names))), width // 2)
@@ -195,7 +195,7 @@ _PURPOSE = "Give some text to measure on, or leave --text out for the package's 
 
 
 @ended_with_its_cluster()
-def serve(request: Request) -> None:
+def serve(request: EvalOptions) -> None:
     """Measure, write the results and show them.
 
     Raises:
@@ -226,7 +226,7 @@ def serve(request: Request) -> None:
             _show(request, records, workers=run_on_ray(grid, request, records))
 
 
-def _run_here(grid: Grid, request: Request, records: Records, todo: int) -> None:
+def _run_here(grid: Grid, request: EvalOptions, records: Records, todo: int) -> None:
     """Run the cells in this process."""
     writer = Writer(
         grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device, load_in=request.load_in)
@@ -236,7 +236,7 @@ def _run_here(grid: Grid, request: Request, records: Records, todo: int) -> None
         run(grid, writer, records, bar.begin)
 
 
-def show_report(request: Request) -> None:
+def show_report(request: EvalOptions) -> None:
     """Show the results of a finished folder.
 
     Raises:
@@ -250,7 +250,7 @@ def show_report(request: Request) -> None:
     _show(request, records)
 
 
-def merge(request: Request, folders: Sequence[Path]) -> None:
+def merge(request: EvalOptions, folders: Sequence[Path]) -> None:
     """Join folders of results, and show them.
 
     Raises:
@@ -262,7 +262,7 @@ def merge(request: Request, folders: Sequence[Path]) -> None:
     _show(request, records)
 
 
-def page(request: Request, folders: Sequence[Path]) -> None:
+def page(request: EvalOptions, folders: Sequence[Path]) -> None:
     """Write the leaderboard of folders of results.
 
     Raises:
@@ -275,7 +275,7 @@ def page(request: Request, folders: Sequence[Path]) -> None:
         console.err().print(console.facts({"pages": ", ".join(map(str, paths))}))
 
 
-def prepare(request: Request) -> Grid:
+def prepare(request: EvalOptions) -> Grid:
     """Check a request, cheap tests first, without reading weights.
 
     Raises:
@@ -283,7 +283,7 @@ def prepare(request: Request) -> Grid:
     """
     policies, kv_bits = zip(*split_arms(request.policies), strict=True)
     kinds = tasks.find(request.tasks)
-    budgets = [Asked(ratio=b) if isinstance(b, float) else Asked(tokens=b) for b in request.budgets]
+    budgets = [RequestedBudget(ratio=b) if isinstance(b, float) else RequestedBudget(tokens=b) for b in request.budgets]
     setup = Setup(
         positions=request.positions,
         layer_budget=request.layer_budget,
@@ -298,12 +298,12 @@ def prepare(request: Request) -> Grid:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle, weights=not request.dry_run)
-    wanted = Wanted(policies=policies, budgets=budgets, setup=setup, kv_bits=kv_bits)
+    wanted = GridArguments(policies=policies, budgets=budgets, setup=setup, kv_bits=kv_bits)
     grid = lay_out(checkpoint, as_text(request.model or EMBEDDED), kinds, wanted, options)
     return grid if request.shard is None else grid.shard(*request.shard)
 
 
-def _options(request: Request) -> list[Options]:
+def _options(request: EvalOptions) -> list[Options]:
     """The options of tasks, once for each seed."""
     options = Options(
         seed=request.seeds[0],
@@ -324,7 +324,7 @@ def _options(request: Request) -> list[Options]:
     return [options, *(replace(options, seed=seed) for seed in request.seeds[1:])]
 
 
-def _show(request: Request, records: Records, **more: Any) -> None:
+def _show(request: EvalOptions, records: Records, **more: Any) -> None:
     """Print the tables, draw the plots, and print the paths of all files.
 
     Args:
@@ -355,7 +355,7 @@ def _show(request: Request, records: Records, **more: Any) -> None:
     console.err().print(console.facts(_places(request, pictures)))
 
 
-def _draw(request: Request, records: Records) -> Sequence[Path]:
+def _draw(request: EvalOptions, records: Records) -> Sequence[Path]:
     if not request.plots:
         return []
     if not plots.available():
@@ -370,7 +370,7 @@ def _draw(request: Request, records: Records) -> Sequence[Path]:
         return []
 
 
-def _places(request: Request, pictures: Sequence[Path]) -> dict[str, str]:
+def _places(request: EvalOptions, pictures: Sequence[Path]) -> dict[str, str]:
     drawn = {"plots": ", ".join(path.name for path in pictures)} if pictures else {}
     return {"results": str(request.output / "results.jsonl"), **drawn}
 
@@ -379,7 +379,7 @@ def _places(request: Request, pictures: Sequence[Path]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class CellRecipe:
     """What a worker needs to run cells; see `kvkeep.scale.worker.MakeModelWorker`.
 
     Attributes:
@@ -388,11 +388,11 @@ class Recipe:
         sources: what the parts of the grid are made from.
     """
 
-    request: Request
+    request: EvalOptions
     name: str
-    sources: tuple[Source, ...]
+    sources: tuple[PartSource, ...]
 
-    def __call__(self) -> Bench:
+    def __call__(self) -> CellRunner:
         """Load the model.
 
         Raises:
@@ -403,10 +403,10 @@ class Recipe:
             checkpoint = find(asked.model or embedded(), allow_pickle=asked.allow_pickle)
             writer = Writer(checkpoint, read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in))
         threads.use(writer.model, asked.threads)
-        return Bench(writer, self.name, self.sources)
+        return CellRunner(writer, self.name, self.sources)
 
 
-def run_on_ray(grid: Grid, request: Request, records: Records) -> int:
+def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
     """Run every cell without a row on workers; return their number.
 
     Raises:
@@ -435,20 +435,20 @@ def run_on_ray(grid: Grid, request: Request, records: Records) -> int:
     return size
 
 
-def _crew(grid: Grid, request: Request, size: int) -> Crew[ModelFacts]:
+def _crew(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]:
     """The workers, which have not been started yet. The cluster has been joined."""
     need, device = room_for(
         size, _bytes(grid, request), device=request.device, threads=request.threads, address=request.ray_address
     )
     asked = replace(request, model=whole(request.model), device=device)
     sources = tuple(
-        Source(type(part.task), replace(part.options, data=_folder(part.options.data)), part.task.settings())
+        PartSource(type(part.task), replace(part.options, data=_folder(part.options.data)), part.task.settings())
         for part in grid.parts
     )
-    return Crew(CELLS, Recipe(request=asked, name=grid.name, sources=sources), size, need, tell=console.note)
+    return WorkerPool(CELLS, CellRecipe(request=asked, name=grid.name, sources=sources), size, need, tell=console.note)
 
 
-def _bytes(grid: Grid, request: Request) -> int:
+def _bytes(grid: Grid, request: EvalOptions) -> int:
     """Main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
     with suppress(KVKeepError):
         less = request.load_in is not None  # nobody knows how many bytes these weights have
@@ -461,13 +461,15 @@ def _folder(data: str | None) -> str | None:
     return data if data == HUB else whole(data)
 
 
-def _fill(grid: Grid, records: Records, crew: Crew[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]) -> None:
+def _fill(
+    grid: Grid, records: Records, crew: WorkerPool[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]
+) -> None:
     """Run the cells without a row, write the rows as they come, and put them into the grid's order at the end."""
     about = crew.facts.about
     with records.locked():
         records.open({**manifest(grid), **about})
         cells = dict(enumerate(grid.planned, start=1))
-        desk = _Desk(records, cells, about["dtype"], bar)
+        desk = _CellWriter(records, cells, about["dtype"], bar)
         crew.run(_handing(grid, cells, records), (), desk.take, lambda: stopped() or desk.refusal is not None)
         records.arrange([planned.cell for planned in grid.planned])
     if desk.refusal is not None:
@@ -491,7 +493,7 @@ def _handing(grid: Grid, cells: Mapping[int, Planned], records: Records) -> Call
             return None
         planned = cells[number]
         setup = _with_whole_path(planned.setup)
-        return number, Piece(parts[number], planned.cell, setup, planned.budgets, planned.lengths)
+        return number, CellPiece(parts[number], planned.cell, setup, planned.budgets, planned.lengths)
 
     return take
 
@@ -503,7 +505,7 @@ def _with_whole_path(setup: Setup) -> Setup:
 
 
 @dataclass
-class _Desk:
+class _CellWriter:
     """Takes the answers of workers, and writes each row once.
 
     Attributes:
@@ -522,7 +524,7 @@ class _Desk:
     refusal: str | None = None
     failed: dict[int, str] = field(default_factory=dict)
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: WorkResult) -> None:
         """Write a row, or note why there is none. The crew gives one answer for each cell."""
         if isinstance(answer, Refusal):
             self.refusal = self.refusal or str(answer.reason)

@@ -36,7 +36,7 @@ from kvkeep.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
+class ExplainOptions(ModelRequest):
     """The options of ``kvkeep explain``. Numbers of tokens are read; the rest is not checked."""
 
     text: str
@@ -209,7 +209,7 @@ def explain(
     """
     if output is None and plots is None and not (terminal or json):
         raise InputError("There is no place for the page. Give --output page.html, or --terminal to see it here.")
-    request = Request(
+    request = ExplainOptions(
         model=model,
         text=text,
         question=question or "",

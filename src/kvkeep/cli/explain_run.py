@@ -16,14 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli import console
-from kvkeep.cli.explain import Request, target
+from kvkeep.cli.explain import ExplainOptions, target
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.errors import InputError
 from kvkeep.evals.grid import split_policies
 from kvkeep.explain import explanation
 from kvkeep.explain.explain import check, explain
-from kvkeep.explain.explanation import Explanation, Run
+from kvkeep.explain.explanation import Explanation, PolicyRun
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
@@ -56,7 +56,7 @@ def show(screen: Console, found: Explanation) -> None:
     screen.print(Text("· no head holds it; the darker the blue, the more heads do\n", "dim"))
 
 
-def _shaded(tokens: list[str], run: Run) -> Text:
+def _shaded(tokens: list[str], run: PolicyRun) -> Text:
     """The text with the answer after it."""
     shares = (run.ledger.dropped < 0).float().mean(dim=0).tolist()
     shaded = Text()
@@ -76,7 +76,7 @@ _SPEED_OVER_S = 600.0
 """Seconds over which the bar averages: one chunk of a long text may take longer than rich's 30 seconds."""
 
 
-def serve(request: Request) -> None:
+def serve(request: ExplainOptions) -> None:
     """Record a text under the policies, and write or print the record.
 
     Raises:
@@ -91,7 +91,7 @@ def serve(request: Request) -> None:
         raise typer.Exit(console.INTERRUPTED) from interrupt
 
 
-def _serve(request: Request) -> None:
+def _serve(request: ExplainOptions) -> None:
     policies = split_policies(request.policies)
     options = {"prefill_chunk": request.prefill_chunk, "max_new_tokens": request.max_new_tokens}
     check(policies, request.budget, **options)
@@ -137,7 +137,7 @@ def _progress() -> Iterator[Callable[[float], None]]:
         yield lambda share: bar.update(task, completed=share)
 
 
-def _report(request: Request, found: Explanation) -> None:
+def _report(request: ExplainOptions, found: Explanation) -> None:
     """Write the page, and print what was asked for."""
     for note in found.notes:
         console.note(note)

@@ -56,7 +56,7 @@ from kvkeep.scale.remote_files import is_address
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
+class GenerateOptions(ModelRequest):
     """The options of ``kvkeep generate``. Numbers of tokens and the prompt are read; the rest is not checked.
 
     Attributes:
@@ -93,7 +93,7 @@ class Request(ModelRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchOptions:
     """The options of a batch job, beside a `Request` without a prompt.
 
     Attributes:
@@ -171,7 +171,7 @@ def parse_batch(
     layers: bool,
     workers: int | None,
     address: str | None,
-) -> Batch | None:
+) -> BatchOptions | None:
     """The options of a batch job; ``None`` if there is no ``--input``."""
     if source is None:
         if skip_bad or layers or any(one is not None for one in (output, max_rows, kv_memory, workers, address)):
@@ -188,7 +188,7 @@ def parse_batch(
         raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
     options.check_workers(workers, address)
     size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
-    return Batch(
+    return BatchOptions(
         input=source,
         output=output,
         skip_bad=skip_bad,
@@ -487,7 +487,7 @@ def generate(
         )
     if pin_system and not batch and system is None:
         raise InputError("--pin-system keeps a system message, and there is none; give --system TEXT.")
-    request = Request(
+    request = GenerateOptions(
         model=model,
         prompt="" if batch else read_prompt(prompt, prompt_file, model=model),
         system=None if system is None else not_empty(system, "--system", "Leave it out, or give some text."),

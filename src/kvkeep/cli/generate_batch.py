@@ -15,14 +15,14 @@ from typing import Any, Protocol, runtime_checkable
 import typer
 
 from kvkeep import budget as budgets
-from kvkeep.batch.input import Line, digest, read_lines, reason_of
-from kvkeep.batch.output import LAYOUT, Output
-from kvkeep.batch.progress import Work
+from kvkeep.batch.input import InputLine, digest, read_lines, reason_of
+from kvkeep.batch.output import LAYOUT, OutputFile
+from kvkeep.batch.progress import TokenCounts
 from kvkeep.batch.survey import Judge, Survey, foreign, problem, remove_bad, write_bad
 from kvkeep.cli import console, distributed
 from kvkeep.cli.distributed import ended_with_its_cluster, interruptible
 from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again, refuse_device
-from kvkeep.cli.generate import Batch, Request
+from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_batch_workers import Read, engine_of, reader, show_with
 from kvkeep.cli.generate_run import SavedMemory, sampling_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
@@ -31,7 +31,7 @@ from kvkeep.cli.progress import BatchBar, batch_progress
 from kvkeep.config import NAME, Config
 from kvkeep.engine import Engine, Result
 from kvkeep.engine.request import checked_guard
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models import tensor_parallel, threads
@@ -67,16 +67,16 @@ class Workers(Protocol):
     engine: Engine | None
     size: Mapping[str, int]
 
-    def run(self, output: Output, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+    def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
         """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
 
 
 def run(
     workers: Workers,
-    output: Output,
+    output: OutputFile,
     *,
     todo: Mapping[int, str],
-    work: Work,
+    work: TokenCounts,
     total: int,
     as_json: bool,
     set_aside: Callable[[Mapping[int, str]], object],
@@ -115,7 +115,7 @@ def run(
         raise typer.Exit(console.INTERRUPTED if stopped() else INCOMPLETE)
 
 
-def _summarise(found: Mapping[str, int | float], output: Output, *, as_json: bool) -> None:
+def _summarise(found: Mapping[str, int | float], output: OutputFile, *, as_json: bool) -> None:
     """Print the numbers of a job, as JSON or in words."""
     new, seconds = found["new_tokens"], found["seconds"]
     if as_json:
@@ -134,13 +134,15 @@ def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], 
         console.error(str(error))
 
 
-def _say_how_to_resume(output: Output, done: int, total: int) -> None:
+def _say_how_to_resume(output: OutputFile, done: int, total: int) -> None:
     to_file = output.name != STANDARD_OUTPUT
     on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
     console.note(f"stopped after {done} of {console.count(total, 'line')}; {on}")
 
 
-def _problems(output: Output, kept: set[int], failed: Mapping[int, str], unread: set[int], total: int) -> Iterator[str]:
+def _problems(
+    output: OutputFile, kept: set[int], failed: Mapping[int, str], unread: set[int], total: int
+) -> Iterator[str]:
     """Why lines have no completion."""
     if failed:
         first = min(failed)
@@ -157,7 +159,7 @@ def _problems(output: Output, kept: set[int], failed: Mapping[int, str], unread:
         )
 
 
-class Near:
+class LocalRunner:
     """The lines of a job on their way through an engine in this process.
 
     Args:
@@ -167,13 +169,13 @@ class Near:
 
     engine: Engine | None
 
-    def __init__(self, engine: Engine, lines: Iterator[Line]) -> None:
+    def __init__(self, engine: Engine, lines: Iterator[InputLine]) -> None:
         self.engine, self._engine, self._lines = engine, engine, lines
         self.size: Mapping[str, int] = {"rows": engine.rows, "row_bytes": engine.row_bytes}
 
-    def run(self, output: Output, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+    def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
         """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
-        engine, answers = self._engine, Answers(output, bar)
+        engine, answers = self._engine, AnswerWriter(output, bar)
         source = ((line, place) for line in self._lines for place in range(len(line.requests)))
         new, more = 0, True
         while (more or answers.running) and not stopped():
@@ -190,7 +192,7 @@ class Near:
         return new, answers.failed
 
 
-class Answers:
+class AnswerWriter:
     """Writes the answer of each line as soon as all its requests have ended.
 
     A line that fails is noted with its reason, and the other lines go on.
@@ -204,13 +206,13 @@ class Answers:
         failed: line number → reason.
     """
 
-    def __init__(self, output: Output, bar: BatchBar) -> None:
+    def __init__(self, output: OutputFile, bar: BatchBar) -> None:
         self._output, self._bar = output, bar
         self._results: dict[int, dict[int, Result]] = {}
-        self.running: dict[int, tuple[Line, int]] = {}
+        self.running: dict[int, tuple[InputLine, int]] = {}
         self.failed: dict[int, str] = {}
 
-    def begin(self, engine: Engine, line: Line, place: int) -> None:
+    def begin(self, engine: Engine, line: InputLine, place: int) -> None:
         """Hand a request to the engine, unless another one of its line has failed."""
         request = line.requests[place]
         try:
@@ -239,7 +241,7 @@ class Answers:
             del self._results[line.number]
             self._bar.line()
 
-    def _fail(self, line: Line, reason: str) -> None:
+    def _fail(self, line: InputLine, reason: str) -> None:
         self.failed.setdefault(line.number, reason)
         self._results.pop(line.number, None)
 
@@ -247,7 +249,7 @@ class Answers:
 # The settings of a job, and those of ``--config``, where the command line gives none. It imports torch.
 
 
-def with_file_settings(request: Request, file: str) -> Request:
+def with_file_settings(request: GenerateOptions, file: str) -> GenerateOptions:
     """The request with the settings of a ``kvkeep.toml`` in place of options that were not given.
 
     Raises:
@@ -271,7 +273,7 @@ def with_file_settings(request: Request, file: str) -> Request:
     )
 
 
-def _is_open(request: Request, name: str) -> bool:
+def _is_open(request: GenerateOptions, name: str) -> bool:
     """Whether the command line says nothing about a setting."""
     if name == "policy":
         return not request.names_policy
@@ -280,7 +282,7 @@ def _is_open(request: Request, name: str) -> bool:
 
 
 def settings_of(
-    request: Request, policy: Policy, budget: int, defaults: Sampling, memory: SavedMemory | None
+    request: GenerateOptions, policy: Policy, budget: int, defaults: SamplingParams, memory: SavedMemory | None
 ) -> dict[str, object]:
     """The settings on which completions depend, without lines and weights; options at their defaults are left out."""
     options: dict[str, object] = {
@@ -296,7 +298,7 @@ def settings_of(
         "guard": request.guard,
         "memory": None if memory is None else memory.digest,
     }
-    options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
+    options |= {name: value for name, value in asdict(defaults).items() if value != getattr(SamplingParams(), name)}
     always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
     return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
 
@@ -304,7 +306,7 @@ def settings_of(
 # Lines of a batch job without an answer: they are set aside beside the output, with the reasons.
 
 
-def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Batch) -> None:
+def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: BatchOptions) -> None:
     """Write lines without an answer to a file beside the output; if the output is a stream, to standard error.
 
     Args:
@@ -327,7 +329,7 @@ def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Ba
         sys.stderr.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
-def beside(batch: Batch) -> Path:
+def beside(batch: BatchOptions) -> Path:
     """The file for lines without an answer."""
     return Path(f"{batch.output}.bad")
 
@@ -335,7 +337,7 @@ def beside(batch: Batch) -> Path:
 # Inputs and outputs of batch jobs that are no local JSONL files: they are copied here, and collected here.
 
 
-def lines_of(batch: Batch) -> AbstractContextManager[Path]:
+def lines_of(batch: BatchOptions) -> AbstractContextManager[Path]:
     """A JSONL file that can be read several times, with the lines of a job's input.
 
     Raises:
@@ -352,7 +354,7 @@ def lines_of(batch: Batch) -> AbstractContextManager[Path]:
 
 
 @contextmanager
-def published(batch: Batch) -> Iterator[Batch]:
+def published(batch: BatchOptions) -> Iterator[BatchOptions]:
     """The options of a job that writes to a local file, for the time of this block; its lines are published at the end.
 
     If the block raises an error or the user ends the job, nothing is published. The local file stays until every line
@@ -384,7 +386,7 @@ def _publish(destination: Destination, *, complete: bool) -> None:
 # A batch job of several processes, which torchrun has started for one model.
 
 
-def together(batch: Batch) -> Batch:
+def together(batch: BatchOptions) -> BatchOptions:
     """The options of a job that several processes run together: the first one writes, the others write nowhere.
 
     Raises:
@@ -400,14 +402,14 @@ def together(batch: Batch) -> Batch:
     return batch if distributed.leads() else replace(batch, output="-")
 
 
-def tell(output: Output) -> None:
+def tell(output: OutputFile) -> None:
     """Tell all processes which lines were done before, as the first one has read it in the output."""
     done, output.made_by = distributed.told([list(output.done.items()), output.made_by])
     output.done = dict(done)
 
 
 @ended_with_its_cluster()
-def serve(request: Request, batch: Batch) -> None:
+def serve(request: GenerateOptions, batch: BatchOptions) -> None:
     """Run a batch job.
 
     Raises:
@@ -431,7 +433,7 @@ def serve(request: Request, batch: Batch) -> None:
         _serve(request, batch, source)
 
 
-def _serve(request: Request, batch: Batch, source: Path) -> None:
+def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
     """Run a batch job over the lines of a local file, into another one."""
     memory = None if request.memory is None else SavedMemory.read(request.memory)
     request = with_memory_settings(request, memory)
@@ -461,12 +463,12 @@ def _serve(request: Request, batch: Batch, source: Path) -> None:
 class _Job:
     """A job whose lines have been read once, and whose output is open."""
 
-    request: Request
-    batch: Batch
+    request: GenerateOptions
+    batch: BatchOptions
     source: Path
     read_line: Read
     survey: Survey
-    output: Output
+    output: OutputFile
     settings: dict[str, object]
     checkpoint: Checkpoint
 
@@ -501,7 +503,7 @@ def _near(job: _Job, budget: int) -> None:
     todo = _todo(job, lambda shapes: [problem(shape, engine, memory) for shape in shapes])
     job.announce(budget, engine.rows, engine.row_bytes)
     lines = (job.read_line(number, raw) for number, raw in _lines(job.source, todo))
-    job.run(Near(engine, (line for line in lines if isinstance(line, Line))), todo)
+    job.run(LocalRunner(engine, (line for line in lines if isinstance(line, InputLine))), todo)
 
 
 def _far(job: _Job, budget: int, memory: str | None) -> None:
@@ -540,7 +542,7 @@ def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
         console.note(f"lines name the model {named}; {name} answers all lines")
 
 
-def _survey(source: Path, read_line: Read, batch: Batch, memory: SavedMemory | None) -> Survey:
+def _survey(source: Path, read_line: Read, batch: BatchOptions, memory: SavedMemory | None) -> Survey:
     """Read every line once. A line that cannot be run stops the job, unless such lines are set aside."""
     survey = Survey(None if memory is None else memory.snapshot)
     for number, raw in read_lines(source):
@@ -552,7 +554,7 @@ def _survey(source: Path, read_line: Read, batch: Batch, memory: SavedMemory | N
     return survey
 
 
-def _nothing_to_run(survey: Survey, batch: Batch) -> InputError:
+def _nothing_to_run(survey: Survey, batch: BatchOptions) -> InputError:
     """The error for an input without a line that can be run."""
     name = "Standard input" if batch.input == STANDARD_INPUT else batch.input
     if not survey.bad:
@@ -561,13 +563,13 @@ def _nothing_to_run(survey: Survey, batch: Batch) -> InputError:
     return InputError(f"{name} has no line that can be run. Line {number}: {reason}.")
 
 
-def _open(path: str) -> Output:
+def _open(path: str) -> OutputFile:
     if path == "-":
-        return Output(open(sys.stdout.fileno(), "wb", closefd=False), STANDARD_OUTPUT)
-    return Output.open(Path(path))
+        return OutputFile(open(sys.stdout.fileno(), "wb", closefd=False), STANDARD_OUTPUT)
+    return OutputFile.open(Path(path))
 
 
-def _budget(request: Request, policy: Policy, survey: Survey, output: Output) -> int:
+def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: OutputFile) -> int:
     """The budget: from the request, from an earlier run of this job, or with room for the longest line."""
     if request.budget:
         return request.budget
@@ -585,7 +587,7 @@ def _budget(request: Request, policy: Policy, survey: Survey, output: Output) ->
     return earlier
 
 
-def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: dict[str, object]) -> Writer:
+def _load(request: GenerateOptions, checkpoint: Checkpoint, output: OutputFile, settings: dict[str, object]) -> Writer:
     """The model, after a check that the output was written with the same weights."""
     console.progress(f"loading {checkpoint.name} …")
     writer = writer_of(checkpoint, request)

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, TypeAlias, TypeGuard, cast
 
-from kvkeep.batch.input import BadLine, Line, after, parse
-from kvkeep.batch.output import Output
-from kvkeep.batch.progress import Work
+from kvkeep.batch.input import BadLine, InputLine, after, parse
+from kvkeep.batch.output import OutputFile
+from kvkeep.batch.progress import TokenCounts
 from kvkeep.cli import console, distributed
 from kvkeep.cli.distributed import PROCESS_BYTES, room_for, whole
-from kvkeep.cli.generate import Batch, Request
+from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
 from kvkeep.cli.loading import writer_of
 from kvkeep.cli.progress import BatchBar
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
-from kvkeep.engine.prompt_encoding import Past, question_of
+from kvkeep.engine.prompt_encoding import ConversationHistory, question_of
 from kvkeep.engine.request import Request as Asked
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import system_spans
@@ -38,12 +38,14 @@ from kvkeep.openai.responses import Show
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
 from kvkeep.scale.worker import LINES, Built, EngineFacts
-from kvkeep.scale.worker_pool import Answer, Crew, Item, Layout
+from kvkeep.scale.worker_pool import Item, Layout, WorkerPool, WorkResult
 
-Read: TypeAlias = Callable[[int, bytes], Line | BadLine]
+Read: TypeAlias = Callable[[int, bytes], InputLine | BadLine]
 
 
-def reader(checkpoint: Checkpoint, request: Request, defaults: Sampling, memory: SavedMemory | None) -> Read:
+def reader(
+    checkpoint: Checkpoint, request: GenerateOptions, defaults: SamplingParams, memory: SavedMemory | None
+) -> Read:
     """A function that reads a line with the model's tokenizer. Every line follows the memory, if there is one.
 
     Raises:
@@ -64,20 +66,20 @@ def reader(checkpoint: Checkpoint, request: Request, defaults: Sampling, memory:
     def pinned(prompt: Prompt) -> Spans:
         return system_spans(checkpoint, prompt) if request.pin_system else ()
 
-    def read(number: int, raw: bytes) -> Line | BadLine:
+    def read(number: int, raw: bytes) -> InputLine | BadLine:
         line = parse(number, raw, encode, defaults, pinned=pinned)
         return line if memory is None else after(line, memory.snapshot, request.policy)
 
     return read
 
 
-def _past_of(memory: SavedMemory) -> Past:
+def _past_of(memory: SavedMemory) -> ConversationHistory:
     """The tokens of a remembered text.
 
     Raises:
         InputError: the memory is a conversation's.
     """
-    past = Past.of(memory.snapshot)
+    past = ConversationHistory.of(memory.snapshot)
     if past.messages:
         raise InputError(
             f"{memory.file} is the memory of a conversation, and a batch job asks about a text that kvkeep remember "
@@ -98,7 +100,7 @@ def _encode(checkpoint: Checkpoint, asked: Asked) -> list[int]:
     return found
 
 
-def _encode_after(checkpoint: Checkpoint, asked: Asked, past: Past) -> list[int]:
+def _encode_after(checkpoint: Checkpoint, asked: Asked, past: ConversationHistory) -> list[int]:
     """The token ids that follow a remembered text, or a text that was read as it is."""
     if past.opening is not None:
         question, more = question_of(asked, past.opening)
@@ -124,13 +126,13 @@ def _known(checkpoint: Checkpoint, ids: list[int]) -> list[int]:
 # The model and the engine of a batch job, in this process or in that of a worker.
 
 
-def rows_of(batch: Batch, most: int) -> int:
+def rows_of(batch: BatchOptions, most: int) -> int:
     """The rows of an engine that runs a number of requests; what fits into `kv_memory` may be less."""
     return max(1, min(most, batch.max_rows or (most if batch.kv_memory else DEFAULT_ROWS)))
 
 
 def engine_of(
-    writer: Writer, request: Request, batch: Batch, *, most: int, budget: int, like: Layout | None = None
+    writer: Writer, request: GenerateOptions, batch: BatchOptions, *, most: int, budget: int, like: Layout | None = None
 ) -> Engine:
     """The engine of a batch job, with no more rows than requests.
 
@@ -192,7 +194,7 @@ def _meanwhile(work: Callable[[], object]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class EngineRecipe:
     """What a worker needs to make the engine of a job; see `kvkeep.scale.worker.Make`.
 
     Attributes:
@@ -203,8 +205,8 @@ class Recipe:
         memory: a fingerprint of the memory that every line follows.
     """
 
-    request: Request
-    batch: Batch
+    request: GenerateOptions
+    batch: BatchOptions
     most: int
     budget: int
     memory: str | None
@@ -236,15 +238,15 @@ class Recipe:
 
 
 def crew_of(
-    request: Request,
-    batch: Batch,
+    request: GenerateOptions,
+    batch: BatchOptions,
     *,
     requests: int,
     longest: int,
     budget: int,
     memory: str | None,
     like: Layout | None = None,
-) -> Crew[EngineFacts]:
+) -> WorkerPool[EngineFacts]:
     """The workers of a job, which have not been started yet. The cluster has been joined.
 
     Args:
@@ -269,11 +271,11 @@ def crew_of(
         address=batch.address,
     )
     asked = replace(request, model=whole(request.model), memory=whole(request.memory), device=device)
-    recipe = Recipe(request=asked, batch=batch, most=most, budget=budget, memory=memory)
-    return Crew(LINES, recipe, batch.workers, need, like=like, tell=console.note)
+    recipe = EngineRecipe(request=asked, batch=batch, most=most, budget=budget, memory=memory)
+    return WorkerPool(LINES, recipe, batch.workers, need, like=like, tell=console.note)
 
 
-def _bytes(request: Request, batch: Batch, most: int, longest: int, budget: int) -> int:
+def _bytes(request: GenerateOptions, batch: BatchOptions, most: int, longest: int, budget: int) -> int:
     """Main memory of a worker, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
     names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
     options: dict[str, Any] = {name: getattr(request, name) for name in names}
@@ -297,7 +299,9 @@ class Far:
 
     engine: Engine | None = None
 
-    def __init__(self, crew: Crew[EngineFacts], lines: Iterator[Item], work_of: Callable[[int], Work]) -> None:
+    def __init__(
+        self, crew: WorkerPool[EngineFacts], lines: Iterator[Item], work_of: Callable[[int], TokenCounts]
+    ) -> None:
         self._crew, self._lines, self._work_of = crew, lines, work_of
         self.size: Mapping[str, int] = {
             "rows": crew.facts.rows,
@@ -305,11 +309,11 @@ class Far:
             "workers": crew.size,
         }
 
-    def run(self, output: Output, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+    def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
         """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
         new, failed = 0, dict[int, str]()
 
-        def take(answer: Answer) -> None:
+        def take(answer: WorkResult) -> None:
             nonlocal new
             if answer.number in output.done or answer.number in failed:
                 return

@@ -20,16 +20,16 @@ from kvkeep import budget as budgets
 from kvkeep import engine as engines
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
-from kvkeep.cli.generate import Request
+from kvkeep.cli.generate import GenerateOptions
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.engine import Engine, Result
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.budget_guard import levels
-from kvkeep.engine.prompt_encoding import Past
+from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import checked_guard, json_structure
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models import tensor_parallel, threads, tokenization
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.device import enough_memory, parse_device
@@ -69,7 +69,7 @@ class SavedMemory:
             SnapshotError: it cannot be read, or is no memory whose tokens are known.
         """
         snapshot = Snapshot.load(file)
-        Past.of(snapshot)  # refuses a memory without token ids
+        ConversationHistory.of(snapshot)  # refuses a memory without token ids
         with in_full(file).open("rb") as content:
             return cls(shown or file, snapshot, hashlib.file_digest(content, "sha256").hexdigest()[:16])
 
@@ -87,7 +87,7 @@ class SavedMemory:
             )
 
 
-def with_memory_settings(request: Request, memory: SavedMemory | None) -> Request:
+def with_memory_settings(request: GenerateOptions, memory: SavedMemory | None) -> GenerateOptions:
     """The request with the settings of its memory, which are the only ones under which it means anything.
 
     Raises:
@@ -119,7 +119,7 @@ def with_memory_settings(request: Request, memory: SavedMemory | None) -> Reques
     )
 
 
-def _settings(request: Request, made: Fingerprint) -> list[tuple[str, object, object]]:
+def _settings(request: GenerateOptions, made: Fingerprint) -> list[tuple[str, object, object]]:
     """The options that a memory decides: flag, given value, the memory's value."""
     layer_budget = None if request.layer_budget is None else rule(request.layer_budget)
     return [
@@ -140,7 +140,7 @@ def _settings(request: Request, made: Fingerprint) -> list[tuple[str, object, ob
 
 
 @dataclass(frozen=True)
-class Job:
+class PreparedRequest:
     """A request that has passed all checks, with its model.
 
     Attributes:
@@ -156,14 +156,14 @@ class Job:
         memory: the memory that the prompt follows; the prompt is then a text.
     """
 
-    request: Request
+    request: GenerateOptions
     checkpoint: Checkpoint
     writer: tokenization.Writer
     prompt: Sequence[int] | str
     policy: Policy
     budget: int
     layout: Layout
-    sampling: Sampling
+    sampling: SamplingParams
     pins: Spans = ()
     memory: SavedMemory | None = None
 
@@ -194,7 +194,7 @@ class Job:
         return "true" if self.layout.rotation is None else "slot"
 
 
-def prepare(request: Request) -> Job:
+def prepare(request: GenerateOptions) -> PreparedRequest:
     """Check a request, cheap tests first, and load its model.
 
     Raises:
@@ -228,16 +228,16 @@ def prepare(request: Request) -> Job:
     if request.guard is not None:
         levels(layout, budget, pins)
     writer = writer_of(checkpoint, request)
-    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
+    return PreparedRequest(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
 
 
-def sampling_of(request: Request) -> Sampling:
+def sampling_of(request: GenerateOptions) -> SamplingParams:
     """The sampling options of a request.
 
     Raises:
         InputError: a number is out of range.
     """
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=request.max_new_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -248,7 +248,7 @@ def sampling_of(request: Request) -> Sampling:
     )
 
 
-def engine_for(writer: tokenization.Writer, request: Request, **options: Any) -> Engine:
+def engine_for(writer: tokenization.Writer, request: GenerateOptions, **options: Any) -> Engine:
     """An engine for a request, for one prompt or many.
 
     Args:
@@ -268,7 +268,7 @@ def engine_for(writer: tokenization.Writer, request: Request, **options: Any) ->
     return Engine(writer.model, writer.checkpoint.tokenizer, **{**asked, **options})
 
 
-def _choose_budget(request: Request, policy: Policy, prompt_tokens: int) -> int:
+def _choose_budget(request: GenerateOptions, policy: Policy, prompt_tokens: int) -> int:
     if request.keep_ratio is not None:
         return budgets.from_ratio(request.keep_ratio, prompt_tokens)
     if request.budget is not None:
@@ -276,7 +276,7 @@ def _choose_budget(request: Request, policy: Policy, prompt_tokens: int) -> int:
     return default_budget(policy, prompt_tokens + request.max_new_tokens)
 
 
-def _encode(checkpoint: Checkpoint, request: Request) -> list[int]:
+def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
     """The token ids of the prompt, after the system message if there is one.
 
     Raises:
@@ -299,7 +299,7 @@ def _encode(checkpoint: Checkpoint, request: Request) -> list[int]:
     return found
 
 
-def messages_of(request: Request) -> list[dict[str, str]]:
+def messages_of(request: GenerateOptions) -> list[dict[str, str]]:
     """The conversation of a prompt after a system message."""
     return [{"role": "system", "content": request.system or ""}, {"role": "user", "content": request.prompt}]
 
@@ -307,7 +307,7 @@ def messages_of(request: Request) -> list[dict[str, str]]:
 # The summary of a finished prompt, and notes on it.
 
 
-def summarise(job: Job, result: Result) -> dict[str, str]:
+def summarise(job: PreparedRequest, result: Result) -> dict[str, str]:
     """The lines of the summary: name → text."""
     new = len(result.token_ids)
     speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
@@ -324,7 +324,7 @@ def summarise(job: Job, result: Result) -> dict[str, str]:
     }
 
 
-def _budget(job: Job, result: Result) -> str:
+def _budget(job: PreparedRequest, result: Result) -> str:
     if result.budget == job.budget:
         return f"budget {job.budget}"
     return f"budget {result.budget} of {job.budget}, chosen by --guard"
@@ -345,7 +345,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
 
 
-def remark(job: Job, result: Result) -> None:
+def remark(job: PreparedRequest, result: Result) -> None:
     """Print notes on results that the user may not expect."""
     total = result.prompt_tokens + len(result.token_ids)
     lost, guard = result.lost_mass.prompt, job.request.guard
@@ -359,7 +359,7 @@ def remark(job: Job, result: Result) -> None:
         console.note(f"{total} tokens are more than the {trained} that the model was trained for.")
 
 
-def nothing_evicted(job: Job, result: Result) -> str | None:
+def nothing_evicted(job: PreparedRequest, result: Result) -> str | None:
     """Why the policy evicted nothing; ``None`` if it did, or may have."""
     fed = result.prompt_tokens + len(result.token_ids) - 1  # the last token is never fed
     if not job.policy.evicts:
@@ -374,7 +374,7 @@ def nothing_evicted(job: Job, result: Result) -> str | None:
     return f"nothing was evicted: the text of {console.count(fed + 1, 'token')} is not longer than the budget"
 
 
-def _memory(job: Job, result: Result) -> str:
+def _memory(job: PreparedRequest, result: Result) -> str:
     memory = result.memory
     held, full = console.show_bytes(memory.allocated_bytes), console.show_bytes(memory.full_bytes)
     if reason := nothing_evicted(job, result):
@@ -408,7 +408,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TextDifference:
     """How two sequences of tokens differ.
 
     Attributes:
@@ -429,7 +429,7 @@ class Difference:
     agreement_ratio: float
 
 
-def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[int], str]) -> Difference:
+def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[int], str]) -> TextDifference:
     """Compare the new tokens of two runs; neither is empty."""
     pairs = list(zip(bounded, full, strict=False))
     equal = sum(a == b for a, b in pairs)
@@ -438,7 +438,7 @@ def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[i
     def token(ids: Sequence[int]) -> str | None:
         return show_token(ids[first]) if first < len(ids) else None
 
-    return Difference(
+    return TextDifference(
         first_index=None if first == max(len(bounded), len(full)) else first,
         bounded_token=token(bounded),
         full_token=token(full),
@@ -448,7 +448,7 @@ def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[i
     )
 
 
-def show(bounded: Side, full: Side, difference: Difference) -> None:
+def show(bounded: Side, full: Side, difference: TextDifference) -> None:
     """Print both texts and the figures."""
     screen = console.out()
     screen.print(_texts(screen, bounded, full))
@@ -500,7 +500,7 @@ def _figures(bounded: Side, full: Side) -> Table:
     return figures
 
 
-def _verdict(bounded: Side, full: Side, difference: Difference) -> dict[str, str]:
+def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str, str]:
     if difference.first_index is None:
         return {"first difference": f"none; all {difference.compared_tokens} tokens are equal"}
     ours, theirs = (
@@ -518,7 +518,7 @@ def _verdict(bounded: Side, full: Side, difference: Difference) -> dict[str, str
 # Bad input is refused before weights are read. Importing this module imports torch and transformers.
 
 
-def serve(request: Request) -> None:
+def serve(request: GenerateOptions) -> None:
     """Continue a prompt and print the text.
 
     Raises:
@@ -537,11 +537,11 @@ def serve(request: Request) -> None:
         raise typer.Exit(console.INTERRUPTED) from interrupt
 
 
-def _run_bounded(job: Job, on_text: Callable[[str], object]) -> Result:
+def _run_bounded(job: PreparedRequest, on_text: Callable[[str], object]) -> Result:
     return _run(job.asked, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text)
 
 
-def _run_full(job: Job) -> Result:
+def _run_full(job: PreparedRequest) -> Result:
     """Run the same prompt with a full cache, without the request's options about the bounded one."""
     total = len(job.prompt) + job.sampling.max_new_tokens
     options = dict.fromkeys(("layer_budget", "head_budget", "positions", "kv_bits", "guard"))
@@ -571,7 +571,7 @@ def _ignore(piece: str) -> None:
     """Print nothing."""
 
 
-def _serve_one(job: Job) -> None:
+def _serve_one(job: PreparedRequest) -> None:
     if job.request.json:
         result = _run_bounded(job, _ignore)
         console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory)})
@@ -584,7 +584,7 @@ def _serve_one(job: Job) -> None:
     remark(job, result)
 
 
-def _serve_comparison(job: Job) -> None:
+def _serve_comparison(job: PreparedRequest) -> None:
     console.progress(f"running {job.name} with a budget of {job.budget} …")
     bounded = _run_bounded(job, _ignore)
     console.progress("running the full cache …")
@@ -610,7 +610,7 @@ def _serve_comparison(job: Job) -> None:
     remark(job, bounded)
 
 
-def _describe(job: Job) -> dict[str, object]:
+def _describe(job: PreparedRequest) -> dict[str, object]:
     return {
         "model": job.checkpoint.name,
         "dtype": job.writer.dtype,
@@ -645,5 +645,5 @@ def _result(result: Result) -> dict[str, object]:
     }
 
 
-def _measure(memory: Memory) -> dict[str, object]:
+def _measure(memory: MemoryUsage) -> dict[str, object]:
     return {**asdict(memory), "compression": memory.compression}

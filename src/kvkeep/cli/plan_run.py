@@ -28,14 +28,14 @@ FEW, MOST = 32, 1024
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDevice:
     """A bandwidth and the device on which it was measured."""
 
     bandwidth: Bandwidth
     device: str
 
 
-def measured(made: Plan, place: torch.device) -> tuple[Plan, Measured]:
+def measured(made: Plan, place: torch.device) -> tuple[Plan, MeasuredDevice]:
     """A plan with the speeds of a device.
 
     Products are measured for each number of rows that the plan speaks of. Those with quantised weights are not, since
@@ -44,7 +44,7 @@ def measured(made: Plan, place: torch.device) -> tuple[Plan, Measured]:
     Raises:
         InputError: the device has no room for the buffers.
     """
-    found = Measured(measure_bandwidth(place), str(place))
+    found = MeasuredDevice(measure_bandwidth(place), str(place))
     setting = made.setting
     width = setting.outline.shape.hidden
     known = not (setting.scheme or setting.weights_memory)
@@ -70,7 +70,7 @@ def most_rows(made: Plan, one: Cost) -> int:
     return 0 if made.memory is None else one.most_rows(made.memory)
 
 
-def speeds(made: Plan, found: Measured | None) -> dict[str, object] | None:
+def speeds(made: Plan, found: MeasuredDevice | None) -> dict[str, object] | None:
     """The speeds of a device as plain data."""
     if made.bandwidth is None:
         return None
@@ -122,7 +122,7 @@ def serve(*, measure: bool, device: str, json: bool, **asked: Any) -> None:
     show(made, found, json=json)
 
 
-def show(made: Plan, found: Measured | None, *, json: bool) -> None:
+def show(made: Plan, found: MeasuredDevice | None, *, json: bool) -> None:
     """Print a plan."""
     if json:
         console.write_json(describe(made, found))
@@ -145,7 +145,7 @@ def show(made: Plan, found: Measured | None, *, json: bool) -> None:
         console.note(line)
 
 
-def describe(made: Plan, found: Measured | None) -> dict[str, object]:
+def describe(made: Plan, found: MeasuredDevice | None) -> dict[str, object]:
     """A plan as plain data; sizes in bytes, speeds in bytes or tokens per second."""
     setting = made.setting
     shape = setting.outline.shape
@@ -215,7 +215,7 @@ def _quantised(setting: Setting) -> str:
     )
 
 
-def _head(made: Plan, found: Measured | None) -> dict[str, str]:
+def _head(made: Plan, found: MeasuredDevice | None) -> dict[str, str]:
     setting = made.setting
     shape = setting.outline.shape
     cells = {

@@ -99,7 +99,7 @@ class Application(Group):
         """Find the subcommand."""
         name = args[0]
         if name in LAB_COMMANDS and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
-            raise usage.CommandLineError(
+            raise usage_errors.CommandLineError(
                 f"kvkeep {name} is a command of kvkeep-lab, which is not installed: {_INSTALL_LAB}."
             )
         return super().resolve_command(ctx, args)

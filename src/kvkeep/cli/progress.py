@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from kvkeep.batch.progress import Pace, Work
+from kvkeep.batch.progress import Pace, TokenCounts
 from kvkeep.cli import console
 from kvkeep.engine import Engine
 from kvkeep.engine.request import Request, Result
@@ -115,10 +115,12 @@ class BatchBar:
         show: draws the bar; gets the tokens that are done, the tokens of the whole job, the lines and the speed.
     """
 
-    def __init__(self, work: Work, total: int, done: int, show: Callable[[float, float, str, str], object]) -> None:
+    def __init__(
+        self, work: TokenCounts, total: int, done: int, show: Callable[[float, float, str, str], object]
+    ) -> None:
         self._pace = Pace(work, time.perf_counter())
         self._total, self._done, self._show = total, done, show
-        self._running: dict[int, Work] = {}
+        self._running: dict[int, TokenCounts] = {}
         self._read: set[int] = set()
         self._draw()
 
@@ -151,7 +153,7 @@ class BatchBar:
         self._read.discard(number)
         self._pace.end(work, read, len(result.token_ids))
 
-    def whole(self, work: Work, new: int | None) -> None:
+    def whole(self, work: TokenCounts, new: int | None) -> None:
         """Show that a line has been run elsewhere.
 
         Args:
@@ -181,8 +183,8 @@ class BatchBar:
         self._show(pace.done, pace.total, lines, speed)
 
 
-def _work(request: Request) -> Work:
-    return Work(len(request.prompt or ()), request.sampling.max_new_tokens)
+def _work(request: Request) -> TokenCounts:
+    return TokenCounts(len(request.prompt or ()), request.sampling.max_new_tokens)
 
 
 def _show_time(seconds: float) -> str:
@@ -192,7 +194,7 @@ def _show_time(seconds: float) -> str:
 
 
 @contextmanager
-def batch_progress(engine: Engine | None, work: Work, total: int, done: int) -> Iterator[BatchBar]:
+def batch_progress(engine: Engine | None, work: TokenCounts, total: int, done: int) -> Iterator[BatchBar]:
     """A bar on standard error. Nothing is drawn, and no layer is watched, where standard error is no terminal.
 
     Args:

@@ -44,7 +44,7 @@ from kvkeep.policies import LATER
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
+class RememberOptions(ModelRequest):
     """The options of ``kvkeep remember``. Numbers of tokens are read; the rest is not checked."""
 
     text: str
@@ -159,7 +159,7 @@ def remember(
     """
     from kvkeep.cli import remember_run  # imports torch and transformers
 
-    request = Request(
+    request = RememberOptions(
         model=model,
         text=text,
         system=None if system is None else not_empty(system, "--system", "Leave it out, or give some text."),

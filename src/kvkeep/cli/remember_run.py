@@ -20,7 +20,7 @@ from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
-from kvkeep.cli.remember import Request, target
+from kvkeep.cli.remember import RememberOptions, target
 from kvkeep.engine import Engine, Result
 from kvkeep.engine.admission import check_room
 from kvkeep.models import threads
@@ -55,7 +55,7 @@ class _Text:
     position_mode: str
 
 
-def serve(request: Request) -> None:
+def serve(request: RememberOptions) -> None:
     """Read a text and write its memory to a file.
 
     Raises:
@@ -70,7 +70,7 @@ def serve(request: Request) -> None:
         raise typer.Exit(console.INTERRUPTED) from interrupt
 
 
-def _serve(request: Request) -> None:
+def _serve(request: RememberOptions) -> None:
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
@@ -102,7 +102,7 @@ def _serve(request: Request) -> None:
     _report(request, writer, text, result, seconds)
 
 
-def _prepare(checkpoint: Checkpoint, request: Request, policy: Policy, content: str) -> _Text:
+def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, content: str) -> _Text:
     """The tokens of the text, after a check that the model and the budget have room for them.
 
     Raises:
@@ -142,7 +142,7 @@ def _progress(model: Model, tokens: int) -> Iterator[None]:
         yield
 
 
-def _report(request: Request, writer: Writer, text: _Text, result: Result, seconds: float) -> None:
+def _report(request: RememberOptions, writer: Writer, text: _Text, result: Result, seconds: float) -> None:
     """Print what was written."""
     size, memory = request.output.stat().st_size, result.memory
     if request.json:

@@ -297,7 +297,7 @@ MaxBody = Annotated[str, typer.Option(metavar="SIZE", help="The largest body of 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
+class ServeOptions(ModelRequest):
     """The options of ``kvkeep serve``. Sizes and numbers of tokens are read; the rest is not checked."""
 
     served_name: str | None
@@ -402,7 +402,7 @@ def serve(
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise InputError(f"The server needs {missing[0]}, which is not installed: {pip_install('server')}.")
     os.environ.setdefault("OMP_WAIT_POLICY", _WAITING)
-    request = Request(
+    request = ServeOptions(
         model=model,
         served_name=served_name,
         tool_form=tool_form,

@@ -23,12 +23,12 @@ from kvkeep.cli import console
 from kvkeep.cli.distributed import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
-from kvkeep.cli.serve import Request
+from kvkeep.cli.serve import ServeOptions
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.prefix_cache import check_prefix_memory
 from kvkeep.engine.request import checked_guard
-from kvkeep.engine.sampling_params import Sampling, whole_within
+from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
@@ -40,13 +40,13 @@ from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, check_ray, joined, last_words, own_cpus
 from kvkeep.scale.ray_serve import deployment, need_serve
-from kvkeep.scale.ray_serve_replica import Facts, Recipe
+from kvkeep.scale.ray_serve_replica import ReplicaFacts, ReplicaRecipe
 from kvkeep.server.app import make_app
 from kvkeep.server.middleware import log
-from kvkeep.server.model import Served, tool_use_of
+from kvkeep.server.model import ServedModel, tool_use_of
 from kvkeep.server.router import make_front
-from kvkeep.server.run import Place, Server, check_tls, listen, settle
-from kvkeep.server.settings import Keys, Settings, owner_of
+from kvkeep.server.run import Server, ServerAddress, check_tls, listen, settle
+from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of
 
 # ``kvkeep serve --ray-replicas``: engines are replicas on Ray Serve, and this process is the router before them.
 
@@ -68,14 +68,14 @@ class Answering(Protocol):
         """
 
 
-def engine_options(request: Request) -> dict[str, Any]:
+def engine_options(request: ServeOptions) -> dict[str, Any]:
     """The options of the engine."""
     slots = ("policy", "budget", "kv_memory", "prefill_chunk", "layer_budget", "head_budget", "kv_bits", "positions")
     rest = ("guard", "host_rows", "prefix_memory", "session_memory", "session_dir")
     return {"rows": request.max_rows, **{name: getattr(request, name) for name in (*slots, *rest)}}
 
 
-def serve_far(request: Request, settings: Settings, *, longest: int | None, answer: Answering) -> bool:
+def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int | None, answer: Answering) -> bool:
     """Serve with replicas; return whether Ctrl-C has ended it.
 
     Args:
@@ -102,7 +102,7 @@ def serve_far(request: Request, settings: Settings, *, longest: int | None, answ
             return answer(front, settings.name, facts.rows, facts.row_bytes, more)
 
 
-def _need(request: Request, longest: int | None) -> tuple[Need, str]:
+def _need(request: ServeOptions, longest: int | None) -> tuple[Need, str]:
     """What a replica takes, and the device that it uses, after a check that all replicas fit.
 
     Raises:
@@ -120,7 +120,7 @@ def _need(request: Request, longest: int | None) -> tuple[Need, str]:
     )
 
 
-def _bytes(request: Request, longest: int | None) -> int:
+def _bytes(request: ServeOptions, longest: int | None) -> int:
     """Main memory of a replica, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
     names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
     options: dict[str, Any] = {name: getattr(request, name) for name in names}
@@ -133,11 +133,11 @@ def _bytes(request: Request, longest: int | None) -> int:
     return PROCESS_BYTES + slots + kept + (made.bounded.weight_bytes if request.load_in is None else 0)
 
 
-def _recipe(request: Request, settings: Settings, device: str) -> Recipe:
+def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> ReplicaRecipe:
     """What replicas are made from."""
     options = engine_options(request)
     del options["session_dir"]
-    return Recipe(
+    return ReplicaRecipe(
         model=whole(request.model),
         settings=settings,
         engine=options,
@@ -151,7 +151,7 @@ def _recipe(request: Request, settings: Settings, device: str) -> Recipe:
 
 
 @contextmanager
-def _running(request: Request, recipe: Recipe, need: Need) -> Iterator[Any]:
+def _running(request: ServeOptions, recipe: ReplicaRecipe, need: Need) -> Iterator[Any]:
     """The handle of replicas that run until the block ends.
 
     Raises:
@@ -187,7 +187,7 @@ def _reason(serve: Any, name: str, error: RuntimeError) -> str:
     return str(found[-1]) if found else f"{last_words(error)}. Ray's logs of the nodes say more."
 
 
-async def _begun(handle: Any) -> tuple[Any, Facts]:
+async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
     """The replicas, and what one says of itself, after a check that all have the same weights.
 
     Raises:
@@ -209,7 +209,7 @@ VARIABLE = "KVKEEP_API_KEY"
 _SHORTEST = 8
 
 
-def read_keys(file: str | None) -> Keys:
+def read_keys(file: str | None) -> ApiKeys:
     """The keys of a file, one per line as KEY or NAME KEY, and the one of the environment.
 
     Raises:
@@ -221,7 +221,7 @@ def read_keys(file: str | None) -> Keys:
             raise InputError(f"{VARIABLE} is empty. Unset it, or give a key of {_SHORTEST} characters or more.")
         found[_checked(key.strip(), VARIABLE)] = owner_of(key.strip())
     if file is None:
-        return Keys(found)
+        return ApiKeys(found)
     refuse_device(file, "file of keys")
     try:
         lines = in_full(file).read_text(encoding="utf-8").splitlines()
@@ -240,7 +240,7 @@ def read_keys(file: str | None) -> Keys:
         found[key] = words[0] if len(words) == 2 else owner_of(key)
     if len(found) == before:
         raise InputError(f"--key-file {file} has no key. Write one per line, or leave the option out.")
-    return Keys(found)
+    return ApiKeys(found)
 
 
 def _checked(key: str, where: str) -> str:
@@ -252,7 +252,7 @@ def _checked(key: str, where: str) -> str:
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def run(request: Request) -> None:
+def run(request: ServeOptions) -> None:
     """Serve a model.
 
     Raises:
@@ -282,16 +282,21 @@ def run(request: Request) -> None:
 
 
 def _serve_here(
-    checkpoint: Checkpoint, tool_use: ToolUse, settings: Settings, place: Place, socket: Any, request: Request
+    checkpoint: Checkpoint,
+    tool_use: ToolUse,
+    settings: ServerSettings,
+    place: ServerAddress,
+    socket: Any,
+    request: ServeOptions,
 ) -> bool:
     """Serve with an engine in this process; return whether Ctrl-C has ended it."""
     writer = writer_of(checkpoint, request)
     with Engine(writer.model, checkpoint.tokenizer, **engine_options(request)) as engine:
-        app = make_app(Served(engine, checkpoint, tool_use=tool_use), settings, request.allow_origin)
+        app = make_app(ServedModel(engine, checkpoint, tool_use=tool_use), settings, request.allow_origin)
         return _answer(place, socket, request)(app, settings.name, engine.rows, engine.row_bytes)
 
 
-def _answer(place: Place, socket: Any, request: Request) -> Answering:
+def _answer(place: ServerAddress, socket: Any, request: ServeOptions) -> Answering:
     """A function that answers requests until a signal ends it."""
 
     def answer(app: Any, name: str, rows: int, row_bytes: int, more: str = "") -> bool:
@@ -310,7 +315,7 @@ def _answer(place: Place, socket: Any, request: Request) -> Answering:
     return answer
 
 
-def _check_numbers(request: Request) -> None:
+def _check_numbers(request: ServeOptions) -> None:
     """Refuse numbers that are out of range.
 
     Raises:
@@ -327,12 +332,12 @@ def _check_numbers(request: Request) -> None:
             raise InputError(f"{name}={number} is less than {low}.")
     if not 0 <= request.port <= 65535:
         raise InputError(f"port={request.port} is outside 0 … 65535; 0 takes any free one.")
-    Sampling(max_new_tokens=request.max_new_tokens)
+    SamplingParams(max_new_tokens=request.max_new_tokens)
 
 
-def _settings(request: Request, keys: Keys, limit: int | None) -> Settings:
+def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> ServerSettings:
     """The settings of the web side."""
-    return Settings(
+    return ServerSettings(
         name=request.served_name or request.model or "embedded",
         keys=keys,
         max_new_tokens=request.max_new_tokens,
@@ -349,8 +354,8 @@ def _settings(request: Request, keys: Keys, limit: int | None) -> Settings:
     )
 
 
-def _place(request: Request) -> Place:
-    place = Place(
+def _place(request: ServeOptions) -> ServerAddress:
+    place = ServerAddress(
         host=request.host,
         port=request.port,
         unix_socket=request.unix_socket,
@@ -363,7 +368,7 @@ def _place(request: Request) -> Place:
     return place
 
 
-def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
+def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
     """The model's configuration and tokenizer, after all checks that need no weights, and the longest sequence.
 
     Raises:
@@ -394,7 +399,7 @@ def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
     return checkpoint, request.max_model_len or trained
 
 
-def _remark(request: Request, settings: Settings) -> None:
+def _remark(request: ServeOptions, settings: ServerSettings) -> None:
     """Print a note where anybody in the network could use the model."""
     if request.unix_socket is None and request.host not in _LOOPBACK and not settings.keys.owners:
         console.note(f"anybody who reaches {request.host} can use the model; --key-file asks for keys")

@@ -25,8 +25,8 @@ from kvkeep.errors import InputError
 from kvkeep.evals.attention_probe import Setup
 from kvkeep.evals.tune import report
 from kvkeep.evals.tune.documents import read_questions
-from kvkeep.evals.tune.plan import Plan, Wanted, lay_out
-from kvkeep.evals.tune.search import CURVE, OnBlock, Progress, Records, Result, sizes_of, tune
+from kvkeep.evals.tune.plan import TuneArguments, TunePlan, lay_out
+from kvkeep.evals.tune.search import CURVE, OnBlock, Progress, TuneRecords, TuneResult, sizes_of, tune
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet
@@ -39,7 +39,7 @@ _EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
+class TuneOptions(ModelRequest):
     """The options of ``kvkeep tune``. Numbers are read; lists of names and files are not.
 
     Attributes:
@@ -65,14 +65,14 @@ class Request(ModelRequest):
     json: bool
 
 
-def serve(request: Request) -> None:
+def serve(request: TuneOptions) -> None:
     """Search, write the settings that were found and show them.
 
     Raises:
         KVKeepError: the request, the model or the folder cannot be used, or nothing reaches the target.
     """
     with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
-        records = Records(request.output)
+        records = TuneRecords(request.output)
         check_weights(request)
         wanted = _wanted(request)
         name = request.model or embedded()
@@ -106,7 +106,7 @@ def serve(request: Request) -> None:
             _show(request, plan, result, records)
 
 
-def _wanted(request: Request) -> Wanted:
+def _wanted(request: TuneOptions) -> TuneArguments:
     """The search that a request asks for, with its files read."""
     text = None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE)
     questions = []
@@ -117,7 +117,7 @@ def _wanted(request: Request) -> Wanted:
     if request.limit is not None and request.limit < 1:
         raise InputError(f"limit={request.limit} leaves nothing to measure; give 1 or more.")
     setup = Setup(positions=request.positions, layer_budget=request.layer_budget, prefill_chunk=request.prefill_chunk)
-    return Wanted(
+    return TuneArguments(
         case=request.case,
         text=text,
         questions=questions,
@@ -148,7 +148,7 @@ def _progress() -> Iterator[OnBlock]:
         yield on_block
 
 
-def _show(request: Request, plan: Plan, result: Result, records: Records) -> None:
+def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: TuneRecords) -> None:
     """Print the table, draw the curve, write the settings, and print the answer.
 
     Raises:
@@ -172,7 +172,7 @@ def _show(request: Request, plan: Plan, result: Result, records: Records) -> Non
         console.err().print(console.facts({**shown, "use": command("kvkeep generate --config", file, "-f") + " FILE"}))
 
 
-def _print(plan: Plan, result: Result) -> None:
+def _print(plan: TunePlan, result: TuneResult) -> None:
     screen = console.out()
     screen.print(report.title(result, plan.case, plan.measure.kind), style="bold")
     filled = console.table(*report.COLUMNS)
@@ -184,14 +184,14 @@ def _print(plan: Plan, result: Result) -> None:
     screen.print()
 
 
-def _write(request: Request, plan: Plan, result: Result, records: Records) -> None:
+def _write(request: TuneOptions, plan: TunePlan, result: TuneResult, records: TuneRecords) -> None:
     heading = f"Written by kvkeep {__version__} tune.\n{report.answer(result, plan.full_bytes)}"
     found = report.config(result.found, request.model)
     text = found.text(heading, report.notes(result, plan.case, plan.full_bytes))
     records.write_bytes(config.NAME, text.encode())
 
 
-def _draw(request: Request, plan: Plan, result: Result) -> Path | None:
+def _draw(request: TuneOptions, plan: TunePlan, result: TuneResult) -> Path | None:
     if not request.plots:
         return None
     if not plots.available():

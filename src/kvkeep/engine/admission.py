@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -19,11 +20,11 @@ from kvkeep.engine import budget_guard
 from kvkeep.engine.detokenizer import StopText
 from kvkeep.engine.grammar import Grammars
 from kvkeep.engine.host_copies import COPIES, Staging, block_bytes, bound
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.prompt_encoding import Past, Words
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.prompt_encoding import ConversationHistory, PromptEncoder
 from kvkeep.engine.request import Request, checked_guard, usable
-from kvkeep.engine.sampling_params import Biases, Sampling
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sampling_params import Biases, SamplingParams
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
 from kvkeep.models.device import device_of
 from kvkeep.models.load import Model, Tokenizer, ends_of, position_limit
@@ -158,7 +159,7 @@ def largest_budget(model: Model, policy: Policy, below: int, memory: int, **opti
 
     @cache
     def size(budget: int) -> int:
-        return Rows(model, policy, budget, **options).row_bytes
+        return KVManager(model, policy, budget, **options).row_bytes
 
     low, high = policy.least, below
     try:
@@ -301,10 +302,10 @@ class Admission:
         self._placeholders = placeholders(model)
         self.identity = Identity(model, tokenizer, self._chunk)
         self.grammars = Grammars(tokenizer, self._vocabulary, self._end_ids)
-        self.words = Words(model, tokenizer, self._limit, self._end_ids)
+        self.words = PromptEncoder(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: self.identity.checked(Layout.of(model.config, policy, **options))}
 
-    def check(self, request: Request, number: int, past: Past | None = None) -> Generation:
+    def check(self, request: Request, number: int, past: ConversationHistory | None = None) -> Sequence:
         """Return the beginning of a request's generation.
 
         Args:
@@ -317,17 +318,17 @@ class Admission:
         """
         policy, budget = self.settle(request.policy, request.budget, request.memory)
         if request.memory is not None:
-            past = Past.of(request.memory)
+            past = ConversationHistory.of(request.memory)
         if past is not None:
             budget = budget_guard.chosen(self._layout(policy), budget, past.budgets)
         if past and past.ids and request.prompt_logprobs is not None:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
-        prompt = self.words.continued(request, past or Past())
+        prompt = self.words.continued(request, past or ConversationHistory())
         if prompt is not request.prompt:
             request = dataclasses.replace(request, prompt=prompt, messages=None, tools=())
         if not past and request.guard is None:
             request = dataclasses.replace(request, guard=self._guard)
-        levels = self._levels(policy, budget, request, past or Past())
+        levels = self._levels(policy, budget, request, past or ConversationHistory())
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
@@ -342,12 +343,12 @@ class Admission:
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
         load = None if request.memory is None else partial(getattr, request.memory, "contents")
         bound = self.grammars.constraint(request)
-        found = Generation(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
+        found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
         if past is not None:
             found.held, found.held_pins = len(past.ids), past.pins
         return found
 
-    def _check_tokens(self, prompt: Sequence[int], sampling: Sampling) -> None:
+    def _check_tokens(self, prompt: GenericSequence[int], sampling: SamplingParams) -> None:
         """Refuse tokens that the model does not have.
 
         Raises:
@@ -366,14 +367,14 @@ class Admission:
                 f"logit_bias={largest} is no token: the model's vocabulary has {self._vocabulary}. Leave it out."
             )
 
-    def _levels(self, policy: Policy, budget: int, request: Request, past: Past) -> tuple[int, ...]:
+    def _levels(self, policy: Policy, budget: int, request: Request, past: ConversationHistory) -> tuple[int, ...]:
         """Return the budgets among which a guarded request chooses, after a check of its pins.
 
         Raises:
             InputError: a pin lies outside of the prompt, or no budget can be chosen.
             BudgetError: some layer's budget is too small for pinned and protected tokens together.
         """
-        pins, n = cast(Spans, request.pins), len(cast(Sequence[int], request.prompt))
+        pins, n = cast(Spans, request.pins), len(cast(GenericSequence[int], request.prompt))
         before = len(past.ids)
         if end(pins) > n:
             raise InputError(
@@ -434,13 +435,13 @@ class Admission:
         """Return what the memory of a sequence belongs to."""
         return self.identity.fingerprint(self._layout(policy), budget)
 
-    def make_rows(self, policy: Policy) -> Rows:
+    def make_rows(self, policy: Policy) -> KVManager:
         """Allocate the engine's rows for a policy.
 
         Raises:
             BudgetError: not one row fits into ``kv_memory``, or the rows do not fit into the free memory.
         """
-        rows = Rows(self._model, policy, self._budget, **self._options)
+        rows = KVManager(self._model, policy, self._budget, **self._options)
         count = self._rows_that_fit(rows)
         free = free_bytes(device_of(self._model))
         if free is not None and count * rows.row_bytes > free:
@@ -455,7 +456,7 @@ class Admission:
         self.identity.dtype = rows.dtype
         return rows
 
-    def replace(self, rows: Rows, policy: Policy) -> Rows:
+    def replace(self, rows: KVManager, policy: Policy) -> KVManager:
         """Give up rows, all of which are free, and allocate others for a policy; if that fails, restore the old ones.
 
         Raises:
@@ -469,10 +470,10 @@ class Admission:
             rows.allocate(count, most_bytes=self._bytes_of_rows(rows, count))
             raise
 
-    def _bytes_of_rows(self, rows: Rows, count: int) -> int | None:
+    def _bytes_of_rows(self, rows: KVManager, count: int) -> int | None:
         return share_room(self._staging, self._kv_memory, rows.row_bytes, count)
 
-    def _rows_that_fit(self, rows: Rows) -> int:
+    def _rows_that_fit(self, rows: KVManager) -> int:
         """Return how many rows of this kind the engine has.
 
         Raises:
@@ -500,12 +501,12 @@ class Admission:
             layout = Layout.of(self._model.config, policy, **self._options)
             layout.slots(self._budget)  # its rows are made for the engine's budget
             if self._kv_memory is not None:
-                self._rows_that_fit(Rows(self._model, policy, self._budget, **self._options))
+                self._rows_that_fit(KVManager(self._model, policy, self._budget, **self._options))
             if len(self._layouts) >= MOST_POLICIES:
                 self._layouts.clear()
             self._layouts[policy] = layout
         return self._layouts[policy]
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def _decode(self, token_ids: GenericSequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -9,7 +9,8 @@ chosen. It is then what it would have been under that budget from the start.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,9 +25,9 @@ from kvkeep.budget import Number, largest
 from kvkeep.cache.eviction import head_budgets, kept, scored, shielded
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cache.shared_budget import positions_of, shared_budgets
-from kvkeep.engine.input_batch import Batch
-from kvkeep.engine.kv_manager import Rows, Segment
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.input_batch import InputBatch
+from kvkeep.engine.kv_manager import KVManager, Segment
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BudgetError, InputError, PolicyError, one_line
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block
@@ -45,7 +46,7 @@ SHARES = (4, 2)
 """Divisors of a budget that give the smaller ones."""
 
 
-def refusal(policy: Policy, levels: Sequence[int]) -> str | None:
+def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
     """Return why no budget can be chosen for a policy at the end of a prompt, or ``None`` if one can be."""
     if not policy.evicts:
         return "it keeps every token"
@@ -93,7 +94,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def measure(one: Generation, rows: Rows, row: int) -> None:
+def measure(one: Sequence, rows: KVManager, row: int) -> None:
     """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
     one.memory, one.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
 
@@ -120,7 +121,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     return tuple(found)
 
 
-def chosen(layout: Layout, budget: int, held: Sequence[Number]) -> int:
+def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
     """Return the budget of a memory: the one that it was asked for, or a smaller one that a guard has chosen.
 
     Args:
@@ -135,7 +136,7 @@ def chosen(layout: Layout, budget: int, held: Sequence[Number]) -> int:
     return budget
 
 
-def _totals(layout: Layout, budgets: Sequence[Number]) -> list[Fraction]:
+def _totals(layout: Layout, budgets: GenericSequence[Number]) -> list[Fraction]:
     """What the heads of each layer have on average; of all layers that share a budget, where some do."""
     each = [Fraction(number) if isinstance(number, int) else Fraction(sum(number), len(number)) for number in budgets]
     shares = [own.shares_layers for own in layout.policies]
@@ -194,7 +195,7 @@ class Rated:
 
 
 @Policy.register
-class Watched:
+class WatchedPolicy:
     """A policy whose step over the end of a prompt is noted before it scores; otherwise it is that policy.
 
     Args:
@@ -233,14 +234,14 @@ class Trial:
         rows: the rows of the engine.
     """
 
-    def __init__(self, batch: Batch, rows: Rows) -> None:
+    def __init__(self, batch: InputBatch, rows: KVManager) -> None:
         self._rows = rows
         self._guarded = {one.row: one for one in batch.requests if len(one.levels) > 1 and one.row is not None}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._rated: dict[tuple[int, int], list[Rated]] = {}
 
     @classmethod
-    def of(cls, batch: Batch, rows: Rows) -> Trial | None:
+    def of(cls, batch: InputBatch, rows: KVManager) -> Trial | None:
         """Return the trial of a batch; ``None`` if no row of it has a budget to choose."""
         return cls(batch, rows) if batch.fresh and any(one.levels for one in batch.requests) else None
 
@@ -248,7 +249,7 @@ class Trial:
         """Return the policy of some rows of a layer, which notes the cuts of smaller budgets when asked for scores."""
         if not any(segment.start <= row < segment.stop for row in self._guarded):
             return policy
-        return cast(Policy, Watched(policy, partial(self._note, layer, segment, policy)))
+        return cast(Policy, WatchedPolicy(policy, partial(self._note, layer, segment, policy)))
 
     def _note(
         self, layer: int, segment: Segment, policy: Policy, view: View, before: State, report: Report, after: State
@@ -305,7 +306,7 @@ class Trial:
         missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
         return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
 
-    def _reduce(self, row: int, one: Generation) -> None:
+    def _reduce(self, row: int, one: Sequence) -> None:
         """Reduce a row to the tokens of the budget that was chosen."""
         cuts = [cut for _, cut in self._of(row, one.levels.index(one.budget))]
         held = [Reduced.of(block, cut) for block, cut in zip(self._rows.blocks_of(row), cuts, strict=True)]

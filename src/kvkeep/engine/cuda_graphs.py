@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeep.cache.hf_layers import handed
-from kvkeep.engine.input_batch import Batch
-from kvkeep.engine.kv_manager import Owner, Rows
+from kvkeep.engine.input_batch import InputBatch
+from kvkeep.engine.kv_manager import KVManager, Owner
 from kvkeep.models.load import Model
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
@@ -76,10 +76,10 @@ class Graphs:
         self._model = model
         self._options = options
         self._steps: dict[tuple[Owner, int], _Step] = {}
-        self._memory: tuple[Rows, int] | None = None
+        self._memory: tuple[KVManager, int] | None = None
         self._pool: Any = None
 
-    def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"] | None:
+    def run(self, batch: InputBatch, rows: KVManager) -> Float[Tensor, "n V"] | None:
         """Run a decode step and return its logits; return ``None``, having done nothing, if it cannot be recorded."""
         decodes = batch.start == 0 and batch.phase is Phase.DECODE
         size = bucket(len(batch.rows), rows.count)
@@ -107,7 +107,7 @@ class Graphs:
         self._steps.clear()
         self._memory = self._pool = None
 
-    def _record(self, policy: Policy, size: int, rows: Rows) -> _Step:
+    def _record(self, policy: Policy, size: int, rows: KVManager) -> _Step:
         """Record a step over ``size`` rows of padding. Running it changes nothing, however often that happens.
 
         Raises:
@@ -153,7 +153,7 @@ class _Step:
             self._real = torch.zeros((size, 1), dtype=torch.bool, device=model.device)
         self._replay: _Run | None = None
 
-    def run(self, batch: Batch) -> Float[Tensor, "size V"]:
+    def run(self, batch: InputBatch) -> Float[Tensor, "size V"]:
         """Feed the batch's tokens."""
         padding = [0] * (self._real.shape[0] - len(batch.rows))
         ids = [*(tokens[0] if tokens else 0 for tokens in batch.tokens), *padding]

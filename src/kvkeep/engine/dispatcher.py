@@ -13,17 +13,18 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as GenericSequence
 from typing import Any, TypeVar
 
 from kvkeep.engine.request import Event
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError
 
 # A lock that threads get in the order in which they ask.
 
 
-class Turn:
+class FairLock:
     """A lock that threads get in the order in which they ask. Its owner may take it again.
 
     A plain lock would let a thread that steps in a loop keep out everybody else.
@@ -142,8 +143,8 @@ class Guard:
 
     def __init__(
         self,
-        recover: Callable[[BaseException, Sequence[Generation]], None],
-        touched: Callable[[], Sequence[Generation]],
+        recover: Callable[[BaseException, GenericSequence[Sequence]], None],
+        touched: Callable[[], GenericSequence[Sequence]],
     ) -> None:
         self._recover, self._touched = recover, touched
 
@@ -207,7 +208,7 @@ class Box:
         return event
 
 
-class Service:
+class Dispatcher:
     """Hands the events of an engine to those who listen.
 
     Attributes:
@@ -215,7 +216,7 @@ class Service:
     """
 
     def __init__(self) -> None:
-        self.turn = Turn()
+        self.turn = FairLock()
         _services.add(self)
         self._boxes: dict[int, Box] = {}
         self._left: deque[Box] = deque()
@@ -351,7 +352,7 @@ class Service:
                     self.wake()
 
 
-_services: weakref.WeakSet[Service] = weakref.WeakSet()
+_services: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
 def _leave_behind() -> None:

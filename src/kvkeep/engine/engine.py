@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,24 +19,24 @@ from kvkeep.engine import sampler, scheduler
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.async_stream import AsyncEvents
 from kvkeep.engine.budget_guard import measure
-from kvkeep.engine.dispatcher import Box, Guard, Service, Uninterrupted
+from kvkeep.engine.dispatcher import Box, Dispatcher, Guard, Uninterrupted
 from kvkeep.engine.host_copies import staging_for
-from kvkeep.engine.input_batch import Run
+from kvkeep.engine.input_batch import ModelRun
 from kvkeep.engine.kv_blocks import keeps_states
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.model_runner import Runner
-from kvkeep.engine.prefix_cache import Prefixes, begin, check_prefix_memory
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.model_runner import ModelRunner
+from kvkeep.engine.prefix_cache import PrefixCache, begin, check_prefix_memory
 from kvkeep.engine.request import Asked, Event, Result, check_numbers, listed, request_of, usable
-from kvkeep.engine.sampling_params import Sampling
-from kvkeep.engine.scheduler import Scheduler, Twins
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.scheduler import DuplicatePrompts, Scheduler
+from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.session import Session, Sessions
-from kvkeep.engine.session_store import Parked, Shelf
+from kvkeep.engine.session_store import Parked, SessionStore
 from kvkeep.engine.snapshot_writer import Pending
-from kvkeep.engine.swapping import Rotation
-from kvkeep.engine.tensor_parallel import Agreement, check_split
+from kvkeep.engine.swapping import Swapper
+from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.attention import attach
 from kvkeep.models.device import device_of, reason_of
 from kvkeep.models.document_prompt import noted
@@ -74,17 +75,17 @@ class Work:
     def __init__(  # noqa: PLR0913  the parts of an engine
         self,
         admission: Admission,
-        runner: Runner,
-        rows: Rows,
+        runner: ModelRunner,
+        rows: KVManager,
         *,
         chunk: int | None,
         decode_every: int,
         mixed_tokens: int,
         prompts_first: bool,
-        prefixes: Prefixes,
+        prefixes: PrefixCache,
         sessions: Sessions,
-        rotation: Rotation,
-        agreement: Agreement,
+        rotation: Swapper,
+        agreement: EngineAgreement,
     ) -> None:
         self._admission, self._runner = admission, runner
         self._schedule = partial(
@@ -94,11 +95,11 @@ class Work:
             mixed_tokens=mixed_tokens,
             prompts_first=prompts_first,
         )
-        self._all: dict[int, Generation] = {}
+        self._all: dict[int, Sequence] = {}
         self._unreported: list[Event] = []
-        self._parked, self._twins = Parked(), Twins()
+        self._parked, self._twins = Parked(), DuplicatePrompts()
         self._count, self._closed = 0, False
-        self._service = Service()
+        self._service = Dispatcher()
         self._prefixes, self._sessions, self._rotation = prefixes, sessions, rotation
         self._agreement = agreement
         self._use(rows)
@@ -139,14 +140,14 @@ class Work:
         if self._closed:
             raise InputError("The engine is closed and takes no more requests; make a new one.")
 
-    def _enter(self, one: Generation, box: Box | None) -> None:
+    def _enter(self, one: Sequence, box: Box | None) -> None:
         """Note a request, and where its events go."""
         self._count += 1
         self._all[one.id] = one
         if box is not None:
             self._service.listen(one.id, box, self._step)
 
-    def _refuse(self, one: Generation, error: Exception) -> None:
+    def _refuse(self, one: Sequence, error: Exception) -> None:
         """Forget a request that cannot run after all, and raise the reason in its listener."""
         self._all.pop(one.id, None)
         self._service.refuse(one.id, error)
@@ -190,11 +191,11 @@ class Work:
                 self._rows.move(gap.source, gap.target)
                 self._scheduler.move(gap)
 
-    def _guarded(self, one: Generation) -> Guard:
+    def _guarded(self, one: Sequence) -> Guard:
         """Return what keeps a failure within one request."""
         return Guard(self._recover, partial(list, (one,)))
 
-    def _advance(self, run: Run) -> None:
+    def _advance(self, run: ModelRun) -> None:
         """Run the model, then choose the next tokens of the rows that are ready for one."""
         logits = self._runner.run(run, self._rows)
         ready = run.commit()
@@ -216,7 +217,7 @@ class Work:
             with self._guarded(one):
                 self._take(one, sampler.whole(token, one))
 
-    def _bear(self, twin: Generation, reader: Generation, contents: Contents, token: int, place: int) -> None:
+    def _bear(self, twin: Sequence, reader: Sequence, contents: Contents, token: int, place: int) -> None:
         """Begin a request whose prompt another one has read: it has its first token, and waits for a row.
 
         Args:
@@ -236,7 +237,7 @@ class Work:
             twin.memory, twin.lost = unknown
             self._scheduler.waiting.insert(place, twin)
 
-    def _take(self, one: Generation, token: int) -> None:
+    def _take(self, one: Sequence, token: int) -> None:
         """Add a token to a request, which may end with it. A request that only reads ends without it."""
         event = Event(one.id, None, "") if one.reads else one.take(token)
         if one.reads:
@@ -248,7 +249,7 @@ class Work:
         else:
             self._parked.add(one, event, pending)
 
-    def _end(self, one: Generation) -> Pending | None:
+    def _end(self, one: Sequence) -> Pending | None:
         """Free the row of a request that has all of its tokens. If its memory cannot be kept, it ends with an error.
 
         Returns:
@@ -265,12 +266,12 @@ class Work:
         self._free(one)
         return pending
 
-    def _conclude(self, one: Generation, event: Event) -> None:
+    def _conclude(self, one: Sequence, event: Event) -> None:
         """Forget a request, and report its last event with its result."""
         self._let_go(one)
         self._report(replace(event, result=one.result()))
 
-    def _free(self, one: Generation) -> None:
+    def _free(self, one: Sequence) -> None:
         """Free the row of a request, or its place in the queue."""
         if one.row is not None:
             self._rows.end(one.row)
@@ -278,13 +279,13 @@ class Work:
         if (heir := self._twins.leave(one)) is not None:
             self._scheduler.waiting.appendleft(heir)
 
-    def _let_go(self, one: Generation) -> None:
+    def _let_go(self, one: Sequence) -> None:
         """Forget a request, and free its row or its place in the queue."""
         self._free(one)
         if self._all.pop(one.id, None) is not None and one.left:
             one.left(one)
 
-    def _use(self, rows: Rows, waiting: Iterable[Generation] = ()) -> None:
+    def _use(self, rows: KVManager, waiting: Iterable[Sequence] = ()) -> None:
         """Run requests in these rows from now on."""
         self._rows, self._scheduler = rows, self._schedule(rows.count, alone=rows.alone, waiting=waiting)
 
@@ -296,7 +297,7 @@ class Work:
         self._rows.allocate(0)
         self._admission.grammars.close()
 
-    def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
+    def _recover(self, error: BaseException, touched: GenericSequence[Sequence]) -> None:
         """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
         if self._agreement.together.ranks > 1 and not isinstance(error, KVKeepError):
             raise error  # the other processes may not have failed, and would wait for ever
@@ -325,7 +326,7 @@ class Keeping(Work):
         budget: int | None = None,
         sequence: int = 0,
         memory: Snapshot | None = None,
-        pins: Sequence[Span] = (),
+        pins: GenericSequence[Span] = (),
     ) -> Session:
         """Begin a conversation whose memory stays between its turns, or open the one of this name again.
 
@@ -355,11 +356,11 @@ class Keeping(Work):
 
     def prefix(
         self,
-        asked: str | Sequence[int],
+        asked: str | GenericSequence[int],
         *,
         policy: str | Policy | None = None,
         budget: int | None = None,
-        pins: Sequence[Span] = (),
+        pins: GenericSequence[Span] = (),
     ) -> Snapshot:
         """Read a text once, and return its memory, which any number of requests and sessions may continue.
 
@@ -473,7 +474,7 @@ class Engine(Keeping):
         rows: int | None = None,
         kv_memory: int | None = None,
         prefill_chunk: int | None = None,
-        layer_budget: str | Sequence[float] | None = None,
+        layer_budget: str | GenericSequence[float] | None = None,
         head_budget: str | None = None,
         positions: str | None = None,
         kv_bits: str | int | None = None,
@@ -498,16 +499,16 @@ class Engine(Keeping):
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
         staging = staging_for(device_of(self.model)) if host_rows else None
-        asked["host_rows"], asked["staging"] = (rotation := Rotation(host_rows, staging)).host_rows, staging
+        asked["host_rows"], asked["staging"] = (rotation := Swapper(host_rows, staging)).host_rows, staging
         admission = Admission(self.model, tokenizer, **asked, chunk=prefill_chunk, guard=guard, options=options)
         settings = {**spread, **numbers, "policy": self.policy, "budget": budget, "prefix_memory": prefix_memory}
         settings["prompts_first"] = prompts_first
-        agreement = Agreement(self.model.config, device_of(self.model), {**settings, "positions": positions})
+        agreement = EngineAgreement(self.model.config, device_of(self.model), {**settings, "positions": positions})
         alone, on_cuda = agreement.together.ranks == 1, device_of(self.model).type == "cuda"
         graphs = not has_states and (alone and on_cuda if graphs is None else graphs)
-        prefixes = Prefixes(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
-        runner, first = Runner(self.model, graphs=graphs), admission.make_rows(self.policy)
-        rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf(session_memory, session_dir))}
+        prefixes = PrefixCache(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
+        runner, first = ModelRunner(self.model, graphs=graphs), admission.make_rows(self.policy)
+        rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(SessionStore(session_memory, session_dir))}
         rooms["agreement"] = agreement
         paced: dict[str, Any] = {"decode_every": decode_every or scheduler.pace(device_of(self.model))}
         paced["prompts_first"] = prompts_first
@@ -544,18 +545,20 @@ class Engine(Keeping):
         one = self._all.get(number)
         return one is not None and "started" not in one.times
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Return the bytes of all rows, of sequences in main memory and of copies on their way, all of real tensors."""
         return self._rows.memory() + self._rotation.memory(self._scheduler.waiting)
 
-    def generate(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> list[Result]:
+    def generate(self, requests: Asked | Iterable[Asked], sampling: SamplingParams | None = None) -> list[Result]:
         """Run requests or texts to their ends and return their results in order; a single one gives a list of one.
 
         A text is the user's message in the chat template, and its tokens are chosen as ``sampling`` says.
         """
         return [result for _, result in sorted(self.run(requests, sampling))]
 
-    def run(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> Iterator[tuple[int, Result]]:
+    def run(
+        self, requests: Asked | Iterable[Asked], sampling: SamplingParams | None = None
+    ) -> Iterator[tuple[int, Result]]:
         """Run requests to their ends, and yield each result as soon as it is there, with its place in the input.
 
         Requests are taken from the iterable as rows become free, so it may be longer than memory could hold.
@@ -565,11 +568,11 @@ class Engine(Keeping):
             if event.result:
                 yield places.pop(event.id), event.result
 
-    def stream(self, request: Asked, sampling: Sampling | None = None) -> Iterator[Event]:
+    def stream(self, request: Asked, sampling: SamplingParams | None = None) -> Iterator[Event]:
         """Run one request or text and yield its tokens as they come. Whoever stops listening cancels the request."""
         return self._drain([request], {}, sampling)
 
-    def astream(self, request: Asked, sampling: Sampling | None = None) -> AsyncEvents:
+    def astream(self, request: Asked, sampling: SamplingParams | None = None) -> AsyncEvents:
         """Run one request or text for a coroutine: ``async for event in engine.astream("a text")``."""
         check_split(self.model.config, astream=True)
         return AsyncEvents(partial(self._add, request, sampling), self._service.leave)
@@ -579,7 +582,7 @@ class Engine(Keeping):
         with Uninterrupted(), self._service.turn:
             self._admission.check(request_of(request), self._count)
 
-    def add(self, request: Asked, sampling: Sampling | None = None) -> int:
+    def add(self, request: Asked, sampling: SamplingParams | None = None) -> int:
         """Queue a request or a text, whose events `step` returns, and return its number.
 
         Raises:
@@ -627,7 +630,7 @@ class Engine(Keeping):
         self.close()
 
     def _drain(
-        self, requests: Asked | Iterable[Asked], places: dict[int, int], sampling: Sampling | None
+        self, requests: Asked | Iterable[Asked], places: dict[int, int], sampling: SamplingParams | None
     ) -> Iterator[Event]:
         """Add requests and yield their events; ``places`` gets the place of each request's number."""
 
@@ -637,7 +640,7 @@ class Engine(Keeping):
         source = iter(enumerate(listed(requests)))
         yield from self._service.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
-    def _add(self, asked: Asked, sampling: Sampling | None, box: Box | None = None) -> int:
+    def _add(self, asked: Asked, sampling: SamplingParams | None, box: Box | None = None) -> int:
         request = self._admission.grammars.prepared(request_of(asked, sampling))
         with Uninterrupted(), self._service.turn:
             self._check_open()

@@ -11,7 +11,8 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as GenericSequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,10 @@ from torch import Tensor
 from kvkeep.engine.request import NAMES, Request, Structure
 from kvkeep.errors import InputError, KVKeepError, pip_install
 from kvkeep.models.load import Tokenizer
-from kvkeep.models.sandbox import Worker
+from kvkeep.models.sandbox import SandboxProcess
 
 if TYPE_CHECKING:
-    from kvkeep.engine.sequence import Generation
+    from kvkeep.engine.sequence import Sequence
 
 # The tokens that may come next in an answer of a given form: a state per request, and a mask over all rows.
 
@@ -46,7 +47,7 @@ class Constraint:
         error: why no token can follow, if the grammar engine has failed.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, avoided: Sequence[int] = ()) -> None:
+    def __init__(self, matcher: Any, vocabulary: int, avoided: GenericSequence[int] = ()) -> None:
         self._matcher, self.vocabulary, self._avoided = matcher, vocabulary, avoided
         self.error: str | None = None
 
@@ -88,7 +89,7 @@ def failure(error: str) -> str:
     return f"{TOO_COMPLEX} ({why:.100}). Use a simpler one."
 
 
-def masked(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+def masked(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
     """Return the logits with minus infinity for tokens that the requests' grammars do not allow."""
     bound = [(i, one.constraint) for i, one in enumerate(generations) if one.constraint is not None]
     if not bound:
@@ -154,7 +155,7 @@ class Grammars:
         self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._waiting = 0
         self._known: Any = None
-        self._worker = Worker(Path(__file__).with_name("grammar_probe.py"), MEMORY_BYTES)
+        self._worker = SandboxProcess(Path(__file__).with_name("grammar_probe.py"), MEMORY_BYTES)
         self._tried = 0
         weakref.finalize(self, self._worker.end)
 

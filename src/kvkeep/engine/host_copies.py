@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.store import inference
 from kvkeep.snapshot import Contents
 
@@ -33,7 +33,7 @@ Bytes: TypeAlias = Tensor
 
 
 @runtime_checkable
-class Event(Protocol):
+class CopyEvent(Protocol):
     """The end of some copies; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
@@ -59,13 +59,13 @@ class CopyQueue(Protocol):
     def pinned(self, nbytes: int) -> Bytes:
         """Return new main memory that the device can read and write by itself."""
 
-    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> Event:
+    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> CopyEvent:
         """Copy each first tensor into the second one, once the device has done what the steps have asked for so far.
 
         Their memory is not given to others before the copies have ended, even if nobody holds the tensors.
         """
 
-    def hold(self, event: Event) -> None:
+    def hold(self, event: CopyEvent) -> None:
         """Let the device do what the steps ask for from now on only after an event."""
 
     def synchronize(self) -> None:
@@ -91,7 +91,7 @@ class CudaCopyQueue:
         with torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> Event:
+    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> CopyEvent:
         """See `CopyQueue`. torch notes by itself that the stream uses pinned memory."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -103,7 +103,7 @@ class CudaCopyQueue:
             ended: torch.cuda.Event = self._stream.record_event()
         return ended
 
-    def hold(self, event: Event) -> None:
+    def hold(self, event: CopyEvent) -> None:
         """See `CopyQueue`."""
         torch.cuda.current_stream(self.device).wait_event(cast(torch.cuda.Event, event))
 
@@ -192,9 +192,9 @@ class Pinned:
         stays: whether it could not be brought to the device ahead of its turn.
     """
 
-    def __init__(self, layout: _Layout, blocks: Sequence[Bytes], written: Event, queue: CopyQueue) -> None:
+    def __init__(self, layout: _Layout, blocks: Sequence[Bytes], written: CopyEvent, queue: CopyQueue) -> None:
         self._layout, self._blocks, self._written, self._queue = layout, blocks, written, queue
-        self.staged: tuple[Bytes, Event] | None = None
+        self.staged: tuple[Bytes, CopyEvent] | None = None
         self.stays = False
 
     @property
@@ -220,7 +220,7 @@ class Pinned:
         self._written.synchronize()
         return self._layout.over(torch.cat(list(self._blocks)))
 
-    def stage(self) -> Event:
+    def stage(self) -> CopyEvent:
         """Begin to bring the memory to the device."""
         flat = self._queue.empty(self._layout.nbytes)
         parts = zip(self._blocks, flat.split(len(self._blocks[0])), strict=True)
@@ -234,7 +234,7 @@ class _Leaving(NamedTuple):
 
     contents: Contents
     nbytes: int
-    written: Event
+    written: CopyEvent
 
 
 class Staging:
@@ -254,7 +254,7 @@ class Staging:
         self.most_bytes: int | None = None
         self._leaving: _Leaving | None = None
         self._coming: weakref.ref[Pinned] | None = None
-        self._arrived: Event | None = None
+        self._arrived: CopyEvent | None = None
 
     @property
     def nbytes(self) -> int:
@@ -264,7 +264,7 @@ class Staging:
         return (leaving.nbytes if leaving else 0) + (len(staged[0]) if staged else 0)
 
     @inference
-    def take(self, rows: Rows, row: int, memory: Memory) -> Pinned | Contents:
+    def take(self, rows: KVManager, row: int, memory: MemoryUsage) -> Pinned | Contents:
         """Copy the memory of a row into main memory. The row may be overwritten at once.
 
         Args:
@@ -279,7 +279,7 @@ class Staging:
             found = None
         return rows.take(row) if found is None else found
 
-    def _leave(self, rows: Rows, row: int, memory: Memory) -> Pinned | None:
+    def _leave(self, rows: KVManager, row: int, memory: MemoryUsage) -> Pinned | None:
         """Begin to copy a row into main memory; return ``None`` if it must be done in the blocking way."""
         self.settle(wait=True)
         if not self._fits(bound(memory.allocated_bytes)):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
 
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sequence import Sequence
 from kvkeep.types import Phase
 
 
 @dataclass(frozen=True)
-class Batch:
+class InputBatch:
     """New tokens of neighbouring rows, padded to one length. No request changes before `commit`.
 
     Attributes:
@@ -23,9 +23,9 @@ class Batch:
     """
 
     start: int
-    rows: Sequence[Generation | None]
-    tokens: Sequence[Sequence[int]]
-    positions: Sequence[int]
+    rows: GenericSequence[Sequence | None]
+    tokens: GenericSequence[GenericSequence[int]]
+    positions: GenericSequence[int]
     phase: Phase
     fresh: bool = False
 
@@ -35,11 +35,11 @@ class Batch:
         return self.start + len(self.rows)
 
     @property
-    def requests(self) -> list[Generation]:
+    def requests(self) -> list[Sequence]:
         """The requests that are fed."""
         return [one for one in self.rows if one is not None]
 
-    def commit(self) -> list[tuple[int, Generation]]:
+    def commit(self) -> list[tuple[int, Sequence]]:
         """Note that the model has seen the tokens.
 
         Returns:
@@ -52,7 +52,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelRun:
     """One run of the model over one or several batches, whose rows need not be neighbours.
 
     The model gets the tokens of several batches as one sequence, so its matrices are read once. Each layer attends and
@@ -62,7 +62,7 @@ class Run:
         batches: the batches, in the order of their tokens.
     """
 
-    batches: Sequence[Batch]
+    batches: GenericSequence[InputBatch]
 
     @property
     def reads(self) -> bool:
@@ -70,11 +70,11 @@ class Run:
         return self.batches[0].phase is Phase.PREFILL
 
     @property
-    def requests(self) -> list[Generation]:
+    def requests(self) -> list[Sequence]:
         """The requests that are fed."""
         return [one for batch in self.batches for one in batch.requests]
 
-    def commit(self) -> list[tuple[int, Generation]]:
+    def commit(self) -> list[tuple[int, Sequence]]:
         """Note that the model has seen the tokens.
 
         Returns:

@@ -22,7 +22,7 @@ from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.block import Block, add_state, lacks, shared
 from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.joint_block import JointBlock, check_together
-from kvkeep.kv.memory_usage import Memory, bytes_of
+from kvkeep.kv.memory_usage import MemoryUsage, bytes_of
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
 from kvkeep.models.attention import Decoder
@@ -249,9 +249,9 @@ class Blocks:
             else:
                 put_rows(stack.under(policy).block, stack.of(row), [copies[layer] for layer in stack.layers])
 
-    def memory_of(self, row: int) -> Memory:
+    def memory_of(self, row: int) -> MemoryUsage:
         """Bytes of a row in all layers."""
-        return sum((self._row(stack, row).memory() for stack in self._stacks), Memory())
+        return sum((self._row(stack, row).memory() for stack in self._stacks), MemoryUsage())
 
     def lost_of(self, row: int) -> list[Tensor]:
         """Copies of a row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
@@ -275,7 +275,7 @@ def _kinds(like: Slots) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class RecurrentState:
     """Memory that belongs to one sequence and is released with it.
 
     Attributes:
@@ -299,11 +299,11 @@ class Own:
         """
         put_beside(contents, like, 0, rows=1, cascade=self.cascade, states=self.states)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes of the tables and the states. A full cache would hold the states, too."""
         shared = 0 if self.cascade is None else self.cascade.bytes(self.cascade.first)
         held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
-        return Memory(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
+        return MemoryUsage(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
 
 
 def keeps_states(model: Decoder) -> bool:

@@ -14,10 +14,10 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, PhasedCache, beside_state
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import Layout, caches_latents
-from kvkeep.cache.shared_budget import Together
-from kvkeep.engine.kv_blocks import Blocks, Own, probed, states_of
+from kvkeep.cache.shared_budget import SharedBudget
+from kvkeep.engine.kv_blocks import Blocks, RecurrentState, probed, states_of
 from kvkeep.kv.block import Block
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.row_copy import has_room
 from kvkeep.kv.store import inference
 from kvkeep.models.attention import Decoder
@@ -107,7 +107,7 @@ _MOST = 64
 """Number of row ranges, and of policies, whose layers are remembered. Others are made again when they are needed."""
 
 
-class Rows:
+class KVManager:
     """Rows of slots in all layers of a model. They are made for one policy; others share them if they fit.
 
     Args:
@@ -135,8 +135,8 @@ class Rows:
         self.policy = policy = self.ruled(policy)
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Owner | None] = []
-        self._own: list[Own | None] = []
-        self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
+        self._own: list[RecurrentState | None] = []
+        self._parts: dict[tuple[tuple[Segment, ...], RecurrentState | None, Phase], PhasedCache] = {}
         self._renewals = self._parts_version = 0
         layers = (probe := probed(model)).bounded_layers()
         self._first = min(layers, default=0)
@@ -146,7 +146,7 @@ class Rows:
         self.heads = layout.heads
         self._blocks = Blocks(layout.policies, like, kv_bits=layout.kv_bits, among=layout.heads)
         self._windows = {index: layer.window for index, layer in layers.items()}
-        self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
+        self._state_bytes = RecurrentState(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
         self.alone = policy.cascades is not None or self._has_states
         self.row_bytes = self._blocks.row_bytes(self.numbers(policy, budget)) + self._state_bytes
@@ -216,7 +216,7 @@ class Rows:
         self._blocks.limit(row, self.numbers(policy, budget))
         if contents is not None:
             contents = mine(contents, self.heads)
-            own = self._own[row] or Own(None, {})
+            own = self._own[row] or RecurrentState(None, {})
             check_beside(contents, len(self._windows), own.states)
             self._blocks.check(contents.layers, policy)
             self._blocks.put(row, contents.layers, policy)
@@ -230,7 +230,7 @@ class Rows:
     @inference
     def take(self, row: int, device: torch.device | None = _MAIN) -> Contents:
         """Copy the memory of a row, with all heads, to a device; by default into main memory. ``None``: where it is."""
-        owner, own = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {})
+        owner, own = self._owners[row] or Owner(self.policy), self._own[row] or RecurrentState(None, {})
         return whole(Contents(self._blocks.take(row, owner.policy, device), *own.take(device)), self.heads)
 
     @inference
@@ -308,18 +308,18 @@ class Rows:
             self._layouts[policy] = Layout.of(self._config, policy, **self._options)
         return self._layouts[policy]
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes over all rows and layers, summed over real tensors. A free row has nothing but its slots."""
         beside = (own.memory() for own in self._own if own is not None)
-        return sum((*(block.memory() for block in self._blocks), *beside), Memory())
+        return sum((*(block.memory() for block in self._blocks), *beside), MemoryUsage())
 
     def blocks_of(self, row: int) -> list[Block]:
         """One row of all layers, as blocks that share the rows' memory."""
         return [block.part(row, row + 1) for block in self._blocks]
 
-    def memory_of(self, row: int) -> Memory:
+    def memory_of(self, row: int) -> MemoryUsage:
         """Bytes of one row over all layers."""
-        return self._blocks.memory_of(row) + (self._own[row] or Own(None, {})).memory()
+        return self._blocks.memory_of(row) + (self._own[row] or RecurrentState(None, {})).memory()
 
     def lost_of(self, row: int) -> list[Tensor]:
         """Copies of one row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
@@ -329,7 +329,7 @@ class Rows:
         """Some rows of all layers, as a cache for the model."""
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
-        shared = {one: Together.by_layer(self._layout(one.owner.policy).sharing) for one in parts}
+        shared = {one: SharedBudget.by_layer(self._layout(one.owner.policy).sharing) for one in parts}
         for i, (index, window) in enumerate(self._windows.items()):
             steps = joined([(one, self._layer(i, one, columns, watch, shared[one].get(index))) for one in parts])
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
@@ -337,7 +337,7 @@ class Rows:
         cache.latent = caches_latents(self._config)
         return cache
 
-    def _layer(self, index: int, one: Segment, columns: int, watch: Watch | None, shared: Together | None) -> Layer:
+    def _layer(self, index: int, one: Segment, columns: int, watch: Watch | None, shared: SharedBudget | None) -> Layer:
         """Some rows of one layer and one owner."""
         policy = one.owner.policy
         if policy not in self._layers:
@@ -353,12 +353,12 @@ class Rows:
             layer.policy = watch(index, one, layer.policy)
         return layer
 
-    def _new_own(self, policy: Policy) -> Own | None:
+    def _new_own(self, policy: Policy) -> RecurrentState | None:
         """The memory beside its slots of a new sequence under a policy; ``None`` if there is none."""
         if not policy.cascades and not self._has_states:
             return None
         states = states_of(self._cache(policy, self._budget)) if self._has_states else {}
-        return Own(policy.cascades(self._first) if policy.cascades else None, states)
+        return RecurrentState(policy.cascades(self._first) if policy.cascades else None, states)
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvkeep.cache.hf_layers import HandingLayer, PhasedCache, handed
 from kvkeep.engine.budget_guard import Trial
 from kvkeep.engine.cuda_graphs import Graphs
-from kvkeep.engine.input_batch import Batch, Run
-from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.input_batch import InputBatch, ModelRun
+from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampler import is_scored, score
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.device import device_of
@@ -24,7 +24,7 @@ from kvkeep.types import AttentionOptions, Phase, Stepper
 # One run of the model over several batches: each layer steps batch by batch.
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """A batch within the tokens of a run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Joined:
         steppers: the layer of each batch.
     """
 
-    def __init__(self, parts: Sequence[Part], steppers: Sequence[Stepper]) -> None:
+    def __init__(self, parts: Sequence[RunPart], steppers: Sequence[Stepper]) -> None:
         self._parts, self._steppers = parts, steppers
 
     def step(
@@ -78,7 +78,7 @@ def _rows(tensor: Float[Tensor, "1 H N D"], rows: int) -> Float[Tensor, "n H T D
     return tensor.view(H, rows, N // rows, D).transpose(0, 1)
 
 
-def joined(parts: Sequence[Part]) -> PhasedCache:
+def joined(parts: Sequence[RunPart]) -> PhasedCache:
     """Return a cache for one run of the model over all batches. Their layers have slots, and no other state."""
     layers: list[Any] = []
     for same in zip(*(part.cache.layers for part in parts), strict=True):
@@ -95,7 +95,7 @@ _ALONE = {
 """Model types that cannot run several sequences at once, and why."""
 
 
-class Runner:
+class ModelRunner:
     """Runs a model over batches.
 
     Args:
@@ -125,7 +125,7 @@ class Runner:
         self.graphs = Graphs(model, self._options) if graphs else None
 
     @torch.inference_mode()
-    def run(self, run: Run, rows: Rows) -> Float[Tensor, "n V"]:
+    def run(self, run: ModelRun, rows: KVManager) -> Float[Tensor, "n V"]:
         """Run the model and return the logits after each row's last token; the next run may overwrite them."""
         graphs = self.graphs if len(run.batches) == 1 else None
         if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
@@ -139,7 +139,9 @@ class Runner:
                 trial.settle()
         return last
 
-    def _last(self, given: Sequence[_Input], caches: Sequence[PhasedCache], scored: Run | None) -> Float[Tensor, "n V"]:
+    def _last(
+        self, given: Sequence[_Input], caches: Sequence[PhasedCache], scored: ModelRun | None
+    ) -> Float[Tensor, "n V"]:
         """Return the logits after each row's last token; several batches are one sequence to the model.
 
         Args:
@@ -154,7 +156,7 @@ class Runner:
                 score(scored, logits)
             return logits[:, -1]
         parts = [
-            Part(len(one.ids), one.ids.shape[1], one.real, cache) for one, cache in zip(given, caches, strict=True)
+            RunPart(len(one.ids), one.ids.shape[1], one.real, cache) for one, cache in zip(given, caches, strict=True)
         ]
         ids = torch.cat([one.ids.flatten() for one in given])
         positions = torch.cat([one.positions.flatten() for one in given])
@@ -198,7 +200,7 @@ class _Input(NamedTuple):
     real: Bool[Tensor, "n T"] | None
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> _Input:
+    def of(cls, batch: InputBatch, device: torch.device) -> _Input:
         """Return the tokens of a batch, padded in front: the last column holds every row's last token."""
         T = max(map(len, batch.tokens))
         ids, positions, real = [], [], []
@@ -211,13 +213,13 @@ class _Input(NamedTuple):
         return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask)
 
 
-def _part(batch: Batch, rows: Rows, trial: Trial | None) -> PhasedCache:
+def _part(batch: InputBatch, rows: KVManager, trial: Trial | None) -> PhasedCache:
     """Return the rows of a batch."""
     watch = None if trial is None else trial.watch
     return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch)
 
 
-def _last_tokens(parts: Sequence[Part], device: torch.device) -> Int[Tensor, " n"]:
+def _last_tokens(parts: Sequence[RunPart], device: torch.device) -> Int[Tensor, " n"]:
     """Return the places of every row's last token among the tokens of all parts."""
     found: list[int] = []
     start = 0

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Sequence as GenericSequence
 from itertools import islice
 
-from kvkeep.engine.kv_manager import Rows
+from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import whole_within
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError
 from kvkeep.snapshot import Contents
 
@@ -34,7 +35,7 @@ def check_prefix_memory(most_bytes: object, chunk: int | None) -> int:
     return found
 
 
-class Prefixes:
+class PrefixCache:
     """Memories at the borders of prompt chunks in main memory, least recently used first.
 
     Args:
@@ -55,7 +56,7 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._found)
 
-    def find(self, one: Generation) -> Contents | None:
+    def find(self, one: Sequence) -> Contents | None:
         """Return the memory of the most chunks with which a prompt begins. At least one token is left to read."""
         if not self._found:
             return None
@@ -66,7 +67,7 @@ class Prefixes:
         self._found.move_to_end(key)
         return self._found[key]
 
-    def keep(self, one: Generation, rows: Rows) -> None:
+    def keep(self, one: Sequence, rows: KVManager) -> None:
         """Keep the memory of a request whose row stands at a border of its prompt's chunks.
 
         A request that continues a memory of its own has other borders, and is left out.
@@ -89,7 +90,7 @@ class Prefixes:
         self._found.clear()
         self.held_bytes = 0
 
-    def _borders(self, one: Generation) -> Iterator[Hashable]:
+    def _borders(self, one: Sequence) -> Iterator[Hashable]:
         """The key of each border: the settings on which a memory depends, and a hash of the tokens before it."""
         if one.borders is None:
             one.borders = list(_hashes(one.prompt, self._chunk))
@@ -98,7 +99,7 @@ class Prefixes:
             yield one.settings, weights, digest
 
 
-def _hashes(tokens: Sequence[int], chunk: int) -> Iterator[bytes]:
+def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
     """A hash of the first chunk, of the first two, and so on."""
     digest = hashlib.blake2b(digest_size=16)
     for end in range(chunk, len(tokens) + 1, chunk):
@@ -109,7 +110,7 @@ def _hashes(tokens: Sequence[int], chunk: int) -> Iterator[bytes]:
 # The first moment of a request in its row.
 
 
-def begin(one: Generation, row: int, rows: Rows, prefixes: Prefixes) -> None:
+def begin(one: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) -> None:
     """Begin a request in its row, with the memory that it continues if there is one."""
     if not one.token_ids:
         one.mark("started")

@@ -22,7 +22,7 @@ _LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Past:
+class ConversationHistory:
     """The part of a sequence that a request continues.
 
     Attributes:
@@ -41,13 +41,13 @@ class Past:
     pins: Spans = ()
     budgets: tuple[int | tuple[int, ...], ...] = ()
 
-    def held_in(self, contents: Contents) -> Past:
+    def held_in(self, contents: Contents) -> ConversationHistory:
         """Return the same past with the pins and budgets of its memory."""
         layers = contents.layers
         return replace(self, pins=layers[0].pins if layers else (), budgets=tuple(layer.budget for layer in layers))
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Past:
+    def of(cls, snapshot: Snapshot) -> ConversationHistory:
         """The tokens that a snapshot stands for, and what a session has noted beside them.
 
         Raises:
@@ -84,7 +84,7 @@ class Past:
 # Texts and conversations of requests as token ids.
 
 
-class Words:
+class PromptEncoder:
     """Turns the texts of requests into token ids.
 
     Args:
@@ -118,7 +118,7 @@ class Words:
         """Return the token ids of a text that questions will follow, see `kvkeep.models.document_prompt.opened`."""
         return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
-    def continued(self, request: Request, past: Past) -> tuple[int, ...]:
+    def continued(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
         """Return the token ids of a sequence and of the request that continues it.
 
         The past stays as it is, also if the chat template would now write earlier turns in another way. The template
@@ -144,7 +144,7 @@ class Words:
             before = before[:-1]
         return before + ids
 
-    def messages_of(self, request: Request, past: Past | None = None) -> tuple[Mapping[str, str], ...]:
+    def messages_of(self, request: Request, past: ConversationHistory | None = None) -> tuple[Mapping[str, str], ...]:
         """Return the messages of a request; none if it is token ids, or a text without the chat template.
 
         The first question about a remembered text is one message together with the end of that text.

@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.engine.sampling_params import Sampling, whole_within
+from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import Span, spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
@@ -304,7 +304,7 @@ class Request:
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     raw: bool = False
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     policy: str | Policy | None = None
     budget: int | None = None
     stop: tuple[str, ...] = ()
@@ -324,8 +324,8 @@ class Request:
         object.__setattr__(self, "stop", stop_texts(self.stop))
         object.__setattr__(self, "structured_outputs", structure_of(self.structured_outputs))
         object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
-        if not isinstance(self.sampling, Sampling):
-            raise InputError(f"sampling={self.sampling!r} is no kvkeep.Sampling.")
+        if not isinstance(self.sampling, SamplingParams):
+            raise InputError(f"sampling={self.sampling!r} is no kvkeep.SamplingParams.")
         if not isinstance(self.ignore_end, bool):
             raise InputError(f"ignore_end={self.ignore_end!r} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
@@ -413,7 +413,7 @@ class Result:
     prefill_s: float | None
     tpot_s: float | None
     error: str | None = None
-    memory: Memory = field(default_factory=Memory)
+    memory: MemoryUsage = field(default_factory=MemoryUsage)
     budget: int = 0
     lost_mass: LostMass = field(default_factory=LostMass)
     guarded: bool | None = None
@@ -459,7 +459,7 @@ Turn: TypeAlias = "Request | str | Sequence[int] | Sequence[Mapping[str, str]]"
 """A request, a text, token ids or messages."""
 
 
-def request_of(asked: object, sampling: Sampling | None = None) -> Request:
+def request_of(asked: object, sampling: SamplingParams | None = None) -> Request:
     """Return a request as it is, or make one of a text.
 
     Args:
@@ -472,7 +472,7 @@ def request_of(asked: object, sampling: Sampling | None = None) -> Request:
     if isinstance(asked, Request):
         return asked
     if isinstance(asked, str):
-        return Request(prompt=asked, sampling=Sampling() if sampling is None else sampling)
+        return Request(prompt=asked, sampling=SamplingParams() if sampling is None else sampling)
     if isinstance(asked, Mapping):
         remedy = "put a conversation into a request: Request(messages=[...])."
     else:
@@ -480,7 +480,7 @@ def request_of(asked: object, sampling: Sampling | None = None) -> Request:
     raise InputError(f"{asked!r:.80} is no text and no kvkeep.Request; {remedy}")
 
 
-def turn_of(asked: Any, sampling: Sampling | None) -> Request:
+def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
     """Return a turn as a request.
 
     Raises:
@@ -489,7 +489,7 @@ def turn_of(asked: Any, sampling: Sampling | None) -> Request:
     if isinstance(asked, str | Request):
         request = request_of(asked, sampling)
     else:
-        chosen = Sampling() if sampling is None else sampling
+        chosen = SamplingParams() if sampling is None else sampling
         talks = isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping)
         request = Request(messages=asked, sampling=chosen) if talks else Request(prompt=asked, sampling=chosen)
     if (request.policy, request.budget, request.memory, request.sequence) != (None, None, None, 0):

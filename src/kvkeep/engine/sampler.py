@@ -7,7 +7,8 @@ temperature, top-k, top-p, min-p.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as GenericSequence
 from typing import cast
 
 import torch
@@ -15,10 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.engine.grammar import failure, masked
-from kvkeep.engine.input_batch import Batch, Run
+from kvkeep.engine.input_batch import InputBatch, ModelRun
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling_params import Biases, Sampling
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sampling_params import Biases, SamplingParams
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import KVKeepError, NoNumbersError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.noise import spread, uniform
@@ -26,19 +27,19 @@ from kvkeep.noise import spread, uniform
 # Changes of logits that depend on the tokens of a row: a bias, and penalties for tokens that occurred before.
 
 
-def changed(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+def changed(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
     """Return the logits after bias, ends that come too early, and penalties, in the order of vLLM."""
     logits = _open(_biased(logits, generations), generations)
     logits = _repetition(logits, generations)
     return _counts(logits, generations)
 
 
-def _asking(generations: Sequence[Generation], asks: Callable[[Sampling], bool]) -> list[int]:
+def _asking(generations: GenericSequence[Sequence], asks: Callable[[SamplingParams], bool]) -> list[int]:
     """Return the rows whose sampling asks for something."""
     return [i for i, one in enumerate(generations) if asks(one.request.sampling)]
 
 
-def _biased(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+def _biased(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
     """Return the logits with the biases of the rows that have some."""
     asked = _asking(generations, lambda s: bool(s.logit_bias))
     if not asked:
@@ -49,7 +50,7 @@ def _biased(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> 
     return logits.index_put(at, logits.new_tensor(added), accumulate=True)
 
 
-def _open(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+def _open(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
     """Return the logits with minus infinity for the ends of rows that must get more tokens."""
     early = [
         (i, token)
@@ -64,7 +65,7 @@ def _open(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Fl
     return logits.index_put(at, logits.new_tensor(-torch.inf))
 
 
-def _repetition(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+def _repetition(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
     """Return the logits after the repetition penalty of the rows that ask for one."""
     asked = _asking(generations, lambda s: s.repetition_penalty != 1.0)
     if not asked:
@@ -78,7 +79,7 @@ def _repetition(logits: Float[Tensor, "n V"], generations: Sequence[Generation])
     return logits.index_copy(0, index, torch.where(used, lowered, part))
 
 
-def _counts(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+def _counts(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
     """Return the logits after the presence and frequency penalties of the rows that ask for them."""
     asked = _asking(generations, lambda s: bool(s.presence_penalty or s.frequency_penalty))
     if not asked:
@@ -91,7 +92,7 @@ def _counts(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> 
     return logits.index_copy(0, index, logits[index] - frequency * counts - presence * (counts > 0))
 
 
-def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
+def _used(one: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     """Return a mask of the tokens that occur in a row so far; it is kept from step to step."""
     if one.used is None:
         with torch.inference_mode(False):  # written in inference mode and out of it
@@ -102,7 +103,7 @@ def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
     return one.used
 
 
-def _counted(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
+def _counted(one: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     """Return how often each token was generated in a row so far; it is kept from step to step."""
     if one.counts is None:
         with torch.inference_mode(False):
@@ -113,7 +114,9 @@ def _counted(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
     return one.counts
 
 
-def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation], heads: Heads = ALONE) -> list[int | None]:
+def draw(
+    logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence], heads: Heads = ALONE
+) -> list[int | None]:
     """Return the next token of every row; ``None`` where a logit is NaN, the largest one infinite, or none allowed.
 
     Args:
@@ -136,7 +139,7 @@ def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation], heads:
     return [None if token < 0 else token for token in found]
 
 
-def whole(token: int | None, one: Generation) -> int:
+def whole(token: int | None, one: Sequence) -> int:
     """Return the token that was drawn for a request.
 
     Raises:
@@ -150,7 +153,9 @@ def whole(token: int | None, one: Generation) -> int:
     return token
 
 
-def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+def choose(
+    logits: Float[Tensor, "n V"], samplings: GenericSequence[SamplingParams], steps: Int[Tensor, " n"]
+) -> Int[Tensor, " n"]:
     """Draw one token per row after temperature, top-k, top-p and min-p.
 
     Args:
@@ -183,7 +188,7 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
     return (total > u * total[:, -1:]).int().argmax(dim=-1)
 
 
-def _note(logits: Float[Tensor, "n V"], tokens: Sequence[int], generations: Sequence[Generation]) -> None:
+def _note(logits: Float[Tensor, "n V"], tokens: GenericSequence[int], generations: GenericSequence[Sequence]) -> None:
     """Append the log-probabilities of rows that ask for them."""
     for i, (token, one) in enumerate(zip(tokens, generations, strict=True)):
         n = one.request.logprobs
@@ -205,12 +210,12 @@ _AT_ONCE = 64
 """Tokens whose logits are copied and normalised together."""
 
 
-def is_scored(run: Run) -> bool:
+def is_scored(run: ModelRun) -> bool:
     """Whether a run needs the logits after all of its tokens."""
     return run.reads and any(one.scored for one in run.requests)
 
 
-def score(run: Run, logits: Float[Tensor, "n T V"]) -> None:
+def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
     """Note the log-probabilities of the prompts' tokens that follow the tokens of a run; call it before the commit.
 
     Args:
@@ -227,12 +232,12 @@ def score(run: Run, logits: Float[Tensor, "n T V"]) -> None:
         start += _size(batch, width)
 
 
-def _size(batch: Batch, width: int) -> int:
+def _size(batch: InputBatch, width: int) -> int:
     """Return the number of a batch's tokens, padding included."""
     return len(batch.rows) * width
 
 
-def _scores(one: Generation, logits: Float[Tensor, "T V"]) -> Iterator[Logprob]:
+def _scores(one: Sequence, logits: Float[Tensor, "T V"]) -> Iterator[Logprob]:
     """Yield the log-probability of each prompt token that follows one of the tokens that are fed."""
     follow = one.prompt[one.fed + 1 : one.fed + 1 + len(logits)]
     for at in range(0, len(follow), _AT_ONCE):

@@ -26,7 +26,7 @@ Biases: TypeAlias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """How tokens are chosen, and how many.
 
     Numbers of NumPy and other libraries are taken like Python's own.

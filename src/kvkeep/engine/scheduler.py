@@ -9,13 +9,14 @@ that have a row, so that each step has as many rows as there are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as GenericSequence
 from typing import NamedTuple, cast
 
 import torch
 
-from kvkeep.engine.input_batch import Batch, Run
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.input_batch import InputBatch, ModelRun
+from kvkeep.engine.sequence import Sequence
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 
@@ -62,25 +63,25 @@ def pace_of(kind: str) -> int:
 class Gap(NamedTuple):
     """A sequence, its row, and a free row before it."""
 
-    one: Generation
+    one: Sequence
     source: int
     target: int
 
 
-class Piece(NamedTuple):
+class PromptChunk(NamedTuple):
     """The next tokens of a prompt, with the row and the request that they belong to."""
 
     row: int
-    owner: Generation
-    tokens: Sequence[int]
+    owner: Sequence
+    tokens: GenericSequence[int]
 
 
 class Swap(NamedTuple):
     """A sequence that gives up its row, and the one that takes it."""
 
     row: int
-    leaving: Generation
-    coming: Generation
+    leaving: Sequence
+    coming: Sequence
 
 
 class Scheduler:
@@ -108,10 +109,10 @@ class Scheduler:
         mixed_tokens: int = 0,
         prompts_first: bool = False,
         alone: bool,
-        waiting: Iterable[Generation] = (),
+        waiting: Iterable[Sequence] = (),
     ) -> None:
         self.waiting = deque(waiting)
-        self._rows: list[Generation | None] = [None] * rows
+        self._rows: list[Sequence | None] = [None] * rows
         self._chunk = chunk
         self._alone = alone
         self._decode_every, self._mixed_tokens = decode_every, mixed_tokens
@@ -120,17 +121,17 @@ class Scheduler:
         self._passed_over = 0
 
     @property
-    def running(self) -> list[Generation]:
+    def running(self) -> list[Sequence]:
         """The requests that have a row."""
         return [one for one in self._rows if one is not None]
 
-    def admit(self, takes: Callable[[Policy], bool]) -> list[Generation]:
+    def admit(self, takes: Callable[[Policy], bool]) -> list[Sequence]:
         """Give free rows to waiting requests, the longest waiting first.
 
         Args:
             takes: returns whether the present rows can hold a sequence under a policy. Other requests are passed over.
         """
-        admitted: list[Generation] = []
+        admitted: list[Sequence] = []
         while self.waiting and self._passed_over <= PATIENCE * len(self._rows):
             one = next((w for w in self.waiting if takes(w.policy)), None)
             if one is None or (row := self._free_row(one.policy)) is None:
@@ -161,7 +162,7 @@ class Scheduler:
         leaving = max(ripe, key=lambda one: (len(one.token_ids) - one.resumed, -one.id))
         return Swap(cast(int, leaving.row), leaving, coming)
 
-    def next_hosted(self, takes: Callable[[Policy], bool]) -> Generation | None:
+    def next_hosted(self, takes: Callable[[Policy], bool]) -> Sequence | None:
         """Return the first of the sequences in main memory that can have a row; ``takes``: as for `admit`."""
         return next((one for one in self.waiting if one.hosted and takes(one.policy)), None)
 
@@ -186,15 +187,15 @@ class Scheduler:
         self._passed_over = 0
         return self.waiting[0].policy
 
-    def waiting_for(self, policy: Policy) -> list[Generation]:
+    def waiting_for(self, policy: Policy) -> list[Sequence]:
         """Return the requests that wait for rows under a policy."""
         return [one for one in self.waiting if one.policy is policy or one.policy == policy]
 
-    def beginning(self) -> list[Generation]:
+    def beginning(self) -> list[Sequence]:
         """Return the requests whose rows were fed nothing yet; without any, the longest waiting request."""
         return [one for one in self.running if not one.fed] or list(self.waiting)[:1]
 
-    def leave(self, one: Generation) -> None:
+    def leave(self, one: Sequence) -> None:
         """Free the row of a request, or its place in the queue."""
         if one in self.waiting:
             self.waiting.remove(one)
@@ -220,7 +221,7 @@ class Scheduler:
         """Note that a sequence goes on in another row."""
         self._rows[gap.source], self._rows[gap.target], gap.one.row = None, gap.one, gap.target
 
-    def plan(self) -> list[Run]:
+    def plan(self) -> list[ModelRun]:
         """Return the runs of this step: prompts, as far as it is their turn, and a token for every running row."""
         waits = self._prompts_first and any(one.prompt_left for one in self.running)
         steps = [] if waits else self._decode()
@@ -229,18 +230,18 @@ class Scheduler:
         read = sum(len(tokens) for batch in prompts for tokens in batch.tokens)
         self._owed = max(0, self._owed + read - self._decode_every * len(steps)) if steps else 0
         if self._alone:
-            return [Run([batch]) for batch in [*prompts, *steps]]
+            return [ModelRun([batch]) for batch in [*prompts, *steps]]
         groups = [[*prompts, *steps]] if read <= self._mixed_tokens else [prompts, steps]
-        return [Run(batches) for batches in groups if batches]
+        return [ModelRun(batches) for batches in groups if batches]
 
-    def _decode(self) -> list[Batch]:
+    def _decode(self) -> list[InputBatch]:
         """Return batches of one token for every running row."""
         decoding = [one if one is not None and one.token_ids else None for one in self._rows]
         while decoding and decoding[-1] is None:
             decoding.pop()
         groups = [(i, [one]) for i, one in enumerate(decoding) if one] if self._alone else [(0, decoding)]
         return [
-            Batch(
+            InputBatch(
                 start,
                 group,
                 [one.token_ids[-1:] if one else [] for one in group],
@@ -259,21 +260,21 @@ class Scheduler:
             return SHARED_TOKENS
         return self._chunk if waited_for else max(self._chunk, SHARED_TOKENS)
 
-    def _feed(self, most: int) -> list[Batch]:
+    def _feed(self, most: int) -> list[InputBatch]:
         """Return the next chunk of the oldest prompt, and of the following ones as long as there are few tokens."""
-        chosen: list[Piece] = []
+        chosen: list[PromptChunk] = []
         for one in sorted((one for one in self.running if one.prompt_left), key=lambda one: one.id):
             stop = len(one.prompt) if self._chunk is None else one.fed + self._chunk
             tokens = one.prompt[one.fed : stop]
             if not chosen or len(tokens) <= most:
                 most -= len(tokens)
-                chosen.append(Piece(cast(int, one.row), one, tokens))
+                chosen.append(PromptChunk(cast(int, one.row), one, tokens))
         return [_batch(pieces) for pieces in _neighbours(sorted(chosen))]
 
 
-def _neighbours(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _neighbours(pieces: GenericSequence[PromptChunk]) -> list[list[PromptChunk]]:
     """Put pieces of neighbouring rows together where that takes little padding. The pieces are sorted by row."""
-    groups: list[list[Piece]] = []
+    groups: list[list[PromptChunk]] = []
     for piece in pieces:
         if groups and _fits(groups[-1], piece):
             groups[-1].append(piece)
@@ -282,7 +283,7 @@ def _neighbours(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return groups
 
 
-def _fits(group: Sequence[Piece], piece: Piece) -> bool:
+def _fits(group: GenericSequence[PromptChunk], piece: PromptChunk) -> bool:
     """Return whether a piece joins the group before it."""
     lengths = [len(one.tokens) for one in (*group, piece)]
     padding = len(lengths) * max(lengths) - sum(lengths)
@@ -290,11 +291,11 @@ def _fits(group: Sequence[Piece], piece: Piece) -> bool:
     return group[-1].row + 1 == piece.row and len(begins) == 1 and padding <= PADDING * len(group)
 
 
-def _batch(pieces: Sequence[Piece]) -> Batch:
+def _batch(pieces: GenericSequence[PromptChunk]) -> InputBatch:
     """Return a batch of pieces of neighbouring rows."""
     requests = [piece.owner for piece in pieces]
     tokens, fed = [piece.tokens for piece in pieces], [one.fed for one in requests]
-    return Batch(pieces[0].row, requests, tokens, fed, Phase.PREFILL, fresh=not fed[0])
+    return InputBatch(pieces[0].row, requests, tokens, fed, Phase.PREFILL, fresh=not fed[0])
 
 
 # Equal prompts: the first one is read, and the others begin with its memory.
@@ -309,12 +310,12 @@ MOST = 256
 """Requests that may wait before an engine takes no more from an iterable."""
 
 
-class Twins:
+class DuplicatePrompts:
     """Requests that wait until an equal prompt has been read."""
 
     def __init__(self) -> None:
-        self._readers: dict[Hashable, Generation] = {}
-        self._waiting: dict[int, list[Generation]] = {}
+        self._readers: dict[Hashable, Sequence] = {}
+        self._waiting: dict[int, list[Sequence]] = {}
 
     def __len__(self) -> int:
         """The number of requests that wait."""
@@ -325,7 +326,7 @@ class Twins:
         """Whether so many wait that no more should be taken."""
         return len(self) >= MOST
 
-    def joins(self, one: Generation) -> bool:
+    def joins(self, one: Sequence) -> bool:
         """Let a request wait if an equal prompt is about to be read; otherwise later ones may wait for this one."""
         if one.scored or len(one.prompt) < SHORTEST:
             return False
@@ -334,13 +335,13 @@ class Twins:
             self._waiting.setdefault(reader.id, []).append(one)
         return reader is not one
 
-    def of(self, reader: Generation) -> list[Generation]:
+    def of(self, reader: Sequence) -> list[Sequence]:
         """Return the requests that wait for this one's prompt, which has been read; no more may join them."""
         if self._readers.get(key := _key(reader)) is reader:
             del self._readers[key]
         return list(self._waiting.get(reader.id, ()))
 
-    def leave(self, one: Generation) -> Generation | None:
+    def leave(self, one: Sequence) -> Sequence | None:
         """Forget a request. If others wait for it, return the first of them, which reads the prompt in its place."""
         for waiting in self._waiting.values():
             if one in waiting:
@@ -357,6 +358,6 @@ class Twins:
         return heir
 
 
-def _key(one: Generation) -> Hashable:
+def _key(one: Sequence) -> Hashable:
     """The settings on which the memory of a prompt depends, and its tokens."""
     return one.settings, id(one.request.memory), one.prompt

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import cast
@@ -16,7 +17,7 @@ from kvkeep.engine.host_copies import Pinned
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
 from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
@@ -38,7 +39,7 @@ class Hosted:
     """
 
     contents: Contents | Pinned
-    memory: Memory
+    memory: MemoryUsage
 
     def load(self) -> Contents:
         """Return its memory, from where it can be put into a row."""
@@ -46,7 +47,7 @@ class Hosted:
 
 
 @dataclass(eq=False)
-class Generation:
+class Sequence:
     """A request that waits or runs.
 
     Attributes:
@@ -100,7 +101,7 @@ class Generation:
     used: Tensor | None = None
     counts: Tensor | None = None
     counted: int = 0
-    memory: Memory = field(default_factory=Memory)
+    memory: MemoryUsage = field(default_factory=MemoryUsage)
     lost: LostMass = field(default_factory=LostMass)
     levels: tuple[int, ...] = ()
     reads: bool = False
@@ -111,8 +112,8 @@ class Generation:
     held_pins: Spans = ()
     hosted: Hosted | None = None
     resumed: int = 0
-    keep: Callable[[Generation, Contents], Pending | None] | None = None
-    left: Callable[[Generation], None] | None = None
+    keep: Callable[[Sequence, Contents], Pending | None] | None = None
+    left: Callable[[Sequence], None] | None = None
     times: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ class Generation:
         self.times[event] = time.perf_counter()
 
     @property
-    def prompt(self) -> Sequence[int]:
+    def prompt(self) -> GenericSequence[int]:
         """The token ids of the prompt; none as long as they are not known."""
         found = self.request.prompt
         return () if found is None or isinstance(found, str) else found

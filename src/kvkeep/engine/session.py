@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as GenericSequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.async_stream import AsyncEvents
 from kvkeep.engine.dispatcher import Box, Uninterrupted
-from kvkeep.engine.prompt_encoding import Past
+from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event, Request, Result, Turn, last_result, turn_of
-from kvkeep.engine.sampling_params import Sampling, another_sequence, whole_within
-from kvkeep.engine.sequence import Generation
-from kvkeep.engine.session_store import Kept, Move, Shelf, State, check_name
+from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within
+from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot, check_name
 from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Span, Spans, spans
@@ -48,7 +49,7 @@ class Lasting:
     def __init__(
         self,
         admission: Admission,
-        shelf: Shelf,
+        shelf: SessionStore,
         state: State,
         settled: tuple[Policy, int],
         *,
@@ -60,7 +61,7 @@ class Lasting:
         self._sequence, self._name = sequence, name
         self._fingerprint: Fingerprint  # of the turn that runs, as it was at its beginning
 
-    def turn(self, asked: Generation) -> Generation:
+    def turn(self, asked: Sequence) -> Sequence:
         """Return a turn of the session: the token ids so far and the request's are its prompt.
 
         Raises:
@@ -89,7 +90,7 @@ class Lasting:
         snapshot.fingerprint.check(self._fingerprint)
         return snapshot.contents
 
-    def keep(self, one: Generation, contents: Contents) -> Pending | None:
+    def keep(self, one: Sequence, contents: Contents) -> Pending | None:
         """Take over the memory of a turn that has ended well, at once or when there is room for it.
 
         Raises:
@@ -98,10 +99,10 @@ class Lasting:
         ids = array("i", (*one.prompt, *one.token_ids))
         n, said = contents.seen, one.tail.text if one.tail else ""
         answered = (*self.state.past.messages, *self.messages, {"role": "assistant", "content": said})
-        past = Past(ids[:n], tuple(ids[n:]), answered if self.messages else ()).held_in(contents)
+        past = ConversationHistory(ids[:n], tuple(ids[n:]), answered if self.messages else ()).held_in(contents)
         return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
 
-    def go_on(self, past: Past, snapshot: Snapshot) -> Pending | None:
+    def go_on(self, past: ConversationHistory, snapshot: Snapshot) -> Pending | None:
         """Go on from a memory. Without room for it, the session stays as it is.
 
         Raises:
@@ -154,7 +155,7 @@ class Session:
     def __init__(
         self,
         work: Work,
-        shelf: Shelf,
+        shelf: SessionStore,
         state: State,
         settled: tuple[Policy, int],
         *,
@@ -164,8 +165,8 @@ class Session:
         self.name, self.sequence, (self.policy, self.budget) = name, sequence, settled
         self._work, self._shelf = work, shelf
         self._lasting = Lasting(work._admission, shelf, state, settled, sequence=sequence, name=name)
-        self._running: Generation | None = None
-        self._queue: deque[Generation] = deque()
+        self._running: Sequence | None = None
+        self._queue: deque[Sequence] = deque()
         self._forks, self._closed = 0, False
 
     @property
@@ -194,7 +195,7 @@ class Session:
         """The session after its last finished turn."""
         return self._lasting.state
 
-    def send(self, asked: Turn, sampling: Sampling | None = None) -> Iterator[Event]:
+    def send(self, asked: Turn, sampling: SamplingParams | None = None) -> Iterator[Event]:
         """Continue the conversation, and yield the answer's tokens as they come.
 
         The turn begins when the first event is asked for. Whoever stops listening cancels the turn.
@@ -209,21 +210,21 @@ class Session:
         """
         return self._events(asked, sampling)
 
-    def ask(self, asked: Turn, sampling: Sampling | None = None) -> Result:
+    def ask(self, asked: Turn, sampling: SamplingParams | None = None) -> Result:
         """Continue the conversation, and return the whole answer; arguments as for `send`."""
         return last_result(self.send(asked, sampling))
 
-    def asend(self, asked: Turn, sampling: Sampling | None = None) -> AsyncEvents:
+    def asend(self, asked: Turn, sampling: SamplingParams | None = None) -> AsyncEvents:
         """Continue the conversation from a coroutine: ``async for event in session.asend("a text")``."""
         return AsyncEvents(lambda box: self._enqueue(asked, sampling, box), self._work._service.leave)
 
-    def read(self, asked: str | Sequence[int]) -> Result:
+    def read(self, asked: str | GenericSequence[int]) -> Result:
         """Add a text or token ids to the memory without an answer. A text is taken as it is.
 
         Raises:
             KVKeepError: see `send`; or a step failed.
         """
-        request = Request(prompt=asked, raw=isinstance(asked, str), sampling=Sampling(max_new_tokens=1))
+        request = Request(prompt=asked, raw=isinstance(asked, str), sampling=SamplingParams(max_new_tokens=1))
         result = last_result(self._events(request, None, reads=True))
         if result.error or result.finish_reason == "cancelled":
             raise InputError(f"The text was not read: {result.error or 'the turn was cancelled'}. Read it again.")
@@ -269,7 +270,7 @@ class Session:
             if self._running is not None:
                 raise InputError("A turn of the session is running. Wait for its end, or cancel it, before.")
             self._work._admission.settle(self.policy, self.budget, snapshot)
-            if (pending := self._lasting.go_on(Past.of(snapshot), snapshot)) is not None:
+            if (pending := self._lasting.go_on(ConversationHistory.of(snapshot), snapshot)) is not None:
                 pending.finish()
 
     @property
@@ -277,7 +278,7 @@ class Session:
         """Spans of positions that no head may drop, after the last finished turn."""
         return spans((*self._state.past.pins, *self._state.pins))
 
-    def pin(self, pins: Sequence[Span]) -> None:
+    def pin(self, pins: GenericSequence[Span]) -> None:
         """Say which tokens no head may drop from now on. A head that has dropped one already does not get it back.
 
         Args:
@@ -333,7 +334,7 @@ class Session:
             elif self.name is not None:
                 self._shelf.remove(self.name)
             self._shelf.give_up(self._state.kept)
-            self._closed, self._lasting.state = True, State(Past())
+            self._closed, self._lasting.state = True, State(ConversationHistory())
             self._work._sessions.leave(self)
 
     def __enter__(self) -> Session:
@@ -346,7 +347,7 @@ class Session:
         name = "" if self.name is None else f"{self.name!r}, "
         return f"Session({name}{len(self.token_ids)} tokens, policy='{self.policy}', budget={self.budget})"
 
-    def _events(self, asked: Turn, sampling: Sampling | None, *, reads: bool = False) -> Iterator[Event]:
+    def _events(self, asked: Turn, sampling: SamplingParams | None, *, reads: bool = False) -> Iterator[Event]:
         """Queue a turn when the first event is asked for, and yield its events."""
 
         def add(one: Turn, box: Box) -> int:
@@ -377,12 +378,12 @@ class Session:
         if self._closed:
             raise InputError("The session is closed. Open it again by its name, or begin a new one.")
 
-    def _enqueue(self, asked: Turn, sampling: Sampling | None, box: Box, *, reads: bool = False) -> int:
+    def _enqueue(self, asked: Turn, sampling: SamplingParams | None, box: Box, *, reads: bool = False) -> int:
         """Start a turn, or let it wait for the one that runs, and return its number."""
         request = self._work._admission.grammars.prepared(turn_of(asked, sampling))
         with Uninterrupted(), self._work._service.turn:
             self._check_open()
-            one = Generation(self._work._count, request, self.policy, self.budget, frozenset())
+            one = Sequence(self._work._count, request, self.policy, self.budget, frozenset())
             one.reads, one.left = reads, self._left
             if box.left:
                 return one.id
@@ -395,12 +396,12 @@ class Session:
                 self._queue.append(one)
             return one.id
 
-    def _start(self, one: Generation) -> None:
+    def _start(self, one: Sequence) -> None:
         """Let a turn wait for a row."""
         self._running = self._work._all[one.id] = one
         self._work._scheduler.waiting.append(one)
 
-    def _left(self, one: Generation) -> None:
+    def _left(self, one: Sequence) -> None:
         """Let the next turn begin after one has ended."""
         self._queue = deque(other for other in self._queue if other.id != one.id)
         if one is self._running:
@@ -423,7 +424,7 @@ class Sessions:
         shelf: keeps the memories of idle sessions.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: SessionStore) -> None:
         self._shelf = shelf
         self._named: dict[str, Session] = {}
 
@@ -447,7 +448,7 @@ class Sessions:
         budget: int | None,
         sequence: int,
         memory: Snapshot | None,
-        pins: Sequence[Span] = (),
+        pins: GenericSequence[Span] = (),
     ) -> Session:
         """Make a session or find it again, see `Engine.session`. The caller has the turn."""
         work._check_open()
@@ -496,15 +497,15 @@ class Sessions:
         *,
         seed: int,
         memory: Snapshot | None,
-        kept: Kept | None,
+        kept: StoredSnapshot | None,
         pins: Spans,
     ) -> Session:
         """Make a session, with the memory that it continues."""
         settled = work._admission.settle(policy, budget, memory)
         work._admission.fingerprint(*settled)  # refuses what the engine has no rows for
-        state = State(Past(), pins=pins)
+        state = State(ConversationHistory(), pins=pins)
         if memory is not None:
-            past = Past.of(memory)
+            past = ConversationHistory.of(memory)
             state = State(past, kept or self._shelf.keep_now(memory, name), pins)
         session = Session(work, self._shelf, state, settled, sequence=seed, name=name)
         if name is not None:

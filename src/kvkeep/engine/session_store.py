@@ -6,16 +6,17 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvkeep.engine.prompt_encoding import Past
+from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event
 from kvkeep.engine.sampling_params import whole_within
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.snapshot_writer import Pending, Writing
 from kvkeep.errors import InputError
 from kvkeep.models.device import reason_of
@@ -31,7 +32,7 @@ _UNNAMED = ".unnamed-{}" + SUFFIX
 _NEW = ".{}" + SUFFIX + ".{}.new"
 
 
-class Folder:
+class SnapshotFolder:
     """A folder of memories, one file for each, used by one engine at a time."""
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +69,7 @@ class Folder:
                 total += path.stat().st_size
         return total
 
-    def write(self, kept: Kept) -> None:
+    def write(self, kept: StoredSnapshot) -> None:
         """Write a memory to a file that is removed together with it, unless `publish` gives it a name.
 
         Raises:
@@ -123,7 +124,7 @@ _LONGEST = 200
 
 
 @dataclass(eq=False)
-class Kept:
+class StoredSnapshot:
     """A memory at rest. It never changes, but moves between main memory and the disk.
 
     Attributes:
@@ -157,8 +158,8 @@ class Kept:
 class Move(NamedTuple):
     """Memories on their way to the disk."""
 
-    memories: Sequence[Kept]
-    writing: Writing[Kept]
+    memories: GenericSequence[StoredSnapshot]
+    writing: Writing[StoredSnapshot]
 
 
 @dataclass(frozen=True)
@@ -171,12 +172,12 @@ class State:
         pins: spans of positions that may not be evicted, besides those of the memory: the next turn's.
     """
 
-    past: Past
-    kept: Kept | None = None
+    past: ConversationHistory
+    kept: StoredSnapshot | None = None
     pins: Spans = ()
 
 
-class Shelf:
+class SessionStore:
     """Keeps memories, least recently used first on the disk.
 
     Args:
@@ -195,17 +196,17 @@ class Shelf:
                 f"session_memory={most_bytes} leaves sessions beyond it no place: give a `session_dir` for them, too."
             )
         self._most_bytes = most_bytes
-        self.folder = None if folder is None else Folder(in_full(folder))
-        self._used: dict[int, weakref.ref[Kept]] = {}
+        self.folder = None if folder is None else SnapshotFolder(in_full(folder))
+        self._used: dict[int, weakref.ref[StoredSnapshot]] = {}
         self._clock = itertools.count()
-        self._writing: Writing[Kept] | None = None
+        self._writing: Writing[StoredSnapshot] | None = None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all memories in main memory."""
         return sum(kept.nbytes for kept in self._in_memory())
 
-    def keep_now(self, snapshot: Snapshot, name: str | None = None) -> Kept:
+    def keep_now(self, snapshot: Snapshot, name: str | None = None) -> StoredSnapshot:
         """Keep a memory as `keep` does, and wait until there is room for it.
 
         Raises:
@@ -217,8 +218,8 @@ class Shelf:
         return kept
 
     def keep(
-        self, snapshot: Snapshot, name: str | None = None, *, instead: Kept | None = None
-    ) -> tuple[Kept, Move | None]:
+        self, snapshot: Snapshot, name: str | None = None, *, instead: StoredSnapshot | None = None
+    ) -> tuple[StoredSnapshot, Move | None]:
         """Begin to keep a memory, and to move others to the disk if there is not room for all.
 
         Args:
@@ -229,7 +230,7 @@ class Shelf:
         Returns:
             The memory, and the move that makes room for it, which must be settled before the memory is used.
         """
-        kept = Kept(name, snapshot.nbytes, snapshot)
+        kept = StoredSnapshot(name, snapshot.nbytes, snapshot)
         self._touch(kept)
         leaving = self._leaving(spared=instead)
         return kept, self._move(leaving) if leaving else None
@@ -245,14 +246,14 @@ class Shelf:
             for kept in move.memories:
                 kept.held = None
 
-    def open(self, name: str) -> Kept | None:
+    def open(self, name: str) -> StoredSnapshot | None:
         """Return the memory that was written under a name; ``None`` if there is none."""
         path = None if self.folder is None else self.folder.path_of(name)
         if path is None or not path.exists():
             return None
-        return Kept(name, Snapshot.load(path).nbytes, path=path, current=True)
+        return StoredSnapshot(name, Snapshot.load(path).nbytes, path=path, current=True)
 
-    def load(self, kept: Kept) -> Snapshot:
+    def load(self, kept: StoredSnapshot) -> Snapshot:
         """Return a memory, which counts as a use of it.
 
         Raises:
@@ -262,11 +263,11 @@ class Shelf:
             self._touch(kept)
         return kept.snapshot()
 
-    def is_written(self, kept: Kept) -> bool:
+    def is_written(self, kept: StoredSnapshot) -> bool:
         """Whether a memory is on the disk, or there is no folder for it. Somebody may have removed its file."""
         return self.folder is None or kept.held is None or (kept.path is not None and os.path.exists(kept.path))
 
-    def write(self, kept: Kept) -> Move | None:
+    def write(self, kept: StoredSnapshot) -> Move | None:
         """Begin to write a memory to the disk; ``None`` if it is there, or no folder is. Then call `wrote`."""
         if self.is_written(kept):
             return None
@@ -286,7 +287,7 @@ class Shelf:
         for kept in move.memories:
             self._place(kept)
 
-    def adopt(self, kept: Kept, instead: Kept | None = None) -> None:
+    def adopt(self, kept: StoredSnapshot, instead: StoredSnapshot | None = None) -> None:
         """Note that a session goes on from a memory, instead of another one.
 
         Raises:
@@ -302,7 +303,7 @@ class Shelf:
         if instead is not None:
             instead.current = False
 
-    def give_up(self, kept: Kept | None) -> None:
+    def give_up(self, kept: StoredSnapshot | None) -> None:
         """Note that no session goes on from a memory."""
         if kept is not None:
             kept.current = False
@@ -319,17 +320,17 @@ class Shelf:
         if self.folder is not None:
             self.folder.close()
 
-    def _touch(self, kept: Kept) -> None:
+    def _touch(self, kept: StoredSnapshot) -> None:
         """Note that a memory was used."""
         self._used = {key: ref for key, ref in self._used.items() if ref() not in (None, kept)}
         self._used[next(self._clock)] = weakref.ref(kept)
 
-    def _in_memory(self) -> list[Kept]:
+    def _in_memory(self) -> list[StoredSnapshot]:
         """The memories in main memory, least recently used first."""
         found = (ref() for ref in list(self._used.values()))
         return [kept for kept in found if kept is not None and kept.held is not None]
 
-    def _leaving(self, spared: Kept | None) -> list[Kept]:
+    def _leaving(self, spared: StoredSnapshot | None) -> list[StoredSnapshot]:
         """The memories that must leave main memory, so that the others fit."""
         if self._most_bytes is None:
             return []
@@ -342,13 +343,13 @@ class Shelf:
             held -= kept.nbytes
         return leaving
 
-    def _move(self, memories: Sequence[Kept]) -> Move:
+    def _move(self, memories: GenericSequence[StoredSnapshot]) -> Move:
         """Begin to write memories, after those that are being written."""
         assert self.folder is not None
         self._writing = Writing(memories, self.folder.write, self._writing)
         return Move(memories, self._writing)
 
-    def _place(self, kept: Kept) -> None:
+    def _place(self, kept: StoredSnapshot) -> None:
         """Note the file of a memory that was written. It takes the place of the older file of its session.
 
         Raises:
@@ -387,7 +388,7 @@ class Parked:
     """Turns whose memories are on their way to the disk, in the order of their ends."""
 
     def __init__(self) -> None:
-        self._turns: dict[int, tuple[Generation, Event, Pending]] = {}
+        self._turns: dict[int, tuple[Sequence, Event, Pending]] = {}
 
     def __contains__(self, number: int) -> bool:
         return number in self._turns
@@ -395,7 +396,7 @@ class Parked:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(self, one: Generation, event: Event, pending: Pending) -> None:
+    def add(self, one: Sequence, event: Event, pending: Pending) -> None:
         """Let the last event of a turn wait for the disk."""
         self._turns[one.id] = one, event, pending
 
@@ -403,7 +404,7 @@ class Parked:
         """Forget a turn that is cancelled; its memory is not taken over."""
         self._turns.pop(number, None)
 
-    def ready(self, wait: float) -> Iterator[tuple[Generation, Event]]:
+    def ready(self, wait: float) -> Iterator[tuple[Sequence, Event]]:
         """Yield the turns whose memories are taken over now, or could not be written, with their last events.
 
         Args:

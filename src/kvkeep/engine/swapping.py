@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from kvkeep.engine.dispatcher import Guard
 from kvkeep.engine.host_copies import Pinned, Staging
-from kvkeep.engine.kv_manager import Rows
-from kvkeep.engine.prefix_cache import Prefixes, begin
+from kvkeep.engine.kv_manager import KVManager
+from kvkeep.engine.prefix_cache import PrefixCache, begin
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.scheduler import Scheduler, Swap
-from kvkeep.engine.sequence import Generation, Hosted
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.engine.sequence import Hosted, Sequence
+from kvkeep.kv.memory_usage import MemoryUsage
 
 SHARE = 0.05
 """The largest share of the time of steps that copies take in the long run."""
@@ -37,7 +37,7 @@ _SAVED = 2
 _log = logging.getLogger(__name__)
 
 
-class Rotation:
+class Swapper:
     """Decides when a sequence gives up its row. It is entered around every step, and measures the step.
 
     Args:
@@ -69,7 +69,7 @@ class Rotation:
             self.staging.settle()
 
     def turn(
-        self, scheduler: Scheduler, rows: Rows, prefixes: Prefixes, guarded: Callable[[Generation], Guard]
+        self, scheduler: Scheduler, rows: KVManager, prefixes: PrefixCache, guarded: Callable[[Sequence], Guard]
     ) -> None:
         """Let a waiting request have the row of a sequence whose time slice is over, then prepare the next turn.
 
@@ -88,7 +88,7 @@ class Rotation:
         if self.host_rows and self.staging is not None:
             self._prefetch(self.staging, scheduler, rows)
 
-    def _prefetch(self, staging: Staging, scheduler: Scheduler, rows: Rows) -> None:
+    def _prefetch(self, staging: Staging, scheduler: Scheduler, rows: KVManager) -> None:
         """Bring the sequence to the device that comes next. The time until this has begun counts for its swap."""
         began = time.perf_counter()
         one = scheduler.next_hosted(rows.takes)
@@ -97,7 +97,7 @@ class Rotation:
             self._spend(took := time.perf_counter() - began)
             self._ahead_s += took
 
-    def due(self, scheduler: Scheduler, rows: Rows) -> Swap | None:
+    def due(self, scheduler: Scheduler, rows: KVManager) -> Swap | None:
         """Return the sequence whose slice is over, and the one that takes its row; ``None``: nobody moves."""
         if not self.host_rows or not scheduler.waiting or self._saved_s < self._cost_s:
             return None
@@ -127,9 +127,9 @@ class Rotation:
         if self.staging is not None:
             self.staging.synchronize()
 
-    def memory(self, waiting: Iterable[Generation]) -> Memory:
+    def memory(self, waiting: Iterable[Sequence]) -> MemoryUsage:
         """Return the bytes of all sequences that wait in main memory, and of the copies that are on their way."""
-        on_the_way = Memory(allocated_bytes=self.staging.nbytes if self.staging else 0)
+        on_the_way = MemoryUsage(allocated_bytes=self.staging.nbytes if self.staging else 0)
         return hosted_memory(waiting) + on_the_way
 
     def clear(self) -> None:
@@ -137,7 +137,7 @@ class Rotation:
         if self.staging is not None:
             self.staging.clear()
 
-    def leave(self, swap: Swap, scheduler: Scheduler, rows: Rows) -> None:
+    def leave(self, swap: Swap, scheduler: Scheduler, rows: KVManager) -> None:
         """Copy the memory of a sequence into main memory, and give its row away. If there is no room, it stays."""
         one, row = swap.leaving, swap.row
         try:
@@ -153,7 +153,7 @@ class Rotation:
         self.swaps += 1
 
 
-def hosted_memory(waiting: Iterable[Generation]) -> Memory:
+def hosted_memory(waiting: Iterable[Sequence]) -> MemoryUsage:
     """Return the bytes of all sequences in main memory."""
     found = (held for one in list(waiting) if (held := one.hosted) is not None)
-    return sum((replace(held.memory, allocated_bytes=held.contents.nbytes) for held in found), Memory())
+    return sum((replace(held.memory, allocated_bytes=held.contents.nbytes) for held in found), MemoryUsage())

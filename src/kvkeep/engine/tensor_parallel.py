@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import torch
 
-from kvkeep.engine.sequence import Generation
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError, UnsupportedOperationError
 from kvkeep.head_sharding import sharing
 from kvkeep.snapshot import Snapshot
@@ -50,7 +51,7 @@ def check_split(config: Any, **asked: object) -> None:
         )
 
 
-class Agreement:
+class EngineAgreement:
     """The processes whose engines run one model together, and what each of them is about to run.
 
     Args:
@@ -66,9 +67,9 @@ class Agreement:
         self.together, self._device = sharing(config), device
         alone = self.together.ranks == 1
         self._settings = {} if alone else {name: _shown(value) for name, value in settings.items()}
-        self._known: list[_Known] = []
+        self._known: list[_DescribedRequest] = []
 
-    def check(self, live: Iterable[Generation]) -> None:
+    def check(self, live: Iterable[Sequence]) -> None:
         """Compare the requests that wait or run in this process with those of the others. All of them must call it.
 
         Cost: a number from each process; a request is described once.
@@ -89,7 +90,7 @@ class Agreement:
                 f"else. {_REMEDY} The report was: {error!s:.200}"
             ) from error
 
-    def _digest(self, live: Iterable[Generation]) -> int:
+    def _digest(self, live: Iterable[Sequence]) -> int:
         """A number for the engine, its requests, and how far these are."""
         known = {one.of.id: one for one in self._known}
         self._known = [_known(one, known.get(one.id)) for one in live]
@@ -101,7 +102,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _DescribedRequest:
     """A request that has been described.
 
     Attributes:
@@ -110,7 +111,7 @@ class _Known:
         digest: of this.
     """
 
-    of: Generation
+    of: Sequence
     asked: Description
     digest: bytes
 
@@ -120,20 +121,20 @@ class _Known:
         return b"%d,%d;" % (self.of.fed, len(self.of.token_ids))
 
 
-def _known(one: Generation, before: _Known | None) -> _Known:
+def _known(one: Sequence, before: _DescribedRequest | None) -> _DescribedRequest:
     """A request's description; the same as before, unless a session's turn has got its prompt since then."""
     if before is not None and before.of is one:
         return before
     asked = described(one)
-    return _Known(one, asked, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest())
+    return _DescribedRequest(one, asked, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest())
 
 
-def progress(one: Generation) -> Description:
+def progress(one: Sequence) -> Description:
     """How far a request is: a process that takes other steps, of another engine, is somewhere else."""
     return {"tokens that were read": str(one.fed), "new tokens": str(len(one.token_ids))}
 
 
-def described(one: Generation) -> Description:
+def described(one: Sequence) -> Description:
     """What a request was given, as far as its tokens and its memory depend on it."""
     asked = {name: _shown(value) for name, value in _values(one.request) if name not in _ELSEWHERE}
     sampling = {name: _shown(value) for name, value in _values(one.request.sampling)}
@@ -152,7 +153,7 @@ def _shown(value: object) -> str:
     return repr(value.fingerprint if isinstance(value, Snapshot) else value)
 
 
-def difference(found: Sequence[Mapping[str, Any]]) -> str:
+def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
     """How the first process that was given something else than process 0 differs from it, in a sentence.
 
     Args:

@@ -210,7 +210,7 @@ def _rule(how: str | tuple[float, ...]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Tape:
+class LayerTape:
     """All that one layer was given for texts of equal length.
 
     Attributes:
@@ -289,11 +289,11 @@ class Recorder:
         self._options = options
         return self._layer.step(query, keys, values, options=options, phase=phase, real=real)
 
-    def tape(self) -> Tape:
+    def tape(self) -> LayerTape:
         """The record so far."""
         query, keys, values = (_joined(parts) for parts in zip(*self._given, strict=True))
         held = [members(positions, keys.shape[2]) for positions in self._held]
-        return Tape(query, keys, values, self._options, torch.stack(held, dim=2) if held else None)
+        return LayerTape(query, keys, values, self._options, torch.stack(held, dim=2) if held else None)
 
 
 def record(cache: BoundedCache) -> dict[int, Recorder]:
@@ -306,7 +306,7 @@ def record(cache: BoundedCache) -> dict[int, Recorder]:
 
 
 @torch.inference_mode()
-def tapes(model: Any, ids: Int[Tensor, "B n"]) -> dict[int, Tape]:
+def tapes(model: Any, ids: Int[Tensor, "B n"]) -> dict[int, LayerTape]:
     """Run texts under the full cache and record every layer, by its number in the model."""
     cache = BoundedCache(model.config, "full", ids.shape[1])
     recorders = record(cache)

@@ -121,7 +121,7 @@ _POWER = (1.960 + 0.842) / 1.960
 
 
 @dataclass(frozen=True)
-class Pair:
+class PolicyPair:
     """Two policies on the same questions.
 
     Attributes:
@@ -190,7 +190,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     return made
 
 
-def pairs(rows: Sequence[Row]) -> list[Pair]:
+def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
     """All pairs of policies of every task, protocol and budget; a policy that never evicts meets all budgets."""
     return [
         pair
@@ -202,7 +202,7 @@ def pairs(rows: Sequence[Row]) -> list[Pair]:
     ]
 
 
-def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], other: tuple[str, Grades]) -> Pair:
+def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], other: tuple[str, Grades]) -> PolicyPair:
     """Two policies, each with its grades, on the questions that both were asked."""
     both = {question: one[1][question] - other[1][question] for question in one[1] if question in other[1]}
     texts = [(sum(both[q] for q in own), len(own)) for own in _questions_by_text(both)]
@@ -210,7 +210,7 @@ def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], othe
     points = 100 * sum(both.values()) / n if n else math.nan
     interval = _at_least(_bootstrap(texts), points, n) if len(texts) > 1 else (math.nan, math.nan)
     names = (one[0], other[0])
-    return Pair(task, protocol, budget, *names, points, interval, sign_flip([d for d, _ in texts]), n, len(texts))
+    return PolicyPair(task, protocol, budget, *names, points, interval, sign_flip([d for d, _ in texts]), n, len(texts))
 
 
 def sign_flip(differences: Sequence[float]) -> float:
@@ -231,7 +231,7 @@ def sign_flip(differences: Sequence[float]) -> float:
     return reached / len(ways) if exact else (reached + 1) / (DRAWS + 1)
 
 
-def _corrected(found: Sequence[Pair]) -> list[Pair]:
+def _corrected(found: Sequence[PolicyPair]) -> list[PolicyPair]:
     """Pairs with `Pair.clear` and `Pair.needed`, by Holm's rule."""
     clear: set[int] = set()
     order = sorted(range(len(found)), key=lambda i: found[i].p)
@@ -245,7 +245,7 @@ def _corrected(found: Sequence[Pair]) -> list[Pair]:
     ]
 
 
-def _needed(pair: Pair, pairs_of_budget: int) -> int | None:
+def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
     """The questions that show the difference in four of five runs; never fewer than the test needs to be clear."""
     half = (pair.interval[1] - pair.interval[0]) / 2
     if not pair.points or math.isnan(half):
@@ -303,7 +303,7 @@ Answers: TypeAlias = dict[tuple[int, int, int], bool]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptShare:
     """The share of the full cache's answers that a policy gives, too.
 
     Attributes:
@@ -323,7 +323,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PolicyDifference:
     """The questions that one policy answers more than another, of those that the full cache answers.
 
     Attributes:
@@ -353,22 +353,22 @@ def answers(rows: Iterable[Row]) -> Answers:
     }
 
 
-def kept(own: Answers, full: Answers) -> Kept:
+def kept(own: Answers, full: Answers) -> KeptShare:
     """The share of the full cache's answers that stay, over the questions that both were asked."""
     both = own.keys() & full.keys()
     able = [question for question in both if full[question]]
     clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(able)]
     share = 100 * sum(right for right, _ in clusters) / len(able) if able else math.nan
-    return Kept(share, of_clustered_share(clusters), len(able), len(both) - len(able))
+    return KeptShare(share, of_clustered_share(clusters), len(able), len(both) - len(able))
 
 
-def difference(one: Answers, other: Answers, full: Answers) -> Difference:
+def difference(one: Answers, other: Answers, full: Answers) -> PolicyDifference:
     """The difference of two policies over the questions that both were asked and that the full cache answers."""
     able = [question for question in one.keys() & other.keys() & full.keys() if full[question]]
     clusters = [(sum(one[q] - other[q] for q in group), len(group)) for group in _by_text(able)]
     only = (sum(one[q] > other[q] for q in able), sum(one[q] < other[q] for q in able))
     points = 100 * (only[0] - only[1]) / len(able) if able else math.nan
-    return Difference(points, of_clustered_difference(clusters), only, len(able))
+    return PolicyDifference(points, of_clustered_difference(clusters), only, len(able))
 
 
 def share_tables(rows: Sequence[Row]) -> list[Table]:
@@ -446,12 +446,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _better(pair: Pair) -> str:
+def _better(pair: PolicyPair) -> str:
     one, other = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
     return f"{one} before {other}"
 
 
-def _span(group: Sequence[Pair]) -> str:
+def _span(group: Sequence[PolicyPair]) -> str:
     low, high = min(pair.n for pair in group), max(pair.n for pair in group)
     return str(low) if low == high else f"{low} to {high}"
 
@@ -467,7 +467,7 @@ def _order(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     return list(by_name(bounded)), list(by_budget(bounded))
 
 
-def _difference_table(about: str, group: Sequence[Pair], order: tuple[list[str], list[str]]) -> Table:
+def _difference_table(about: str, group: Sequence[PolicyPair], order: tuple[list[str], list[str]]) -> Table:
     names, budgets = order
     by = {budget: _against(own) for budget, own in grouped(group, lambda pair: pair.budget).items()}
     columns = [budget for budget in budgets if budget in by]
@@ -478,7 +478,7 @@ def _difference_table(about: str, group: Sequence[Pair], order: tuple[list[str],
     return Table(title, columns, {name: [by[budget].get(name, "") for budget in columns] for name in names})
 
 
-def _against(group: Sequence[Pair]) -> dict[str, str]:
+def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
     """The cell of each policy of a budget."""
     names = list(dict.fromkeys(name for pair in group for name in (pair.one, pair.other)))
     sums = dict.fromkeys(names, 0.0)
@@ -495,7 +495,7 @@ def _against(group: Sequence[Pair]) -> dict[str, str]:
     return cells
 
 
-def _cell(pair: Pair, sign: int) -> str:
+def _cell(pair: PolicyPair, sign: int) -> str:
     """``−12 (−20…−4) *``: points, their interval, and a star if the difference is clear."""
     if math.isnan(pair.points):
         return "–"

@@ -12,8 +12,8 @@ from kvkeep.evals.confidence import Interval, of_mean, of_share
 from kvkeep.evals.report import (
     FULL,
     MEASURES,
-    Measure,
     Row,
+    ScoreMeasure,
     Spread,
     by_budget,
     by_case,
@@ -109,12 +109,12 @@ def quality(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-def _curve(name: str, group: Sequence[Row], measure: Measure) -> Series:
+def _curve(name: str, group: Sequence[Row], measure: ScoreMeasure) -> Series:
     points = [_point(percent(part[0]), measure.of(part), part, measure) for part in by_budget(group).values()]
     return _series(name, sorted(points), reference=is_full(group))
 
 
-def _point(x: float, spread: Spread, part: Sequence[Row], measure: Measure) -> Point:
+def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure) -> Point:
     """A measure at a budget. Answers are counted over all seeds; other measures have an interval if seeds differ."""
     counts = [(row["score"].get("right"), row["score"].get("n")) for row in part]
     if measure.key != "accuracy" or any(None in pair for pair in counts):

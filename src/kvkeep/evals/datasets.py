@@ -31,7 +31,7 @@ _MARKS = ("dataset_info.json", "state.json"), ("dataset_dict.json",)
 
 
 @dataclass(frozen=True)
-class Place:
+class HubDataset:
     """A data set of the hub.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place:
         return f"{self.path} ({', '.join(filter(None, (self.config, self.split)))})"
 
 
-def hub_rows(place: Place, otherwise: str) -> list[dict[str, Any]]:
+def hub_rows(place: HubDataset, otherwise: str) -> list[dict[str, Any]]:
     """The rows of a data set of the hub; downloaded, or from the local cache if the hub cannot be reached.
 
     Args:
@@ -88,7 +88,7 @@ def saved(folder: Path, split: str) -> list[dict[str, Any]]:
     return made
 
 
-def _loaded(package: Any, place: Place) -> list[dict[str, Any]]:
+def _loaded(package: Any, place: HubDataset) -> list[dict[str, Any]]:
     builder = package.load_dataset_builder(place.path, place.config, revision=place.revision)
     if _READERS.isdisjoint(kind.__name__ for kind in type(builder).__mro__):
         raise ValueError(f"it is read by {type(builder).__name__}, and only tables are read here")
@@ -148,11 +148,11 @@ class Source:
     names: tuple[str, ...]
     public: str
     saved: str
-    hub: Place | None
+    hub: HubDataset | None
 
 
 @dataclass(frozen=True)
-class Rows:
+class DatasetRows:
     """The rows of a data set.
 
     Attributes:
@@ -197,7 +197,7 @@ def has(data: str | None, source: Source) -> bool:
 
 def rows(
     data: str | None, source: Source, task: str, fields: Mapping[str, type | tuple[type, ...]] | None = None
-) -> Rows:
+) -> DatasetRows:
     """The rows of a data set: of a file, of a saved folder, or of the hub.
 
     Args:
@@ -285,7 +285,7 @@ def _files(folder: str | None, source: Source) -> list[Path]:
     return [*(path for name in source.names if os.path.lexists(path := Path(folder, name))), *tables]
 
 
-def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> Rows:
+def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> DatasetRows:
     numbers, made = [], []
     for number, row in numbered:
         if not isinstance(row, dict):
@@ -294,10 +294,10 @@ def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> Rows:
         made.append(row)
     if not made:
         raise InputError(f"{name} has no {_MANY[unit]}.")
-    return Rows(name, unit, made, tuple(numbers))
+    return DatasetRows(name, unit, made, tuple(numbers))
 
 
-def _check(found: Rows, fields: Mapping[str, type | tuple[type, ...]]) -> None:
+def _check(found: DatasetRows, fields: Mapping[str, type | tuple[type, ...]]) -> None:
     for number, row in enumerate(found.rows):
         for name, kind in fields.items():
             if not isinstance(row.get(name), kind):

@@ -17,7 +17,7 @@ from kvkeep.policies.registry import parse, spec
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedBudget:
     """A budget as the user asked for it: a share of each row's text, or a number of tokens.
 
     Attributes:
@@ -50,12 +50,12 @@ class Asked:
         return ratios.from_ratio(self.ratio, length) if self.ratio is not None else int(self.tokens or 0)
 
 
-EVERYTHING = Asked(ratio=1.0)
+EVERYTHING = RequestedBudget(ratio=1.0)
 """The budget under which a policy that never evicts is listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class GridArguments:
     """A request: every policy at every budget.
 
     Attributes:
@@ -66,11 +66,11 @@ class Wanted:
     """
 
     policies: Sequence[Policy]
-    budgets: Sequence[Asked]
+    budgets: Sequence[RequestedBudget]
     setup: Setup = PLAIN
     kv_bits: Sequence[str | None] = ()
 
-    def pairs(self) -> list[tuple[Policy, Asked, Setup]]:
+    def pairs(self) -> list[tuple[Policy, RequestedBudget, Setup]]:
         """The combinations to run. A policy that never evicts is run once, since it keeps all tokens in every setup."""
         found = []
         for policy, bits in itertools.zip_longest(self.policies, self.kv_bits):
@@ -170,7 +170,7 @@ def _arm(text: str) -> tuple[Policy, str | None]:
     return parse(policy.strip()), (check_bits(bits.strip().removesuffix("bit")) or "16") if at else None
 
 
-def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int) -> list[Planned]:
+def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -> list[Planned]:
     """All cells of a task with data of one seed.
 
     Raises:
@@ -187,7 +187,7 @@ def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int) -> list[
     return planned
 
 
-def _numbers(task: Task, policy: Policy, asked: Asked, lengths: Sequence[int]) -> tuple[int, ...]:
+def _numbers(task: Task, policy: Policy, asked: RequestedBudget, lengths: Sequence[int]) -> tuple[int, ...]:
     """The budget of each row in tokens; enough for all tokens if nothing is evicted."""
     return tuple(asked.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
 

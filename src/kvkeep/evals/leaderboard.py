@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvkeep.errors import InputError
 from kvkeep.evals.confidence import of_cell
-from kvkeep.evals.records import Folder, protocol
-from kvkeep.evals.report import MEASURES, Measure, Row, by_case, grouped, held, of_task, over
+from kvkeep.evals.records import ResultFolder, protocol
+from kvkeep.evals.report import MEASURES, Row, ScoreMeasure, by_case, grouped, held, of_task, over
 from kvkeep.result_files import read_whole, write_whole
 
 FILES = ("leaderboard.html", "leaderboard.md")
@@ -40,7 +40,7 @@ class Board:
     notes: list[str]
 
 
-def board(folders: Sequence[Folder]) -> Board:
+def board(folders: Sequence[ResultFolder]) -> Board:
     """The results of folders whose tasks can stand in one table (`merging.read`).
 
     Raises:
@@ -100,27 +100,27 @@ def _line(row: Row) -> tuple[str, str, str]:
     return str(row["model"]), f"{row['policy']}{setup}", str(row["budget"])
 
 
-def _of(rows: Sequence[Row], measure: Measure, how: str) -> list[Row]:
+def _of(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> list[Row]:
     return [row for row in of_task(rows, measure.task) if protocol(row) == how]
 
 
-def _value(rows: Sequence[Row], measure: Measure, how: str) -> float:
+def _value(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> float:
     """The mean of a measure over cases, each of which counts alike; NaN without rows."""
     means = [measure.of(own).mean for own in by_case(_of(rows, measure, how)).values()]
     return over(means).mean if means else math.nan
 
 
-def _rank(rows: Sequence[Row], columns: Sequence[tuple[Measure, str]]) -> tuple[float, ...]:
+def _rank(rows: Sequence[Row], columns: Sequence[tuple[ScoreMeasure, str]]) -> tuple[float, ...]:
     """What lines are sorted by: the measures, best first; lines without a number come last."""
     values = [(_value(rows, *column), column[0].key in _LOW_IS_GOOD) for column in columns]
     return tuple(math.inf if math.isnan(value) else value if low else -value for value, low in values)
 
 
-def _title(measure: Measure, how: str) -> str:
+def _title(measure: ScoreMeasure, how: str) -> str:
     return f"{measure.title} ({how})" if how else measure.title
 
 
-def _cell(own: Sequence[Row], measure: Measure, how: str, cases: int) -> str:
+def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> str:
     """The mean over cases, its interval, and how many of the cases there are, where some are missing."""
     mine, value = _of(own, measure, how), _value(own, measure, how)
     if math.isnan(value):
@@ -136,7 +136,7 @@ def _held(rows: Sequence[Row]) -> str:
     return f"{over([held(row) for row in rows]).mean:.0%}"
 
 
-def _notes(folders: Sequence[Folder], rows: Sequence[Row]) -> list[str]:
+def _notes(folders: Sequence[ResultFolder], rows: Sequence[Row]) -> list[str]:
     settings = {task: dict(found) for folder in folders for task, found in folder.manifest["tasks"].items()}
     about = [f"{task}: {', '.join(f'{k}={v}' for k, v in found.items())}" for task, found in settings.items()]
     return [

@@ -18,8 +18,8 @@ from torch import Tensor
 from kvkeep.errors import InputError
 from kvkeep.evals import task
 from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches, left_padded
-from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.load import Checkpoint, ends_of
 from kvkeep.models.tokenization import Writer, encode, encode_rest
 from kvkeep.policies.base import Policy
@@ -70,7 +70,7 @@ class Replies:
 
     texts: list[str]
     kept: Float[Tensor, "B 10"]
-    memory: Memory
+    memory: MemoryUsage
 
 
 def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
@@ -172,7 +172,7 @@ def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, end
 _MOST = 8
 """Parts for each token of a prompt beyond which no longer text is looked for."""
 
-_Made = TypeVar("_Made", bound="Answered")
+_Made = TypeVar("_Made", bound="QATask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ class ItemPrompt:
 
 
 @dataclass(frozen=True)
-class Case:
+class TaskCase:
     """A part of a task.
 
     Attributes:
@@ -225,7 +225,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Answered(Task):
+class QATask(Task):
     """A task of items. A subclass has a name, a version, and `make`."""
 
     headline: ClassVar[str] = "score"
@@ -233,7 +233,7 @@ class Answered(Task):
     """Default number of items per case."""
 
     options: Options
-    made: dict[str, Case]
+    made: dict[str, TaskCase]
     about: dict[str, Any]
     notes_: tuple[str, ...] = ()
 
@@ -256,7 +256,7 @@ class Answered(Task):
     @abc.abstractmethod
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
-    ) -> Mapping[str, Case]:
+    ) -> Mapping[str, TaskCase]:
         """The cases by name.
 
         Args:
@@ -298,7 +298,7 @@ class Answered(Task):
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Ask all questions of a case, and grade the replies."""
         made, done = self.made[case], list(self._ask(writer, case, policy, budgets, setup))
         texts = [text for batch in done for text in batch.texts]
@@ -309,7 +309,7 @@ class Answered(Task):
             **self.more(case, texts),
             "kept": [round(share, 6) for share in kept.tolist()],
         }
-        return Outcome(score, sum((batch.memory for batch in done), Memory()))
+        return TaskOutcome(score, sum((batch.memory for batch in done), MemoryUsage()))
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
         """The grade of each reply."""

@@ -300,7 +300,7 @@ _FEW = ("shots=",)
 
 
 @dataclass(frozen=True)
-class Folder:
+class ResultFolder:
     """A folder of results, read.
 
     Attributes:
@@ -314,7 +314,7 @@ class Folder:
     rows: list[Row]
 
 
-def read(paths: Sequence[Path]) -> list[Folder]:
+def read(paths: Sequence[Path]) -> list[ResultFolder]:
     """Folders of results whose tasks can stand in one table.
 
     Raises:
@@ -363,29 +363,31 @@ def protocol(row: Row) -> str:
     return ",".join([*(part for part in rest if part.startswith(_FEW)), when.strip()])
 
 
-def _folder(path: Path) -> Folder:
+def _folder(path: Path) -> ResultFolder:
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is no folder; give the folders that hold results of kvkeep eval.")
     records = Records(path)
     manifest = records.manifest()
     if manifest is None:
         raise InputError(f"{path} has no results of kvkeep eval: it holds no run.json.")
-    return Folder(path, manifest, records.rows)
+    return ResultFolder(path, manifest, records.rows)
 
 
-def _same_tasks(one: Folder, other: Folder) -> None:
+def _same_tasks(one: ResultFolder, other: ResultFolder) -> None:
     for task in one.manifest["tasks"].keys() & other.manifest["tasks"].keys():
         first, second = one.manifest["tasks"][task], other.manifest["tasks"][task]
         _same(one, other, first, second, {key: f"{key!r} of {task}" for key in sorted({*first, *second})})
 
 
-def _same(one: Folder, other: Folder, a: Mapping[str, Any], b: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def _same(
+    one: ResultFolder, other: ResultFolder, a: Mapping[str, Any], b: Mapping[str, Any], names: Mapping[str, str]
+) -> None:
     for key, name in names.items():
         if a.get(key) != b.get(key):
             _refuse(one, other, f"{name} is {a.get(key)!r:.80} in the first and {b.get(key)!r:.80} in the second")
 
 
-def _same_protocols(one: Folder, other: Folder) -> None:
+def _same_protocols(one: ResultFolder, other: ResultFolder) -> None:
     first, second = (_protocols(folder.rows) for folder in (one, other))
     for task in first.keys() & second.keys():
         if first[task] != second[task]:
@@ -398,5 +400,5 @@ def _protocols(rows: Sequence[Row]) -> dict[str, set[str]]:
     return {task: {protocol(row) for row in own} for task, own in grouped(asked, lambda row: str(row["task"])).items()}
 
 
-def _refuse(one: Folder, other: Folder, what: str) -> NoReturn:
+def _refuse(one: ResultFolder, other: ResultFolder, what: str) -> NoReturn:
     raise InputError(f"{one.path} and {other.path} cannot be in one table: {what}. Take such folders apart.")

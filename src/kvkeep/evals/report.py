@@ -54,7 +54,7 @@ def over(values: Sequence[float]) -> Spread:
 
 
 @dataclass(frozen=True)
-class Measure:
+class ScoreMeasure:
     """A number in a task's score, and how to show it.
 
     Attributes:
@@ -96,27 +96,27 @@ def _digits(value: float) -> str:
 
 
 MEASURES = (
-    Measure("recall", "accuracy", "recall, % right", 0),
-    Measure("perplexity", "perplexity", "perplexity"),
-    Measure("continuation", "perplexity", "perplexity of the next tokens"),
-    Measure("agreement", "agreement", "agreement with the full cache, %", 0),
-    Measure("agreement", "kl", "KL(full ‖ bounded), nats"),
-    Measure("mass", "mass", "retained attention mass, %", 1),
-    Measure("mass", "regret", "regret against the best set of each row, %", 1),
-    Measure("ruler", "score", "RULER, % of the asked strings", 1),
-    Measure("choice", "score", "multiple choice, % right", 1),
-    Measure("longbench", "score", "LongBench, %", 1),
-    Measure("needle", "score", "needle, % found", 0),
-    Measure("passkey", "score", "passkey, % found", 0),
-    Measure("kv_retrieval", "score", "key-value retrieval, % found", 0),
-    Measure("conversation", "score", "conversation, % of facts found", 0),
-    Measure("summary", "score", "summaries, ROUGE-L", 1),
-    Measure("summary", "rouge2", "summaries, ROUGE-2", 1),
-    Measure("diversity", "score", "different pairs of words in a text, %", 1),
-    Measure("diversity", "self_bleu", "Self-BLEU among texts"),
-    Measure("long_generation", "score", "long generation, ROUGE-L with the full cache's text", 1),
-    Measure("long_generation", "before_difference", "long generation, % before the first difference", 1),
-    Measure("long_generation", "length_ratio", "long generation, length relative to the full cache's"),
+    ScoreMeasure("recall", "accuracy", "recall, % right", 0),
+    ScoreMeasure("perplexity", "perplexity", "perplexity"),
+    ScoreMeasure("continuation", "perplexity", "perplexity of the next tokens"),
+    ScoreMeasure("agreement", "agreement", "agreement with the full cache, %", 0),
+    ScoreMeasure("agreement", "kl", "KL(full ‖ bounded), nats"),
+    ScoreMeasure("mass", "mass", "retained attention mass, %", 1),
+    ScoreMeasure("mass", "regret", "regret against the best set of each row, %", 1),
+    ScoreMeasure("ruler", "score", "RULER, % of the asked strings", 1),
+    ScoreMeasure("choice", "score", "multiple choice, % right", 1),
+    ScoreMeasure("longbench", "score", "LongBench, %", 1),
+    ScoreMeasure("needle", "score", "needle, % found", 0),
+    ScoreMeasure("passkey", "score", "passkey, % found", 0),
+    ScoreMeasure("kv_retrieval", "score", "key-value retrieval, % found", 0),
+    ScoreMeasure("conversation", "score", "conversation, % of facts found", 0),
+    ScoreMeasure("summary", "score", "summaries, ROUGE-L", 1),
+    ScoreMeasure("summary", "rouge2", "summaries, ROUGE-2", 1),
+    ScoreMeasure("diversity", "score", "different pairs of words in a text, %", 1),
+    ScoreMeasure("diversity", "self_bleu", "Self-BLEU among texts"),
+    ScoreMeasure("long_generation", "score", "long generation, ROUGE-L with the full cache's text", 1),
+    ScoreMeasure("long_generation", "before_difference", "long generation, % before the first difference", 1),
+    ScoreMeasure("long_generation", "length_ratio", "long generation, length relative to the full cache's"),
 )
 
 ASKED = (

@@ -15,7 +15,7 @@ from typing import Any
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals import grid, texts
 from kvkeep.evals.attention_probe import Setup
-from kvkeep.evals.grid import Cell, Planned, Wanted
+from kvkeep.evals.grid import Cell, GridArguments, Planned
 from kvkeep.evals.records import Records
 from kvkeep.evals.report import Row
 from kvkeep.evals.task import Options, Task
@@ -30,7 +30,7 @@ TEXT_TASKS = {"perplexity", "continuation", "agreement", "mass"}
 
 
 @dataclass(frozen=True)
-class Part:
+class TaskPart:
     """A task with its data of one seed.
 
     Attributes:
@@ -57,7 +57,7 @@ class Grid:
 
     name: str
     checkpoint: Checkpoint
-    parts: list[Part]
+    parts: list[TaskPart]
     about_text: list[str]
 
     @property
@@ -82,7 +82,7 @@ class Grid:
 
 
 def lay_out(
-    checkpoint: Checkpoint, name: str, tasks: Sequence[type[Task]], wanted: Wanted, options: Sequence[Options]
+    checkpoint: Checkpoint, name: str, tasks: Sequence[type[Task]], wanted: GridArguments, options: Sequence[Options]
 ) -> Grid:
     """Make the tasks' data and plan all cells; needs no weights.
 
@@ -102,7 +102,7 @@ def lay_out(
     for own in options:
         for kind in tasks:
             task = kind.load(checkpoint, own)
-            parts.append(Part(task, grid.grid(checkpoint, task, wanted, own.seed), own))
+            parts.append(TaskPart(task, grid.grid(checkpoint, task, wanted, own.seed), own))
     reads_text = any(kind.name in TEXT_TASKS for kind in tasks)
     return Grid(name, checkpoint, parts, texts.notes(options[0]) if reads_text else [])
 
@@ -197,7 +197,7 @@ def fingerprint(writer: Writer) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class PartSource:
     """What the data of a part are made from.
 
     Attributes:
@@ -212,7 +212,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CellPiece:
     """A cell on its way to the process that runs it.
 
     Attributes:
@@ -230,7 +230,7 @@ class Piece:
     lengths: tuple[int, ...]
 
 
-class Bench:
+class CellRunner:
     """Runs cells one after the other, and holds the data of one part at a time.
 
     Args:
@@ -239,7 +239,7 @@ class Bench:
         sources: what the parts are made from, by their numbers.
     """
 
-    def __init__(self, writer: Writer, name: str, sources: Sequence[Source]) -> None:
+    def __init__(self, writer: Writer, name: str, sources: Sequence[PartSource]) -> None:
         self.writer, self._name, self._sources = writer, name, sources
         self._part = -1
         self._task: Task | None = None
@@ -248,7 +248,7 @@ class Bench:
         """The model, as the description of a run has it."""
         return {"weights": fingerprint(self.writer), "dtype": self.writer.dtype}
 
-    def run(self, piece: Piece) -> Row:
+    def run(self, piece: CellPiece) -> Row:
         """The row of a cell.
 
         Raises:

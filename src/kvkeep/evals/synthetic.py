@@ -15,7 +15,7 @@ from typing import Any
 
 from kvkeep.errors import InputError
 from kvkeep.evals import datasets
-from kvkeep.evals.datasets import Place, Source, text
+from kvkeep.evals.datasets import HubDataset, Source, text
 from kvkeep.evals.qa_task import Item
 from kvkeep.models.tiny.recall import own_filler
 
@@ -202,19 +202,19 @@ SOURCES = {
         ("squad.json", "dev-v2.0.json"),
         "SQuAD 2.0's development set as its authors publish it (JSON)",
         "squad_v2",
-        Place("rajpurkar/squad_v2", None, "validation"),
+        HubDataset("rajpurkar/squad_v2", None, "validation"),
     ),
     "qa_2": Source(
         ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
         "HotpotQA's development set with distractors as its authors publish it (JSON)",
         "hotpot_qa",
-        Place("hotpotqa/hotpot_qa", "distractor", "validation"),
+        HubDataset("hotpotqa/hotpot_qa", "distractor", "validation"),
     ),
 }
 
 
 @dataclass(frozen=True)
-class Asked:
+class SyntheticQuestion:
     """A question.
 
     Attributes:
@@ -235,7 +235,7 @@ class Library:
     """Documents and questions about them."""
 
     documents: tuple[str, ...]
-    questions: tuple[Asked, ...]
+    questions: tuple[SyntheticQuestion, ...]
 
 
 def library(name: str, data: str | None) -> Library:
@@ -264,7 +264,7 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     for article, said, _, _ in asked:
         about.setdefault(article, set()).add(numbers[said])
     questions = [
-        Asked(question, answers, (numbers[said],), tuple(sorted(about[article] - {numbers[said]})))
+        SyntheticQuestion(question, answers, (numbers[said],), tuple(sorted(about[article] - {numbers[said]})))
         for article, said, question, answers in asked
         if answers
     ]
@@ -304,7 +304,9 @@ def _different(answers: Any) -> tuple[str, ...]:
 def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
     texts = sorted({said for _, _, shown in rows for said in shown})
     numbers = {said: i for i, said in enumerate(texts)}
-    questions = [Asked(asked, (answer,), tuple(numbers[said] for said in shown)) for asked, answer, shown in rows]
+    questions = [
+        SyntheticQuestion(asked, (answer,), tuple(numbers[said] for said in shown)) for asked, answer, shown in rows
+    ]
     return Library(tuple(texts), tuple(questions))
 
 
@@ -324,7 +326,7 @@ def _document(title: Any, said: Any) -> str:
     return f"{title}\n{''.join(said)}"
 
 
-def document_items(found: Library, asked: Asked, seed: str) -> Callable[[int], Item]:
+def document_items(found: Library, asked: SyntheticQuestion, seed: str) -> Callable[[int], Item]:
     """Makes a prompt with the needed documents and this many others, in a random order."""
 
     def make(n: int) -> Item:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep.errors import InputError
 from kvkeep.evals.attention_probe import PLAIN, Setup
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.tiny.documents import STYLES
 from kvkeep.models.tiny.recall import most_facts
@@ -95,7 +95,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """The result of running a task.
 
     Attributes:
@@ -104,7 +104,7 @@ class Outcome:
     """
 
     score: dict[str, Any]
-    memory: Memory
+    memory: MemoryUsage
 
 
 class Task(abc.ABC):
@@ -153,7 +153,7 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Measure one policy with one budget per row of the case, in caches made as ``setup`` says."""
 
 

@@ -12,9 +12,9 @@ from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.explain import runs
-from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, Run
+from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
 from kvkeep.explain.recorder import refuse_states
-from kvkeep.explain.runs import Prompt, pieces
+from kvkeep.explain.runs import ExplainPrompt, pieces
 from kvkeep.models.attention import attached
 from kvkeep.models.device import enough_memory
 from kvkeep.models.document_prompt import SEPARATOR
@@ -44,7 +44,7 @@ _MOST_TOKENS = 2**17
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExplainArguments:
     """The arguments of `explain`, checked as far as they can be without a model."""
 
     policies: list[Policy]
@@ -108,7 +108,7 @@ def explain(  # noqa: PLR0913  the choices of a user
         slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)
         rooms = [_room(one, slots, prompt) for one in asked.policies]
-        work = runs.Work(found, prompt, rooms, progress)
+        work = runs.WorkDone(found, prompt, rooms, progress)
         with enough_memory(found.device):
             ledgers = [
                 runs.bounded(found, one, room, prompt, work) for one, room in zip(asked.policies, rooms, strict=True)
@@ -126,7 +126,7 @@ def explain(  # noqa: PLR0913  the choices of a user
             heads=ledgers[0].answered.heads,
             answer=pieces(tokens, answer),
             runs=[
-                Run(
+                PolicyRun(
                     str(policy),
                     ledger,
                     other,
@@ -138,7 +138,9 @@ def explain(  # noqa: PLR0913  the choices of a user
         )
 
 
-def check(policies: Sequence[str | Policy], budget: int | float, *, prefill_chunk: int, max_new_tokens: int) -> Asked:
+def check(
+    policies: Sequence[str | Policy], budget: int | float, *, prefill_chunk: int, max_new_tokens: int
+) -> ExplainArguments:
     """Return the arguments of `explain` after the checks that need no model.
 
     Raises:
@@ -162,7 +164,7 @@ def check(policies: Sequence[str | Policy], budget: int | float, *, prefill_chun
             f"max_new_tokens={new_tokens} is outside 1 … {MOST_NEW_TOKENS}: the page has {MOST_MOMENTS} moments, and "
             "most of them are the prompt's. Ask for fewer new tokens."
         )
-    return Asked(made, budget, chunk, new_tokens)
+    return ExplainArguments(made, budget, chunk, new_tokens)
 
 
 @contextmanager
@@ -190,7 +192,9 @@ def _joined(text: str, question: str) -> str:
     return text if not question.strip() else f"{text}{SEPARATOR}{question}"
 
 
-def _prompt(checkpoint: Checkpoint, model: Any, message: str, asked: Asked, *, raw: bool) -> tuple[Prompt, list[str]]:
+def _prompt(
+    checkpoint: Checkpoint, model: Any, message: str, asked: ExplainArguments, *, raw: bool
+) -> tuple[ExplainPrompt, list[str]]:
     """The prompt, and remarks on how it is read."""
     ids, notes, chunk = encode(checkpoint, message, raw=raw)[0], list[str](), asked.chunk
     if len(ids) < 2:
@@ -207,10 +211,10 @@ def _prompt(checkpoint: Checkpoint, model: Any, message: str, asked: Asked, *, r
     trained = trained_length(checkpoint.config)
     if trained and len(ids) + asked.new_tokens > trained:
         notes.append(f"The text is longer than the {trained} tokens that the model was trained for.")
-    return Prompt(ids, chunk, asked.new_tokens, frozenset(ends_of(model))), notes
+    return ExplainPrompt(ids, chunk, asked.new_tokens, frozenset(ends_of(model))), notes
 
 
-def _slots(asked: Asked, tokens: int, notes: list[str]) -> int:
+def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
     """The budget in tokens. A share of a short text grows to what the policies protect, and a remark says so."""
     if isinstance(asked.budget, int):
         return asked.budget
@@ -223,12 +227,12 @@ def _slots(asked: Asked, tokens: int, notes: list[str]) -> int:
     return slots
 
 
-def _room(policy: Policy, slots: int, prompt: Prompt) -> int:
+def _room(policy: Policy, slots: int, prompt: ExplainPrompt) -> int:
     """The budget of a policy; one that never evicts has room for everything."""
     return slots if policy.evicts else prompt.length
 
 
-def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, prompt: Prompt) -> None:
+def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, prompt: ExplainPrompt) -> None:
     """Refuse policies and budgets that cannot run, before the first one runs."""
     refuse_states(checkpoint.name, checkpoint.config)
     for policy in policies:
@@ -241,7 +245,7 @@ def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
     return sum(a == b for a, b in zip(ids, answer, strict=False)) / max(len(ids), len(answer))
 
 
-def _call(name: str, question: str, asked: Asked) -> str:
+def _call(name: str, question: str, asked: ExplainArguments) -> str:
     model = None if name == "the embedded model" else name
     chosen = [str(one) for one in asked.policies]
     return f"kvkeep.explain({model!r}, text, question={question!r}, policies={chosen}, budget={asked.budget})"

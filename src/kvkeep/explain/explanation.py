@@ -200,7 +200,7 @@ def lives(found: Explanation, token: int) -> list[Heat]:
         InputError: there is no such token.
     """
 
-    def share(run: Run) -> Float[Tensor, " H"]:
+    def share(run: PolicyRun) -> Float[Tensor, " H"]:
         position = _index(token, run.ledger.read, "token")
         first = next(now for now in range(run.ledger.moments) if position < found.read(now))
         dropped = run.ledger.dropped[:, position]
@@ -209,7 +209,7 @@ def lives(found: Explanation, token: int) -> list[Heat]:
     return _maps(found, f"Time that token {token} was held, %", share)
 
 
-def _maps(found: Explanation, title: str, of: Callable[[Run], Float[Tensor, " H"]]) -> list[Heat]:
+def _maps(found: Explanation, title: str, of: Callable[[PolicyRun], Float[Tensor, " H"]]) -> list[Heat]:
     """One map of layers and KV heads for each run, of a share for each head."""
     layers, heads = sorted({layer for layer, _ in found.heads}), 1 + max(head for _, head in found.heads)
     places = torch.tensor([layers.index(layer) * heads + head for layer, head in found.heads])
@@ -233,7 +233,7 @@ def _wide(title: str, y_label: str, names: list[str], shares: Iterable[Float[Ten
     return Heat(title, "position", y_label, columns, names, lines, wide=True)
 
 
-def _held(found: Explanation, run: Run, moment: int) -> Float[Tensor, "H n"]:
+def _held(found: Explanation, run: PolicyRun, moment: int) -> Float[Tensor, "H n"]:
     """1 where a head holds a token after a moment; NaN for tokens that are not read yet."""
     held = ~run.ledger.lacks(moment + 1)[:, : run.ledger.read]
     return held.float().masked_fill(torch.arange(run.ledger.read) >= found.read(moment), torch.nan)
@@ -255,7 +255,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class PolicyRun:
     """One policy.
 
     Attributes:
@@ -322,7 +322,7 @@ class Explanation:
     budget: int
     heads: list[tuple[int, int]]
     answer: list[str]
-    runs: list[Run]
+    runs: list[PolicyRun]
 
     @cached_property
     def data(self) -> dict[str, Any]:

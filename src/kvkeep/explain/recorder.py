@@ -29,7 +29,7 @@ from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots, State, View
 _MASS = Mass()
 
 
-class Keys:
+class TextKeys:
     """The keys of a whole text.
 
     Args:
@@ -121,7 +121,7 @@ class Watch:
     _positions: Int[Tensor, "Hk S"]
 
     def __init__(self, layer: Layer, length: int):
-        self.layer, self.keys, self._length = layer, Keys(length), length
+        self.layer, self.keys, self._length = layer, TextKeys(length), length
 
     def step(
         self,
@@ -143,7 +143,7 @@ class Watch:
         return out
 
 
-class Whole:
+class WholeTextRecorder:
     """Takes the steps of a layer and keeps all tokens.
 
     Args:
@@ -156,7 +156,7 @@ class Whole:
     _values: Float[Tensor, "1 Hk n E"]
 
     def __init__(self, length: int):
-        self.keys, self._length = Keys(length), length
+        self.keys, self._length = TextKeys(length), length
 
     @property
     def columns(self) -> int:
@@ -205,7 +205,7 @@ class FullCache:
 
     def __init__(self, model: Any, length: int):
         self._model = model
-        self._layers = {number: Whole(length) for number in windows_of(model.config)}
+        self._layers = {number: WholeTextRecorder(length) for number in windows_of(model.config)}
         self._cache = handing_cache(model.config, self._layers.__getitem__)
 
     def feed(self, ids: Int[Tensor, " T"], phase: Phase) -> Float[Tensor, " V"]:
@@ -240,7 +240,7 @@ def refuse_states(name: str, config: Any) -> None:
     Raises:
         UnsupportedModelError: it has such layers.
     """
-    cache = handing_cache(config, lambda number: Whole(1))
+    cache = handing_cache(config, lambda number: WholeTextRecorder(1))
     if any(not isinstance(layer, HandingLayer) for layer in cache.layers):
         raise UnsupportedModelError(
             f"{name} has layers that keep a state instead of tokens, which cannot be compared with a full cache token "

@@ -29,7 +29,7 @@ HELD = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Answered:
+class RunAnswer:
     """The end of a run.
 
     Attributes:
@@ -71,7 +71,7 @@ class Ledger:
     rivals: list[Int[Tensor, " H"]] = field(default_factory=list)
     rival_scores: list[Float[Tensor, " H"]] = field(default_factory=list)
     read: int = 0
-    answered: Answered = field(default_factory=lambda: Answered([], [], [], 0, 0))
+    answered: RunAnswer = field(default_factory=lambda: RunAnswer([], [], [], 0, 0))
 
     @classmethod
     def of(cls, heads: int, length: int) -> Ledger:
@@ -135,7 +135,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class ExplainPrompt:
     """A prompt and how it is read.
 
     Attributes:
@@ -160,7 +160,7 @@ class Prompt:
         return list(self.ids.split(self.chunk))
 
 
-class Work:
+class WorkDone:
     """The share of the work that is done, in products of numbers: time follows it closely enough for a bar.
 
     Args:
@@ -170,7 +170,7 @@ class Work:
         progress: called with the share after each step.
     """
 
-    def __init__(self, model: Any, prompt: Prompt, rooms: Sequence[int], progress: Callable[[float], object]):
+    def __init__(self, model: Any, prompt: ExplainPrompt, rooms: Sequence[int], progress: Callable[[float], object]):
         config = unwrapped(model).config
         vocabulary = config.get_text_config().vocab_size  # embeddings are looked up, and logits are needed once a step
         self._weights: int = sum(one.numel() for one in model.parameters() if vocabulary not in one.shape)
@@ -206,7 +206,7 @@ class Missed:
 
 
 @torch.inference_mode()
-def bounded(model: Any, policy: Policy, budget: int, prompt: Prompt, work: Work) -> Ledger:
+def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work: WorkDone) -> Ledger:
     """Run a prompt and its greedy answer in a bounded cache, and record every moment.
 
     Args:
@@ -236,7 +236,7 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: Prompt, work: Work)
             pieces.append((torch.tensor(ids[-1:]), Phase.DECODE))
     memory = cache.memory()
     heads = [(number, head) for number, one in watches.items() for head in range(one.held.shape[0])]
-    ledger.answered = Answered(ids, heads, _budgets(cache), memory.allocated_bytes, memory.full_bytes)
+    ledger.answered = RunAnswer(ids, heads, _budgets(cache), memory.allocated_bytes, memory.full_bytes)
     return ledger
 
 
@@ -250,7 +250,9 @@ def _budgets(cache: BoundedCache) -> list[int]:
 
 
 @torch.inference_mode()
-def full(model: Any, prompt: Prompt, ledgers: Sequence[Ledger], work: Work) -> tuple[list[int], list[Missed]]:
+def full(
+    model: Any, prompt: ExplainPrompt, ledgers: Sequence[Ledger], work: WorkDone
+) -> tuple[list[int], list[Missed]]:
     """Run a prompt under the full cache, its own greedy answer, and then the answer of each bounded run.
 
     Args:

@@ -1,7 +1,7 @@
 """The memory of a layer: a `Store` holds keys, values and positions, and a `Block` is all that the layer allocates."""
 
 from kvkeep.kv.block import Block, add_state, beside, lacks, settle, view_of
-from kvkeep.kv.cascade import Alone, Cascade
+from kvkeep.kv.cascade import Cascade, NoCascade
 from kvkeep.kv.joint_block import JointBlock, PartBlock, check_together, divide, give, make_room
 from kvkeep.kv.pooled_store import POOLED, PooledStore, kind_of
 from kvkeep.kv.row_copy import (
@@ -21,11 +21,11 @@ from kvkeep.kv.store import QUANTISED, DenseStore, QuantisedStore, Store, infere
 __all__ = [
     "POOLED",
     "QUANTISED",
-    "Alone",
     "Block",
     "Cascade",
     "DenseStore",
     "JointBlock",
+    "NoCascade",
     "Pack",
     "PartBlock",
     "PooledStore",

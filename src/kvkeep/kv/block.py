@@ -15,7 +15,7 @@ from kvkeep import budget as budgets
 from kvkeep import pins as spans
 from kvkeep.errors import PolicyError, ShapeError
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.kv.memory_usage import Memory, bytes_of
+from kvkeep.kv.memory_usage import MemoryUsage, bytes_of
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.slot_codec import Beside, LazySlots, LazyView, Tokens
 from kvkeep.kv.store import DenseStore, Store
@@ -300,13 +300,13 @@ class Block:
             found[name] = held.copy_(selected) if len(selected) == len(held) else selected
         self._take(found)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes, summed over the tensors. The formula is in ``docs/layouts.md``."""
         if not self.store.room:
-            return Memory()  # no rows
+            return MemoryUsage()  # no rows
         everything, slots = bytes_of(self.per_row().values()), bytes_of(self.store.per_row().values())
         per_slot = (slots + bytes_of(self.of_slots().values())) // self.store.room
-        return Memory(
+        return MemoryUsage(
             allocated_bytes=everything,
             occupied_bytes=per_slot * self.store.n_tokens,
             state_bytes=everything - slots,

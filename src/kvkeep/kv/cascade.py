@@ -128,7 +128,7 @@ class Cascade:
         self._held = positions.long().masked_fill(positions < 0, _LATER).sort(dim=1).values
 
 
-class Alone:
+class NoCascade:
     """A `Cascade` that holds nothing, for layers that share nothing."""
 
     def __init__(self) -> None:

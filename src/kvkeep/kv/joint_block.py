@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy, pin_row
 from kvkeep.types import EMPTY
@@ -118,9 +118,9 @@ class PartBlock(Block):
         """See `Block`; the mean over the layers, which share it."""
         return self.whole.budget_of(row) // self.whole.layers
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """Bytes of all layers, counted with the first one."""
-        return Memory() if self.number else self.whole.memory()
+        return MemoryUsage() if self.number else self.whole.memory()
 
 
 def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice = slice(None)) -> None:

@@ -14,7 +14,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUsage:
     """What a cache holds, in bytes; reports of layers add up.
 
     Attributes:
@@ -30,8 +30,8 @@ class Memory:
     state_bytes: int = 0
     full_bytes: int = 0
 
-    def __add__(self, other: Memory) -> Memory:
-        return Memory(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+    def __add__(self, other: MemoryUsage) -> MemoryUsage:
+        return MemoryUsage(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     @property
     def compression(self) -> float:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from kvkeep.errors import InputError
 from kvkeep.models.files import explained
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.sandbox import Worker
+from kvkeep.models.sandbox import SandboxProcess
 from kvkeep.pins import Span, Spans, spans
 
 TIMEOUT_S = 10.0
@@ -74,8 +74,8 @@ def _asked(line: str) -> dict[str, str]:
     return found or {"error": f"it takes more than {TIMEOUT_S:.0f} s or {MEMORY_BYTES >> 20} MiB"}
 
 
-def _new() -> Worker:
-    return Worker(Path(__file__).with_name("sandbox_render.py"), MEMORY_BYTES)
+def _new() -> SandboxProcess:
+    return SandboxProcess(Path(__file__).with_name("sandbox_render.py"), MEMORY_BYTES)
 
 
 _WORKER = _new()

@@ -36,7 +36,7 @@ def is_decoder(module: nn.Module) -> bool:
     return module._modules.keys() == _NAMES and all(part is not None for part in module._modules.values())
 
 
-class Parts(NamedTuple):
+class FusedParts(NamedTuple):
     """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none."""
 
     attention: Any
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
     feed: nn.Module
 
 
-def parts_of(layer: nn.Module) -> Parts | None:
+def parts_of(layer: nn.Module) -> FusedParts | None:
     """The parts of a layer; ``None`` if one is missing, has been replaced, or somebody wants to see its calls."""
     own: dict[str, Any] = layer._modules
     if own.keys() != _NAMES:
@@ -71,7 +71,7 @@ def parts_of(layer: nn.Module) -> Parts | None:
     for one in (*own.values(), *of_attention.values(), *of_feed.values()):
         if one is not None and is_heard(one):
             return None
-    return Parts(
+    return FusedParts(
         attention,
         first,
         (linear[0], linear[1], linear[2]),
@@ -83,7 +83,7 @@ def parts_of(layer: nn.Module) -> Parts | None:
     )
 
 
-class Calls:
+class FusedCalls:
     """The two calls of a layer, as long as its weights lie where they are. Addresses alone keep no weight alive.
 
     Args:
@@ -91,7 +91,7 @@ class Calls:
         parts: its parts.
     """
 
-    def __init__(self, layer: nn.Module, parts: Parts) -> None:
+    def __init__(self, layer: nn.Module, parts: FusedParts) -> None:
         heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
         self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
         self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
@@ -202,7 +202,7 @@ _recorded: ContextVar[Callable[..., Tensor]] = ContextVar("_recorded")
 
 
 def _run(
-    parts: Parts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: Calls
+    parts: FusedParts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: FusedCalls
 ) -> Tensor | None:
     """The output of a layer for a token per row; ``None`` if the kernel cannot compute it."""
     found = calls.before(x, angles)
@@ -238,12 +238,12 @@ class FusedLayer(nn.Module):
         attention: Any = self._modules.get("self_attn")
         if attention is None or attention.training or not is_ours(attention.config):
             return None
-        calls: Calls | None = vars(self).get("_calls")
+        calls: FusedCalls | None = vars(self).get("_calls")
         weights = None if calls is None else calls.weights(self)
         if calls is None or weights is None:
             if (parts := parts_of(self)) is None:
                 return None
-            calls = vars(self)["_calls"] = Calls(self, parts)
+            calls = vars(self)["_calls"] = FusedCalls(self, parts)
             weights = calls.weights(self)
         more = (kwargs[name] for name in kwargs.keys() - _KNOWN)
         if angles[0].shape[-1] != attention.head_dim or not all(one is None or one is False for one in more):
@@ -285,7 +285,7 @@ def fuse_layer(layer: nn.Module) -> bool:
     return True
 
 
-def _is_all(layer: nn.Module, parts: Parts) -> bool:
+def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
     """Whether a layer has no weights but those of its parts: others may be changed after the trial."""
     norms = [norm for norm in (parts.first, parts.second, *parts.heads) if norm is not None]
     known = {id(weight) for one in (*norms, *parts.qkv, parts.output, *parts.gated) for weight in one.parameters()}
@@ -354,13 +354,13 @@ class _Trial:
         module, *self.heads, mask, self.constants = calls[0]
         return module is self._attention and mask is None
 
-    def run(self, parts: Parts, attend: Attend | None = None) -> Tensor | None:
+    def run(self, parts: FusedParts, attend: Attend | None = None) -> Tensor | None:
         """The output of the kernel."""
-        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), Calls(self._layer, parts))
+        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), FusedCalls(self._layer, parts))
 
 
 @torch.inference_mode()
-def _constants(layer: nn.Module, parts: Parts) -> dict[str, Any] | None:
+def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
     """What a layer tells attention in every call, if the kernel computes the same up to rounding; else ``None``."""
     try:
         trial = _Trial(layer, SCALES)

@@ -135,7 +135,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-class Together:
+class FusedLinears:
     """Linear layers that are called in turn with the same tensor: the first call computes all outputs.
 
     The other outputs are kept until their layers ask for them with the very same tensor, once.
@@ -164,7 +164,7 @@ class FusedLinear(nn.Linear):
     In a dtype in which torch is slow on this processor, all its products are faster.
     """
 
-    _together: Together | None = None
+    _together: FusedLinears | None = None
 
     def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
         """The product with the weights, plus the bias."""

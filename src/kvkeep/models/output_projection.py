@@ -37,7 +37,7 @@ class OutputOf:
         self._module, self._heads = module, heads
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """See `kvkeep.types.Output`."""
+        """See `kvkeep.types.OutputProjection`."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
         if linear is not None:
@@ -46,7 +46,7 @@ class OutputOf:
         return norms
 
     def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """See `kvkeep.types.Output`."""
+        """See `kvkeep.types.OutputProjection`."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
         if linear is None:

@@ -17,9 +17,9 @@ from kvkeep.models.fused_modules import (
     TOLERANCE,
     FusedGate,
     FusedLinear,
+    FusedLinears,
     FusedNorm,
     PackedLinear,
-    Together,
     agrees,
     faster,
     mixed,
@@ -253,6 +253,6 @@ def _join(module: nn.Module) -> None:
     layers = [getattr(module, name, None) for name, _ in calls]
     fused = [layer for layer in layers if isinstance(layer, FusedLinear)]
     if len({name for name, _ in calls}) == len(fused) == 3 and len({argument for _, argument in calls}) == 1:
-        together = Together(fused)
+        together = FusedLinears(fused)
         for layer in fused:
             layer._together = together

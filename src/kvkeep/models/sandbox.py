@@ -16,7 +16,7 @@ _START_S = 300.0
 """Seconds until the script is ready. It was asked nothing yet, so only a machine without a free core takes long."""
 
 
-class Worker:
+class SandboxProcess:
     """A process that runs a script of kvkeep. It is started when it is first asked, and again after it was killed.
 
     The script prints ``{}`` when it is ready, and then one JSON line for each line that it reads.

@@ -16,7 +16,7 @@ from kvkeep.models.quantized_weights import parts
 from kvkeep.models.support import unwrapped
 
 _SAMPLES = 256
-_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, _KnownHash] = weakref.WeakKeyDictionary()
 
 
 class WeightsOf:
@@ -61,7 +61,7 @@ def fingerprint(model: nn.Module) -> str:
     known = _known.get(model)
     if known is None or known.modules.key() != known.key:
         modules = _Modules(model)
-        known = _known[model] = _Known(modules, modules.key(), _hash(dict(sorted(_weights(model)))))
+        known = _known[model] = _KnownHash(modules, modules.key(), _hash(dict(sorted(_weights(model)))))
     return known.hash
 
 
@@ -94,7 +94,7 @@ def _children(module: nn.Module) -> list[tuple[str, int]]:
     return [(name, id(child)) for name, child in module._modules.items()]
 
 
-class _Known(NamedTuple):
+class _KnownHash(NamedTuple):
     """A hash that was computed, and the parameters that it belongs to."""
 
     modules: _Modules

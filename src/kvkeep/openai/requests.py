@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kvkeep.engine.request import Structure, json_structure, structure_of
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai.messages import BY_WORDS, ParameterError, ToolUse, messages_of, short, whole_text
 from kvkeep.openai.tools import Tools, tools_of
@@ -131,7 +131,7 @@ _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedBody:
     """A body that was read.
 
     Attributes:
@@ -166,7 +166,7 @@ class Asked:
 
 def read(
     url: str, body: object, *, honoured: Collection[str] = (), tells: bool = True, use: ToolUse = BY_WORDS
-) -> Asked:
+) -> ParsedBody:
     """Read a body.
 
     Args:
@@ -208,10 +208,10 @@ def read(
         spelling["min_new_tokens"] = "min_tokens"
     names = ("structured_outputs", "response_format")
     named = "tools" if tools else next((name for name in names if structure is not None and given.get(name)), None)
-    return Asked(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, named)
+    return ParsedBody(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, named)
 
 
-def in_words_of(asked: Asked, error: Exception) -> Exception:
+def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
     """An error of an option, with the name that the parameter has in the body."""
     text = str(error)
     for option, name in asked.spelling.items():
@@ -315,7 +315,7 @@ def _shares(given: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     on = {name: value for name, value in found.items() if value not in _OFF[name]}
     try:
         checked: dict[str, Any] = {name: value if name == "top_k" else float(value) for name, value in on.items()}
-        Sampling(temperature=1.0, **checked)  # checks the numbers, also where they have no effect
+        SamplingParams(temperature=1.0, **checked)  # checks the numbers, also where they have no effect
     except KVKeepError as error:
         name = next((name for name in on if str(error).startswith(f"{name}=")), "top_p")
         raise ParameterError(name, f"is refused: {error}") from error

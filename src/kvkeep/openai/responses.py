@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from kvkeep.engine.request import Logprob, Result
-from kvkeep.openai.requests import CHAT, Asked
-from kvkeep.openai.tools import Calls
+from kvkeep.openai.requests import CHAT, ParsedBody
+from kvkeep.openai.tools import ToolCallParser
 
 Show: TypeAlias = Callable[[int | None, int], str]
 """Returns the text of a token; the token before it, if there is one, decides about white space."""
@@ -18,7 +18,7 @@ LEAST = -9999.0
 
 
 def answer(
-    asked: Asked, results: Sequence[Result], *, name: str, created: int, model: str, show: Show
+    asked: ParsedBody, results: Sequence[Result], *, name: str, created: int, model: str, show: Show
 ) -> dict[str, Any]:
     """The body of an answer.
 
@@ -71,7 +71,7 @@ def error(message: str, *, status: int, param: str | None = None) -> dict[str, A
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
-def calls_of(asked: Asked, name: str, index: int) -> Calls | None:
+def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
     """The parser of the tool calls in an answer's text; ``None`` if no tool may be called.
 
     Args:
@@ -81,15 +81,15 @@ def calls_of(asked: Asked, name: str, index: int) -> Calls | None:
     """
     if asked.tools is None:
         return None
-    return Calls(f"{name}_{index}", asked.tools.use, asked.tools.names, anywhere=not asked.begins_with_call)
+    return ToolCallParser(f"{name}_{index}", asked.tools.use, asked.tools.names, anywhere=not asked.begins_with_call)
 
 
-def reason_of(result: Result, calls: Calls | None) -> str:
+def reason_of(result: Result, calls: ToolCallParser | None) -> str:
     """Why an answer has ended: ``tool_calls`` if it is complete and calls tools."""
     return "tool_calls" if result.finish_reason == "stop" and calls and calls.count else result.finish_reason
 
 
-def _message(asked: Asked, name: str, index: int, result: Result, show: Show | None) -> dict[str, Any]:
+def _message(asked: ParsedBody, name: str, index: int, result: Result, show: Show | None) -> dict[str, Any]:
     calls = calls_of(asked, name, index)
     said = calls.whole(result.text) if calls else {"content": result.text}
     return {

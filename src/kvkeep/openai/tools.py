@@ -15,7 +15,7 @@ from kvkeep.openai.messages import BY_WORDS, NAME, ParameterError, ToolUse, shor
 # Calls of tools in an answer: read from its text, piece by piece, and written as OpenAI's API does.
 
 
-class Calls:
+class ToolCallParser:
     """Reads an answer as content and calls, in pieces of text that need not end with either.
 
     What looks like a call and is none, such as one of an unknown name or one that ends within its name, is content.

@@ -21,7 +21,7 @@ LONGEST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class History(Policy):
+class BurstPolicy(Policy):
     """Drops several tokens whenever a row is over budget: the worst ones in a window of the last rows.
 
     Among generated tokens, bursts are ``drop`` steps apart, and the window is no longer than that. The first row of the

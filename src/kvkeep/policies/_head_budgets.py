@@ -16,7 +16,7 @@ from kvkeep.budget import table
 from kvkeep.errors import BudgetError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.kv import ranking
-from kvkeep.policies.base import HeadBudgets, Near, Policy
+from kvkeep.policies.base import HeadBudgets, NearHeads, Policy
 from kvkeep.types import EMPTY, Budget, View
 
 RULES = {"uniform": "", "ada": "0.2", "global": "0.2"}
@@ -58,7 +58,7 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
     near = None
     if profile is not None and any(map(any, limited := profile.limited())):
         slots = max(policy.least, profile.least)
-        near = Near(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)
+        near = NearHeads(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)
     if policy.near == near:
         return policy
     found = copy.copy(policy)

@@ -16,7 +16,7 @@ from kvkeep.budget import column, smaller
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.kv import ranking
 from kvkeep.policies._head_budgets import average
-from kvkeep.policies.base import Growth, Policy, Sums, option
+from kvkeep.policies.base import Growth, MassSums, Policy, option
 from kvkeep.types import EMPTY, Budget, Phase, Report, State, View
 
 
@@ -31,7 +31,7 @@ class PrefillOnly(Policy):
     room: int = option(0, "slots that a prompt leaves free for generated tokens under decode=grow")
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0}
-    sums: ClassVar[Sums | None] = Sums("score", only={"decode": "score"}, steady={"decode": "score"})
+    sums: ClassVar[MassSums | None] = MassSums("score", only={"decode": "score"}, steady={"decode": "score"})
 
     @abc.abstractmethod
     def rows(self, view: View) -> Tensor | int:
@@ -148,7 +148,7 @@ def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:
 
 
 def lengths(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-    """The Euclidean norm of what the heads of a group add to the layer's output, see `kvkeep.types.Output`."""
+    """The Euclidean norm of what the heads of a group add to the layer's output, see `OutputProjection`."""
     if view.output is not None:
         return view.output.lengths(x)
     norms: Tensor = x.float().norm(dim=-1)
@@ -156,7 +156,7 @@ def lengths(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]
 
 
 def sizes(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-    """The sum of absolute values of what a head adds to the layer's output, see `kvkeep.types.Output`."""
+    """The sum of absolute values of what a head adds to the layer's output, see `kvkeep.types.OutputProjection`."""
     return x.float().abs().sum(dim=-1) if view.output is None else view.output.sizes(x)
 
 
@@ -172,7 +172,7 @@ class WorstCase(PrefillOnly):
     first: float = option(0.9, "share of the mean attention that chooses tokens before sizes count", within=(0, 1))
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0, "size": 0.0}
-    sums: ClassVar[Sums | None] = None
+    sums: ClassVar[MassSums | None] = None
     projects: ClassVar[bool] = True
     rates_by_budget: ClassVar[bool] = True
 

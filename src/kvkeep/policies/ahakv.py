@@ -14,7 +14,7 @@ from torch import Tensor, where
 from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.kv.ranking import value_prior
 from kvkeep.policies._head_budgets import average
-from kvkeep.policies.base import Policy, Sums, option
+from kvkeep.policies.base import MassSums, Policy, option
 from kvkeep.types import Budget, Report, State, View
 
 
@@ -31,7 +31,7 @@ class AhaKV(Policy):
     value_prior: bool = option(True, "weight a prompt's tokens by the size of their values")
     clamp: bool = option(True, "a gain of at least 1; the paper's is undefined for a prompt within the budget")
     slots: ClassVar[dict[str, float]] = {"mass": 0.0, "raw": 0.0}
-    sums: ClassVar[Sums | None] = Sums("mass", steady={})
+    sums: ClassVar[MassSums | None] = MassSums("mass", steady={})
     bibtex: ClassVar[str] = """@article{gu2025ahakv,
   title = {{AhaKV}: Adaptive Holistic Attention-Driven {KV} Cache Eviction for Efficient Inference of {LLMs}},
   author = {Yifeng Gu and Zicong Jiang and Jianxiu Jin and Kailing Guo and Ziyang Zhang and Xiangmin Xu}}"""

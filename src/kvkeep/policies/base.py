@@ -77,7 +77,7 @@ class HeadBudgets:
 
 
 @dataclass(frozen=True)
-class Near:
+class NearHeads:
     """KV heads that keep their first and their newest tokens, whatever the policy. A profile of heads names them.
 
     Attributes:
@@ -121,7 +121,7 @@ class Focus:
 
 
 @dataclass(frozen=True)
-class Sums:
+class MassSums:
     """The rule of a policy that adds up attention mass, simple enough for the kernel that attends to apply it.
 
     For a generated token, `observe` must return ``decay * state + mass`` for each state, where the decay is that of the
@@ -194,10 +194,10 @@ class Abilities:
     bursts: ClassVar[Bursts | None] = None
     grows: ClassVar[Growth | None] = None
     spreads: ClassVar[HeadBudgets | None] = None
-    near: ClassVar[Near | None] = None
+    near: ClassVar[NearHeads | None] = None
     focuses: ClassVar[Focus | None] = None
     cascades: ClassVar[type[Cascade] | None] = None
-    sums: ClassVar[Sums | None] = None
+    sums: ClassVar[MassSums | None] = None
     tally: ClassVar[Tally | None] = None
     asks: ClassVar[bool] = False
     projects: ClassVar[bool] = False

@@ -11,7 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy, Sums
+from kvkeep.policies.base import MassSums, Policy
 from kvkeep.types import State, View
 
 
@@ -21,7 +21,7 @@ class Full(Policy):
     """No statistic, no eviction."""
 
     evicts: ClassVar[bool] = False
-    sums: ClassVar[Sums | None] = Sums(steady={})
+    sums: ClassVar[MassSums | None] = MassSums(steady={})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The position. It decides nothing, because nothing is evicted."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.policies._mass import HeavyHitters
-from kvkeep.policies.base import Sums, option
+from kvkeep.policies.base import MassSums, option
 from kvkeep.types import Report, State, View
 
 
@@ -28,7 +28,7 @@ class H2O(HeavyHitters):
     )
     decay: float = option(1.0, "factor on the accumulated mass in every row; below 1 the past fades", within=(0, 1))
 
-    sums: ClassVar[Sums | None] = Sums("mass", only={"graduate": "compete"}, steady={"decay": 1.0})
+    sums: ClassVar[MassSums | None] = MassSums("mass", only={"graduate": "compete"}, steady={"decay": 1.0})
     bibtex: ClassVar[str] = """@inproceedings{zhang2023h2o,
   title  = {{H2O}: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models},
   author = {Zhenyu Zhang and Ying Sheng and Tianyi Zhou and Tianlong Chen and Lianmin Zheng and Ruisi Cai and

@@ -11,7 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy, Sums
+from kvkeep.policies.base import MassSums, Policy
 from kvkeep.types import State, View
 
 
@@ -20,7 +20,7 @@ from kvkeep.types import State, View
 class Local(Policy):
     """The position is the score."""
 
-    sums: ClassVar[Sums | None] = Sums(steady={})
+    sums: ClassVar[MassSums | None] = MassSums(steady={})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The position: newer tokens are worth more."""

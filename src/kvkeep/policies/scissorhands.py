@@ -16,21 +16,21 @@ from torch import Tensor
 from kvkeep.attention_stats import Low, LowRows, Statistic
 from kvkeep.budget import column
 from kvkeep.kv import ranking
-from kvkeep.policies._bursts import History
+from kvkeep.policies._bursts import BurstPolicy
 from kvkeep.policies.base import Tally, option
 from kvkeep.types import State, View
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Scissorhands(History):
+class Scissorhands(BurstPolicy):
     """Persistence of importance."""
 
     theta: float = option(1.0, "a row finds a token insignificant below 1 / (theta * n)", within=(1e-3, 1e3))
     threshold: Literal["row", "live"] = option("row", "n is the row's number, or the number of tokens that it sees")
     literal_ties: bool = option(False, "among equal counts the newest go first, as in a stable sort")
 
-    tally: ClassVar[Tally | None] = Tally(History._ring)
+    tally: ClassVar[Tally | None] = Tally(BurstPolicy._ring)
     bibtex: ClassVar[str] = """@inproceedings{liu2023scissorhands,
   title     = {Scissorhands: Exploiting the Persistence of Importance Hypothesis for {LLM} {KV} Cache Compression at
                Test Time},

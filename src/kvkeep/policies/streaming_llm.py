@@ -11,7 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Defaults, Policy, Sums, option
+from kvkeep.policies.base import Defaults, MassSums, Policy, option
 from kvkeep.types import Budget, State, View
 
 
@@ -23,7 +23,7 @@ class StreamingLLM(Policy):
     sinks: int = option(4, "first tokens that are never evicted")
 
     defaults: ClassVar[Defaults] = Defaults(positions="slot")
-    sums: ClassVar[Sums | None] = Sums(steady={})
+    sums: ClassVar[MassSums | None] = MassSums(steady={})
     bibtex: ClassVar[str] = """@inproceedings{xiao2024streamingllm,
   title     = {Efficient Streaming Language Models with Attention Sinks},
   author    = {Guangxuan Xiao and Yuandong Tian and Beidi Chen and Song Han and Mike Lewis},

@@ -8,10 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvkeep.batch.input import COMPLETION, OPTIONS, Line, reason_of, request_of
+from kvkeep.batch.input import COMPLETION, OPTIONS, InputLine, reason_of, request_of
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.load import load_with_tokenizer
 from kvkeep.scale.cluster import need_ray
@@ -28,7 +28,7 @@ def generate(
     model: str | None = None,
     *,
     workers: int = 1,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     raw: bool = False,
     dtype: str = "auto",
     resources: Mapping[str, Any] | None = None,
@@ -69,7 +69,7 @@ def generate(
     for name, number in {"workers": workers, "batch_size": batch_size}.items():
         if not isinstance(number, int) or number < 1:
             raise InputError(f"`{name}={number}` is out of range; give 1 or more.")
-    made: dict[str, Any] = {"model": model, "sampling": sampling or Sampling(), "raw": raw, "dtype": dtype}
+    made: dict[str, Any] = {"model": model, "sampling": sampling or SamplingParams(), "raw": raw, "dtype": dtype}
     return dataset.map_batches(
         Stage,
         batch_size=batch_size,
@@ -92,7 +92,7 @@ class Stage:
     """
 
     def __init__(
-        self, model: str | None, sampling: Sampling, raw: bool, dtype: str, options: Mapping[str, Any]
+        self, model: str | None, sampling: SamplingParams, raw: bool, dtype: str, options: Mapping[str, Any]
     ) -> None:
         network, tokenizer = load_with_tokenizer(model, dtype=dtype)
         self._loop = Loop(Engine(network, tokenizer, **options))
@@ -114,13 +114,13 @@ class Stage:
     def _begun(self, row: Mapping[str, Any]) -> Any:
         """What takes the results of a row's request, or why it cannot be run."""
         try:
-            line = Line(1, "", {}, _request(row, self._sampling, raw=self._raw))
+            line = InputLine(1, "", {}, _request(row, self._sampling, raw=self._raw))
         except (KVKeepError, ValueError) as error:
             return reason_of(error)
         return self._loop.put(line)
 
 
-def _request(row: Mapping[str, Any], sampling: Sampling, *, raw: bool) -> Request:
+def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> Request:
     """The request of a row.
 
     Raises:

@@ -8,9 +8,9 @@ from typing import Any
 from kvkeep.errors import InputError, pip_install
 from kvkeep.scale import EXTRA
 from kvkeep.scale.cluster import need_ray
-from kvkeep.scale.ray_serve_replica import Recipe, Replica
+from kvkeep.scale.ray_serve_replica import Replica, ReplicaRecipe
 from kvkeep.server.router import make_front
-from kvkeep.server.settings import Keys, Settings, owner_of
+from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of
 
 ENGINES, DOOR = "engines", "door"
 """Names of the deployments."""
@@ -61,7 +61,7 @@ def application(
         name: the model's name in the API; ``model`` by default.
         keys: that clients must show; without any, everybody is served.
         session_dir: a folder that all nodes see under this path. With it, sessions outlive their replica.
-        settings: further fields of `kvkeep.server.settings.Settings`.
+        settings: further fields of `kvkeep.server.settings.ServerSettings`.
         dtype: of the weights, see `kvkeep.load`.
         resources: what a replica takes, as arguments of ``ray.remote``, e.g. ``{"num_gpus": 1}``; one CPU by default.
         engine: options of `kvkeep.Engine`, such as ``policy``, ``budget`` and ``rows``.
@@ -70,15 +70,15 @@ def application(
         InputError: Ray Serve is not installed, or a number is out of range.
     """
     serve = need_serve()
-    own = Settings(
+    own = ServerSettings(
         name=name or model or "embedded",
-        keys=Keys({key: owner_of(key) for key in keys}),
+        keys=ApiKeys({key: owner_of(key) for key in keys}),
         session_dir=session_dir,
         **(settings or {}),
     )
     device = "cuda" if (resources or {}).get("num_gpus") else "cpu"
     engines = deployment(replicas, resources={"num_cpus": 1, **(resources or {})}).bind(
-        Recipe(model=model, settings=own, engine=engine, dtype=dtype, device=device)
+        ReplicaRecipe(model=model, settings=own, engine=engine, dtype=dtype, device=device)
     )
     prefixes = bool(engine.get("prefix_memory"))
 
@@ -97,7 +97,7 @@ def deployment(
     resources: Mapping[str, Any],
     grace_s: float = 30.0,
 ) -> Any:
-    """The deployment of replicas, to be bound to a `kvkeep.scale.ray_serve_replica.Recipe`.
+    """The deployment of replicas, to be bound to a `kvkeep.scale.ray_serve_replica.ReplicaRecipe`.
 
     Args:
         replicas: their number, or the least and the most of them.
@@ -133,7 +133,7 @@ def deployment(
     )
 
 
-def _door(settings: Settings, *, prefixes: bool) -> Any:
+def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
     """The router, in the process of its deployment."""
     from ray import serve
 

@@ -17,17 +17,17 @@ from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.scale import ray_serve_replicas
 from kvkeep.server.app import make_app, use_threads
-from kvkeep.server.model import Served, tool_use_of
+from kvkeep.server.model import ServedModel, tool_use_of
 from kvkeep.server.placement import SESSION
 from kvkeep.server.router import Received, replay
 from kvkeep.server.run import settle
 from kvkeep.server.session_leases import SharedFolder
 from kvkeep.server.session_registry import Handover
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class ReplicaRecipe:
     """What a replica is made from. It travels to the replica's process, so it is small.
 
     Attributes:
@@ -41,7 +41,7 @@ class Recipe:
     """
 
     model: str | None
-    settings: Settings
+    settings: ServerSettings
     engine: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     device: str = "auto"
@@ -52,7 +52,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReplicaFacts:
     """What a replica says of itself.
 
     Attributes:
@@ -81,7 +81,7 @@ class Replica:
         KVKeepError: the model or the session folder cannot be used, or not one row fits.
     """
 
-    def __init__(self, recipe: Recipe, name: str | None = None) -> None:
+    def __init__(self, recipe: ReplicaRecipe, name: str | None = None) -> None:
         self._name = name or _own_name()
         self._ready = False
         self._leases: SharedFolder | None = None
@@ -97,7 +97,7 @@ class Replica:
             self._weights = fingerprint(model)
             options = {**recipe.engine, "session_dir": settings.session_dir}
             self._engine = Engine(model, checkpoint.tokenizer, **options)
-        served = Served(self._engine, checkpoint, tool_use=tool_use_of(checkpoint, recipe.tool_form))
+        served = ServedModel(self._engine, checkpoint, tool_use=tool_use_of(checkpoint, recipe.tool_form))
         self._app = make_app(served, settings, leases=self._leases)
         settle()
         if self._leases is not None and name is None:
@@ -128,9 +128,9 @@ class Replica:
         holder = self._app.state.book if kind == SESSION else self._app.state.responder
         return to == self._name and bool(holder.holds(owner, name))
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ReplicaFacts:
         """What the replica says of itself."""
-        return Facts(self._weights, self._engine.rows, self._engine.row_bytes, os.getpid())
+        return ReplicaFacts(self._weights, self._engine.rows, self._engine.row_bytes, os.getpid())
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What Ray Serve tells routers."""

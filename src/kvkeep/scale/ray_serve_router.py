@@ -12,7 +12,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import RequestRouter
 
 from kvkeep.scale import ray_serve_replicas
-from kvkeep.scale.ray_serve_replica import Facts
+from kvkeep.scale.ray_serve_replica import ReplicaFacts
 from kvkeep.server.router import LostError, MissedError, Received
 
 
@@ -60,7 +60,7 @@ class RayReplicas:
         self._handle, self._place = handle, str(handle.deployment_id)
         self._ended: set[str] = set()
 
-    async def facts(self) -> list[Facts]:
+    async def facts(self) -> list[ReplicaFacts]:
         """What all replicas say of themselves, as soon as Ray Serve has told of one."""
         await self._handle.facts.remote()
         while not self.here():

@@ -17,14 +17,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from kvkeep.batch.input import BadLine, Line, reason_of
+from kvkeep.batch.input import BadLine, InputLine, reason_of
 from kvkeep.batch.output import as_line, record
 from kvkeep.batch.survey import Shape, problem
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result
 from kvkeep.errors import KVKeepError
 from kvkeep.openai.responses import Show
-from kvkeep.scale.worker_pool import Answer, Facts, Layout, Trade
+from kvkeep.scale.worker_pool import Layout, WorkerFacts, WorkKind, WorkResult
 from kvkeep.snapshot import Snapshot
 
 
@@ -42,7 +42,7 @@ class Built:
     """
 
     engine: Engine
-    read: Callable[[int, bytes], Line | BadLine]
+    read: Callable[[int, bytes], InputLine | BadLine]
     show: Show
     weights: str
     layout: Layout = (False, False)
@@ -65,7 +65,7 @@ class Make(Protocol):
 
 
 @dataclass(frozen=True)
-class EngineFacts(Facts):
+class EngineFacts(WorkerFacts):
     """What a worker says of itself once its engine is there.
 
     Attributes:
@@ -77,7 +77,7 @@ class EngineFacts(Facts):
     row_bytes: int
 
 
-class Worker:
+class LineWorker:
     """Runs lines on an engine of its own.
 
     Args:
@@ -110,7 +110,7 @@ class Worker:
         assert built is not None
         return [problem(shape, built.engine, built.memory) for shape in shapes]
 
-    async def run(self, number: int, raw: bytes, made_by: Mapping[str, Any]) -> Answer:
+    async def run(self, number: int, raw: bytes, made_by: Mapping[str, Any]) -> WorkResult:
         """Run a line to its end.
 
         Args:
@@ -123,12 +123,12 @@ class Worker:
         assert loop is not None
         line = built.read(number, raw)
         if isinstance(line, BadLine):
-            return Answer(number, reason=line.reason)
+            return WorkResult(number, reason=line.reason)
         found = await asyncio.wrap_future(loop.put(line))
         if isinstance(found, str):
-            return Answer(number, line.digest, reason=found)
+            return WorkResult(number, line.digest, reason=found)
         whole = as_line(record(line, found, made_by, built.show))
-        return Answer(number, line.digest, whole, new=sum(len(one.token_ids) for one in found))
+        return WorkResult(number, line.digest, whole, new=sum(len(one.token_ids) for one in found))
 
 
 @dataclass
@@ -141,7 +141,7 @@ class _Task:
         results: place among the line's requests → result.
     """
 
-    line: Line
+    line: InputLine
     future: Future[list[Result] | str] = field(default_factory=Future)
     results: dict[int, Result] = field(default_factory=dict)
 
@@ -167,7 +167,7 @@ class Loop(threading.Thread):
         self._inbox: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self._running: dict[int, tuple[_Task, int]] = {}
 
-    def put(self, line: Line) -> Future[list[Result] | str]:
+    def put(self, line: InputLine) -> Future[list[Result] | str]:
         """Queue a line, from any thread; the future takes its results, or the reason why it failed."""
         task = _Task(line)
         self._inbox.put(task)
@@ -217,8 +217,8 @@ class Loop(threading.Thread):
         self._running.clear()
 
 
-LINES = Trade[EngineFacts](
-    Worker, "line", at_once=4096, ahead=lambda facts: facts.rows + max(2, facts.rows // 2), patience_s=300.0
+LINES = WorkKind[EngineFacts](
+    LineWorker, "line", at_once=4096, ahead=lambda facts: facts.rows + max(2, facts.rows // 2), patience_s=300.0
 )
 """Batch jobs: a worker has a few lines more than rows, so that none is empty while an answer is on its way."""
 
@@ -229,8 +229,8 @@ LINES = Trade[EngineFacts](
 
 
 @runtime_checkable
-class Bench(Protocol):
-    """A model and what is done with it, such as `kvkeep.evals.run.Bench`."""
+class PieceRunner(Protocol):
+    """A model and what is done with it, such as `kvkeep.evals.run.CellRunner`."""
 
     def about(self) -> dict[str, Any]:
         """The model as the description of a run has it, ``weights`` and ``dtype`` among it."""
@@ -247,7 +247,7 @@ class Bench(Protocol):
 class MakeModelWorker(Protocol):
     """Loads a model in the process of a worker. It travels there, so it is small."""
 
-    def __call__(self) -> Bench:
+    def __call__(self) -> PieceRunner:
         """Load the model.
 
         Raises:
@@ -256,7 +256,7 @@ class MakeModelWorker(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelFacts(Facts):
+class ModelFacts(WorkerFacts):
     """What a worker says of itself once its model is there.
 
     Attributes:
@@ -267,7 +267,7 @@ class ModelFacts(Facts):
 
 
 @dataclass(frozen=True)
-class Refusal(Answer):
+class Refusal(WorkResult):
     """The answer of a worker that cannot run a piece, and perhaps no other one either."""
 
 
@@ -280,7 +280,7 @@ class ModelWorker:
 
     def __init__(self, make: MakeModelWorker) -> None:
         self._make = make
-        self._bench: Bench | None = None
+        self._bench: PieceRunner | None = None
 
     def begin(self, like: Layout | None) -> ModelFacts | str:
         """Load the model; return facts, or the message of an error.
@@ -295,11 +295,11 @@ class ModelWorker:
             return str(error)
         return ModelFacts(about["weights"], (False, False), platform.node(), os.getpid(), about)
 
-    def run(self, number: int, piece: Any) -> Answer:
+    def run(self, number: int, piece: Any) -> WorkResult:
         """Run a piece. What fails here would fail in every worker, so it is no reason to start another one."""
         assert self._bench is not None
         try:
-            return Answer(number, whole=self._bench.run(piece))
+            return WorkResult(number, whole=self._bench.run(piece))
         except KVKeepError as error:
             return _refusal(number, str(error))
         except Exception as error:  # a defect, or a file that cannot be read
@@ -311,8 +311,10 @@ def _refusal(number: int, why: str) -> Refusal:
     return Refusal(number, reason=f"On {platform.node()}: {why}")
 
 
-CELLS = Trade[ModelFacts](ModelWorker, "cell", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)
+CELLS = WorkKind[ModelFacts](ModelWorker, "cell", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)
 """Evaluations: cells take seconds to hours, so none waits in the hands of a worker while another one is free."""
 
-MEASUREMENTS = Trade[ModelFacts](ModelWorker, "measurement group", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)
+MEASUREMENTS = WorkKind[ModelFacts](
+    ModelWorker, "measurement group", at_once=1, ahead=lambda facts: 1, patience_s=3600.0
+)
 """Analyses: a group is a few measurements, and takes seconds to hours as well."""

@@ -23,7 +23,7 @@ Layout: TypeAlias = tuple[bool, bool]
 
 
 @dataclass(frozen=True)
-class Facts:
+class WorkerFacts:
     """What a worker says of itself once it can work.
 
     Attributes:
@@ -39,11 +39,11 @@ class Facts:
     pid: int
 
 
-F = TypeVar("F", bound=Facts)
+F = TypeVar("F", bound=WorkerFacts)
 
 
 @dataclass(frozen=True)
-class Trade(Generic[F]):
+class WorkKind(Generic[F]):
     """A kind of work.
 
     Attributes:
@@ -79,7 +79,7 @@ GUILTY = 2
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkResult:
     """What became of a piece.
 
     Attributes:
@@ -125,13 +125,13 @@ class Pieces:
             self._again.append(item)
         return bool(self._again or self._suspects)
 
-    def give_back(self, item: Item, *, alone: bool) -> Answer | None:
+    def give_back(self, item: Item, *, alone: bool) -> WorkResult | None:
         """Queue a piece of a dead worker again; the answer of one that has failed, as it killed workers all alone."""
         number = item[0]
         self._died[number] += 1
         self._died_alone[number] += alone
         if self._died_alone[number] >= GUILTY:
-            return Answer(number, reason=f"its worker died {self._died[number]} times")
+            return WorkResult(number, reason=f"its worker died {self._died[number]} times")
         (self._suspects if self._died[number] >= SUSPECT else self._again).append(item)
         return None
 
@@ -140,7 +140,7 @@ class Pieces:
 
 
 @dataclass(eq=False)
-class Place:
+class WorkerSlot:
     """A place for a worker.
 
     Attributes:
@@ -162,7 +162,7 @@ class Place:
     running: dict[Any, Item] = field(default_factory=dict)
     deaths: int = 0
     alone: bool = False
-    facts: Facts | None = None
+    facts: WorkerFacts | None = None
     heard: float = 0.0
     patience_s: float = 0.0
 
@@ -187,7 +187,7 @@ class Place:
 
 
 Stopped: TypeAlias = Callable[[], bool]
-Take: TypeAlias = Callable[[Answer], object]
+Take: TypeAlias = Callable[[WorkResult], object]
 
 DEATHS = 3
 """Deaths of a worker without an answer in between, after which its place stays empty."""
@@ -196,7 +196,7 @@ _SLOW = 40  # waits without a worker, after which the user is told
 _LOST = 8  # waits without a worker, after which the cluster is asked for
 
 
-class Crew(Generic[F]):
+class WorkerPool(Generic[F]):
     """Some workers of one trade.
 
     Args:
@@ -213,7 +213,7 @@ class Crew(Generic[F]):
 
     def __init__(
         self,
-        trade: Trade[F],
+        trade: WorkKind[F],
         make: Callable[..., Any],
         size: int,
         need: Need,
@@ -225,7 +225,7 @@ class Crew(Generic[F]):
         options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": trade.at_once}
         options |= {"memory": need.memory} if need.memory else {}
         self._remote = self._ray.remote(trade.worker).options(**options, max_restarts=0, max_task_retries=0)
-        self._places = [Place(number, trade.patience_s) for number in range(1, size + 1)]
+        self._places = [WorkerSlot(number, trade.patience_s) for number in range(1, size + 1)]
         self._pieces = Pieces(lambda place: None)
         self._facts: F | None = None
         self._lost, self._last = False, ""
@@ -247,7 +247,7 @@ class Crew(Generic[F]):
         self._await([first], stopped)
         self._await(others, stopped)  # they lay out the weights as the first one has
 
-    def _await(self, places: Sequence[Place], stopped: Stopped) -> None:
+    def _await(self, places: Sequence[WorkerSlot], stopped: Stopped) -> None:
         """Start workers and wait until they can work."""
         if stopped():
             return
@@ -344,11 +344,11 @@ class Crew(Generic[F]):
             self._lost = True
             raise
 
-    def _hire(self, place: Place) -> None:
+    def _hire(self, place: WorkerSlot) -> None:
         place.handle = self._remote.remote(self._make)
         place.starting = place.handle.begin.remote(self._like if self._facts is None else self._facts.layout)
 
-    def _dismiss(self, place: Place) -> None:
+    def _dismiss(self, place: WorkerSlot) -> None:
         if place.handle is not None:
             with suppress(Exception):  # it is gone, or the cluster is
                 self._ray.kill(place.handle, no_restart=True)
@@ -356,7 +356,7 @@ class Crew(Generic[F]):
         place.alone = False
         place.running.clear()
 
-    def _welcome(self, place: Place, said: F | str) -> str | None:
+    def _welcome(self, place: WorkerSlot, said: F | str) -> str | None:
         """Take the facts of a new worker; return what is wrong with it."""
         if isinstance(said, str):
             return said
@@ -408,7 +408,7 @@ class Crew(Generic[F]):
                     place.hear()
                     take(said)
 
-    def _replace(self, place: Place, reason: str, take: Take) -> None:
+    def _replace(self, place: WorkerSlot, reason: str, take: Take) -> None:
         """Start a worker in place of a dead one, and give its pieces back."""
         lost, alone, self._last = list(place.running.values()), place.alone, reason
         finished = self._finished(place, take)
@@ -425,7 +425,7 @@ class Crew(Generic[F]):
         self._tell(f"worker {place.number} died and is replaced{again}: {reason}")
         self._hire(place)
 
-    def _finished(self, place: Place, take: Take) -> set[int]:
+    def _finished(self, place: WorkerSlot, take: Take) -> set[int]:
         """Take the answers that a worker gave before it died; return their numbers."""
         found = set()
         ready = (

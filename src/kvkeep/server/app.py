@@ -16,15 +16,15 @@ from starlette.requests import ClientDisconnect
 
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import GoneError, RefusalError, refusal_of
-from kvkeep.server.generate_routes import Generator
-from kvkeep.server.info_routes import Looker
+from kvkeep.server.generate_routes import GenerateRoutes
+from kvkeep.server.info_routes import InfoRoutes
 from kvkeep.server.metrics import Metrics
-from kvkeep.server.middleware import Gate
-from kvkeep.server.model import Served
+from kvkeep.server.middleware import AuthMiddleware
+from kvkeep.server.model import ServedModel
 from kvkeep.server.page import add_page
-from kvkeep.server.rate_limits import Limits
-from kvkeep.server.request_queue import Desk
-from kvkeep.server.responses_routes import Responder
+from kvkeep.server.rate_limits import RateLimits
+from kvkeep.server.request_queue import RequestQueue
+from kvkeep.server.responses_routes import ResponsesRoutes
 from kvkeep.server.schemas import (
     Body,
     ChatBody,
@@ -38,9 +38,9 @@ from kvkeep.server.schemas import (
     TokenizeBody,
 )
 from kvkeep.server.session_leases import Leases
-from kvkeep.server.session_registry import Book
-from kvkeep.server.session_routes import Conversations
-from kvkeep.server.settings import Settings
+from kvkeep.server.session_registry import SessionRegistry
+from kvkeep.server.session_routes import SessionRoutes
+from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import refused
 from kvkeep.version import __version__
 
@@ -50,7 +50,9 @@ _THREADS = 64
 Route: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(served: Served, settings: Settings, origins: Sequence[str] = (), leases: Leases | None = None) -> FastAPI:
+def make_app(
+    served: ServedModel, settings: ServerSettings, origins: Sequence[str] = (), leases: Leases | None = None
+) -> FastAPI:
     """The application that serves a model.
 
     Args:
@@ -60,13 +62,13 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = (), le
         leases: the rights to hold sessions, where several servers share them.
     """
     served = replace(served, longest=settings.max_model_len)
-    desk = Desk(served.engine, settings)
+    desk = RequestQueue(served.engine, settings)
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
-    looker, generator = Looker(served, desk, settings), Generator(served, desk, settings)
-    book = Book(served.engine, settings.max_sessions, settings.session_dir, leases)
-    talks = Conversations(book, generator, settings)
+    looker, generator = InfoRoutes(served, desk, settings), GenerateRoutes(served, desk, settings)
+    book = SessionRegistry(served.engine, settings.max_sessions, settings.session_dir, leases)
+    talks = SessionRoutes(book, generator, settings)
     limits, metrics = (
-        Limits(settings.key_requests, settings.key_tokens),
+        RateLimits(settings.key_requests, settings.key_tokens),
         Metrics(served.engine, desk, settings.name, book),
     )
     limits.refused.append(metrics.note_refusal)
@@ -81,7 +83,7 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = (), le
     _add(app, "POST", "/detokenize", looker.detokenize, DetokenizeBody)
     _add(app, "GET", "/tokenizer_info", looker.tokenizer_info)
     _add_sessions(app, talks)
-    responder = Responder(served.engine, generator, desk, settings)
+    responder = ResponsesRoutes(served.engine, generator, desk, settings)
     app.state.desk, app.state.book, app.state.responder, app.state.limits = desk, book, responder, limits
     _add(app, "POST", "/v1/responses", responder.respond, ResponseBody)
     _add(app, "GET", "/v1/responses/{name}", responder.look)
@@ -90,13 +92,13 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = (), le
         add_page(app)
     for kind in (RefusalError, GoneError, ClientDisconnect, KVKeepError, HTTPException):
         app.add_exception_handler(kind, answer_to)
-    app.add_middleware(Gate, settings=settings, limits=limits)
+    app.add_middleware(AuthMiddleware, settings=settings, limits=limits)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
-def _add_sessions(app: FastAPI, talks: Conversations) -> None:
+def _add_sessions(app: FastAPI, talks: SessionRoutes) -> None:
     """Add the routes of sessions."""
     one = "/v1/sessions/{name}"
     _add(app, "POST", "/v1/sessions", talks.make, SessionBody)

@@ -17,11 +17,11 @@ from kvkeep.openai import responses
 from kvkeep.openai.requests import CHAT, COMPLETIONS
 from kvkeep.openai.responses import Show, calls_of, column_of, content_of, echoed, reason_of
 from kvkeep.server.errors import RefusalError, in_words_of, unknown
-from kvkeep.server.model import Served
-from kvkeep.server.request_parsing import Job, job_of
-from kvkeep.server.request_queue import Desk, Run, in_thread
+from kvkeep.server.model import ServedModel
+from kvkeep.server.request_parsing import ParsedRequest, job_of
+from kvkeep.server.request_queue import RequestQueue, Run, in_thread
 from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, body_of
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import After, EventStream, begun, followed, meter_of, reply, unless_gone, usage_of
 
 # The pieces of a streamed chat or completion, made of the engine's events.
@@ -35,7 +35,7 @@ class Head:
         model: the model's name.
     """
 
-    def __init__(self, job: Job, model: str) -> None:
+    def __init__(self, job: ParsedRequest, model: str) -> None:
         self.name = secrets.token_hex(12)
         self.created, self.model = int(time.time()), model
         self._chat = job.is_chat
@@ -62,7 +62,7 @@ class _Choice:
         show: returns the text of a token; ``None`` if no log-probabilities are asked for.
     """
 
-    def __init__(self, job: Job, name: str, index: int, show: Show | None) -> None:
+    def __init__(self, job: ParsedRequest, name: str, index: int, show: Show | None) -> None:
         self._chat, self._index, self._show = job.is_chat, index, show
         self._calls = calls_of(job.asked, name, index)
         self._before: int | None = None
@@ -116,7 +116,7 @@ class _Choice:
 
 
 async def pieces(
-    job: Job, run: Run, *, model: str, show: Show, prompts: list[str], with_usage: bool
+    job: ParsedRequest, run: Run, *, model: str, show: Show, prompts: list[str], with_usage: bool
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     """The pieces of an answer; the first one is empty and says that the request has a row.
 
@@ -151,7 +151,7 @@ async def pieces(
         yield head.piece([], usage=usage_of([results[place] for place in sorted(results)], job.asked.n))
 
 
-class Generator:
+class GenerateRoutes:
     """Answers chats and completions.
 
     Args:
@@ -163,7 +163,7 @@ class Generator:
         served: the model.
     """
 
-    def __init__(self, served: Served, desk: Desk, settings: Settings) -> None:
+    def __init__(self, served: ServedModel, desk: RequestQueue, settings: ServerSettings) -> None:
         self.served, self._desk, self._settings = served, desk, settings
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
@@ -189,7 +189,7 @@ class Generator:
         self,
         request: Request,
         body: Generating,
-        job: Job,
+        job: ParsedRequest,
         streams: list[AsyncEvents] | None = None,
         *,
         after: After | None = None,
@@ -224,11 +224,11 @@ class Generator:
         ping_s, write_s = self._settings.ping_s, self._settings.read_timeout_s
         return EventStream(request, chunks, ping_s=ping_s, write_s=write_s, **options)
 
-    async def _job(self, url: str, body: Generating) -> Job:
-        found: Job = await in_thread(lambda: job_of(url, body, self.served, self._settings))
+    async def _job(self, url: str, body: Generating) -> ParsedRequest:
+        found: ParsedRequest = await in_thread(lambda: job_of(url, body, self.served, self._settings))
         return found
 
-    def _whole(self, job: Job, results: list[Result]) -> dict[str, Any]:
+    def _whole(self, job: ParsedRequest, results: list[Result]) -> dict[str, Any]:
         """The body of an answer."""
         if job.scores_only:
             results = [
@@ -246,7 +246,7 @@ class Generator:
             ]
         return {**found, "usage": usage_of(results, job.asked.n)}
 
-    def _echoes(self, job: Job) -> list[str]:
+    def _echoes(self, job: ParsedRequest) -> list[str]:
         """The text of each request's prompt, if prompts are echoed."""
         if not job.echo:
             return []

@@ -12,15 +12,15 @@ from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT
 from kvkeep.policies.registry import available
 from kvkeep.server.errors import parameter, unknown
-from kvkeep.server.model import Served
-from kvkeep.server.request_queue import Desk, in_thread
+from kvkeep.server.model import ServedModel
+from kvkeep.server.request_queue import RequestQueue, in_thread
 from kvkeep.server.schemas import DetokenizeBody, TokenizeBody, body_of
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import reply
 from kvkeep.version import __version__
 
 
-class Looker:
+class InfoRoutes:
     """Answers questions about the server and the tokenizer.
 
     Args:
@@ -29,7 +29,7 @@ class Looker:
         settings: of the server.
     """
 
-    def __init__(self, served: Served, desk: Desk, settings: Settings) -> None:
+    def __init__(self, served: ServedModel, desk: RequestQueue, settings: ServerSettings) -> None:
         self._served, self._desk, self._settings = served, desk, settings
 
     @property

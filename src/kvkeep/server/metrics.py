@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from kvkeep.engine import Engine, Result
 from kvkeep.server.errors import RefusalError
-from kvkeep.server.request_queue import Desk
-from kvkeep.server.session_registry import Book
+from kvkeep.server.request_queue import RequestQueue
+from kvkeep.server.session_registry import SessionRegistry
 
 _LABEL = "model_name"
 _TIMES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -59,7 +59,7 @@ class Metrics:
         book: the sessions.
     """
 
-    def __init__(self, engine: Engine, desk: Desk, name: str, book: Book) -> None:
+    def __init__(self, engine: Engine, desk: RequestQueue, name: str, book: SessionRegistry) -> None:
         self._engine, self._name, self._book = engine, name, book
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Gauges(self._gauges, name))

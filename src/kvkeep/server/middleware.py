@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.server.errors import RefusalError
 from kvkeep.server.page import FILES
-from kvkeep.server.rate_limits import COUNTED, Limits, Meter
-from kvkeep.server.settings import EVERYBODY, Settings
+from kvkeep.server.rate_limits import COUNTED, Meter, RateLimits
+from kvkeep.server.settings import EVERYBODY, ServerSettings
 from kvkeep.server.sse import ends, refused
 
 log = logging.getLogger("kvkeep.access")
@@ -21,7 +21,7 @@ OPEN = ("/health",)
 """Routes that need no key."""
 
 
-class Gate:
+class AuthMiddleware:
     """Lets requests with a key in that has not used all that it may, and logs each one without its text.
 
     Args:
@@ -30,7 +30,7 @@ class Gate:
         limits: of keys.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, limits: RateLimits) -> None:
         self._app, self._settings, self._limits = app, settings, limits
         self._open = (*OPEN, *FILES) if settings.page else OPEN
 

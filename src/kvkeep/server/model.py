@@ -18,7 +18,7 @@ from kvkeep.openai.requests import Prompt
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model, ready to answer.
 
     Attributes:

@@ -23,7 +23,7 @@ _PIECE, _MOST_PIECES = 512, 64
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlacementRequest:
     """What a request needs of its replica.
 
     Attributes:
@@ -39,7 +39,7 @@ class Wish:
     rows: int = 0
 
 
-def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> Wish:
+def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> PlacementRequest:
     """What a request needs, as far as its path and body say it. What is wrong with a body, its replica says.
 
     Args:
@@ -50,17 +50,17 @@ def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool =
     fresh = _text(body, "id")
     if parts[:2] == ["v1", "sessions"]:
         if len(parts) == 2:
-            return Wish() if fresh is None else Wish(held=(SESSION, fresh), fresh=fresh)
-        return Wish(held=(SESSION, parts[2]), fresh=fresh if parts[3:] == ["fork"] else None)
+            return PlacementRequest() if fresh is None else PlacementRequest(held=(SESSION, fresh), fresh=fresh)
+        return PlacementRequest(held=(SESSION, parts[2]), fresh=fresh if parts[3:] == ["fork"] else None)
     if parts[:2] == ["v1", "responses"]:
         name = parts[2] if len(parts) > 2 else _text(body, "previous_response_id")
         if name is not None:
-            return Wish(held=(RESPONSE, name), rows=int(method == "POST"))
+            return PlacementRequest(held=(RESPONSE, name), rows=int(method == "POST"))
     if (name := _text(body, "session_id")) is not None and path.endswith("/chat/completions"):
-        return Wish(held=(SESSION, name), rows=1)
+        return PlacementRequest(held=(SESSION, name), rows=1)
     if method != "POST" or parts[:1] != ["v1"]:
-        return Wish()
-    return Wish(beginnings=beginnings(body) if prefixes else (), rows=_rows(body))
+        return PlacementRequest()
+    return PlacementRequest(beginnings=beginnings(body) if prefixes else (), rows=_rows(body))
 
 
 def beginnings(body: Mapping[str, Any]) -> list[bytes]:
@@ -145,7 +145,7 @@ class Places:
             if not self._making[key]:
                 del self._making[key], self._makers[key]
 
-    def choose(self, wish: Wish, here: Mapping[str, int]) -> str:
+    def choose(self, wish: PlacementRequest, here: Mapping[str, int]) -> str:
         """The replica for a request that may run on any: one that is warm and has a free row, or the emptiest one."""
         emptiest = min(here, key=lambda one: (self.busy[one] / max(1, here[one]), self._turn.get(one, 0)))
         warm = next((one for key in wish.beginnings if (one := self._known.get(key)) in here), None)

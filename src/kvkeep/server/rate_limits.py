@@ -26,7 +26,7 @@ class Meter(Protocol):
         """Note that the request does not wait or run any more. Further calls do nothing."""
 
 
-class Limits:
+class RateLimits:
     """Counts the requests and tokens of each key.
 
     Args:
@@ -88,7 +88,7 @@ class Limits:
 class _Counted:
     """The meter of a request that this process counts."""
 
-    def __init__(self, limits: Limits, owner: str) -> None:
+    def __init__(self, limits: RateLimits, owner: str) -> None:
         self._limits, self._owner, self._runs = limits, owner, True
 
     def spend(self, tokens: int) -> None:

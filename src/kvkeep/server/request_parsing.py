@@ -10,18 +10,18 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.engine import Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.openai import requests as openai
 from kvkeep.openai.messages import ParameterError
-from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked, in_words_of
+from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, in_words_of
 from kvkeep.pins import spans
 from kvkeep.policies.registry import available, parse
-from kvkeep.server.model import Served
+from kvkeep.server.model import ServedModel
 from kvkeep.server.schemas import CompletionBody, Generating
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 
-_SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
+_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _APART = 2**40
 """Choices of one prompt are drawn by numbers so far apart."""
 _FEW = 16
@@ -30,7 +30,7 @@ _HONOURED = ("stream", "stream_options", "echo")
 
 
 @dataclass(frozen=True)
-class Job:
+class ParsedRequest:
     """A body, ready to run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Job:
         scores_only: whether no new token is asked for.
     """
 
-    asked: Asked
+    asked: ParsedBody
     requests: tuple[Request, ...]
     prompts: tuple[Sequence[int], ...] = ()
     echo: bool = False
@@ -58,7 +58,7 @@ class Job:
         return "logprobs" in self.asked.options
 
 
-def job_of(url: str, body: Generating, served: Served, settings: Settings) -> Job:
+def job_of(url: str, body: Generating, served: ServedModel, settings: ServerSettings) -> ParsedRequest:
     """The requests of a body. Tokenizing may take time, so this belongs into a thread.
 
     Raises:
@@ -74,10 +74,10 @@ def job_of(url: str, body: Generating, served: Served, settings: Settings) -> Jo
         if echo and "logprobs" in asked.options:
             wishes["prompt_logprobs"] = asked.options["logprobs"]
         made += choices(_request(asked, fitting, wishes), asked.n)
-    return Job(asked, tuple(made), prompts, echo=echo, scores_only=scores_only)
+    return ParsedRequest(asked, tuple(made), prompts, echo=echo, scores_only=scores_only)
 
 
-def turn_of(body: Generating, served: Served, settings: Settings, *, before: int) -> Job:
+def turn_of(body: Generating, served: ServedModel, settings: ServerSettings, *, before: int) -> ParsedRequest:
     """The turn of a session: its messages continue the conversation.
 
     Args:
@@ -98,10 +98,10 @@ def turn_of(body: Generating, served: Served, settings: Settings, *, before: int
     wishes = {**own_options(body, ()), **_conversation(asked)}
     tokens = before + _counted(asked, served, settings)
     sampling = fitted(sampling_of(asked, settings), asked, tokens, settings)
-    return Job(asked, (_request(asked, sampling, wishes),))
+    return ParsedRequest(asked, (_request(asked, sampling, wishes),))
 
 
-def _read(url: str, body: Generating, served: Served, *, tells: bool = True) -> tuple[Asked, bool, bool]:
+def _read(url: str, body: Generating, served: ServedModel, *, tells: bool = True) -> tuple[ParsedBody, bool, bool]:
     """A body as OpenAI's parameters; whether its prompts are echoed, and nothing else is asked for."""
     fields = body.openai_fields()
     echo = isinstance(body, CompletionBody) and bool(body.echo)
@@ -113,13 +113,13 @@ def _read(url: str, body: Generating, served: Served, *, tells: bool = True) -> 
     return openai.read(url, fields, honoured=_HONOURED, tells=tells, use=served.tool_use), echo, scores_only
 
 
-def sampling_of(asked: Asked, settings: Settings) -> Sampling:
+def sampling_of(asked: ParsedBody, settings: ServerSettings) -> SamplingParams:
     """How tokens are chosen where a body does not say it: as in OpenAI's API, with a seed of its own."""
     most = settings.max_new_tokens if asked.url == CHAT else _FEW
-    return Sampling(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
+    return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 
-def fitted(sampling: Sampling, asked: Asked, tokens: int, settings: Settings) -> Sampling:
+def fitted(sampling: SamplingParams, asked: ParsedBody, tokens: int, settings: ServerSettings) -> SamplingParams:
     """How tokens are chosen, with no more of them than the model has positions for.
 
     Raises:
@@ -168,7 +168,7 @@ def check_policy(name: str) -> None:
     parse(name)
 
 
-def _request(asked: Asked, defaults: Sampling, wishes: Mapping[str, Any]) -> Request:
+def _request(asked: ParsedBody, defaults: SamplingParams, wishes: Mapping[str, Any]) -> Request:
     """One request of a body.
 
     Raises:
@@ -193,14 +193,14 @@ def choices(request: Request, n: int) -> list[Request]:
 
 
 def sampling_request(
-    served: Served,
+    served: ServedModel,
     fields: Mapping[str, Any],
-    settings: Settings,
+    settings: ServerSettings,
     *,
     names: Mapping[str, str],
     own: Mapping[str, Any],
     before: int,
-) -> tuple[Asked, Request]:
+) -> tuple[ParsedBody, Request]:
     """A body with other names than a chat's as a chat's, and its request.
 
     Args:
@@ -223,11 +223,11 @@ def sampling_request(
     return asked, _request(asked, sampling, {**own, **_conversation(asked)})
 
 
-def _conversation(asked: Asked) -> dict[str, Any]:
+def _conversation(asked: ParsedBody) -> dict[str, Any]:
     """The messages of a turn, and the tools that the chat template tells."""
     return {"messages": asked.prompts[0], "tools": asked.described}
 
 
-def _counted(asked: Asked, served: Served, settings: Settings) -> int:
+def _counted(asked: ParsedBody, served: ServedModel, settings: ServerSettings) -> int:
     """The tokens of a turn's messages, where there is a limit."""
     return len(served.encode(asked.prompts[0], tools=asked.described)) if settings.max_model_len else 0

@@ -15,7 +15,7 @@ from kvkeep.engine.grammar import TOO_COMPLEX, FormError
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import RefusalError, refusal_of
 from kvkeep.server.rate_limits import Meter, Spending
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 
 Found: TypeAlias = "tuple[int, Event | BaseException]"
 """The place of a request, and its event or the reason why there are no more."""
@@ -27,7 +27,7 @@ _LOOK_S = 0.02
 _LONGEST_RETRY_S = 60
 
 
-class Desk:
+class RequestQueue:
     """Hands requests to the engine, no more than may wait, and hands back their events.
 
     Args:
@@ -41,7 +41,7 @@ class Desk:
         refused: called with every refusal.
     """
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self._engine, self._settings = engine, settings
         self.active = 0
         self.draining = False

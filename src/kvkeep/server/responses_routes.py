@@ -17,16 +17,16 @@ from kvkeep.engine import Engine, Event, Request, Result, Session
 from kvkeep.engine import Request as Turn
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import ParameterError
-from kvkeep.openai.requests import Asked, format_of
+from kvkeep.openai.requests import ParsedBody, format_of
 from kvkeep.openai.responses import calls_of
-from kvkeep.openai.tools import Calls
+from kvkeep.openai.tools import ToolCallParser
 from kvkeep.server.errors import in_words_of, unknown
-from kvkeep.server.generate_routes import Generator
-from kvkeep.server.model import Served
+from kvkeep.server.generate_routes import GenerateRoutes
+from kvkeep.server.model import ServedModel
 from kvkeep.server.request_parsing import own_options, sampling_request
-from kvkeep.server.request_queue import Desk, in_thread
+from kvkeep.server.request_queue import RequestQueue, in_thread
 from kvkeep.server.schemas import Generating, ResponseBody, body_of
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import begun, kept_of, meter_of, owner_of, reply, unless_gone
 
 # Bodies of ``/v1/responses`` as requests to the engine, by way of the parameters of a chat.
@@ -34,7 +34,9 @@ from kvkeep.server.sse import begun, kept_of, meter_of, owner_of, reply, unless_
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def turn_of(body: ResponseBody, served: Served, settings: Settings, *, before: int | None) -> tuple[Asked, Request]:
+def turn_of(
+    body: ResponseBody, served: ServedModel, settings: ServerSettings, *, before: int | None
+) -> tuple[ParsedBody, Request]:
     """A body as a chat's, and its request.
 
     Args:
@@ -130,7 +132,7 @@ def _input_text(name: str, part: object) -> str:
 
 
 @dataclass
-class Message:
+class MessageItem:
     """A message while it is written."""
 
     place: int
@@ -168,7 +170,7 @@ class Message:
 
 
 @dataclass
-class Call:
+class ToolCallItem:
     """A call of a tool while it is written."""
 
     place: int
@@ -209,7 +211,7 @@ def _output_text(text: str) -> dict[str, Any]:
 # The objects and the events of ``/v1/responses``.
 
 
-class Answer:
+class ResponseStream:
     """An answer while it is written.
 
     Args:
@@ -222,10 +224,10 @@ class Answer:
         stored: whether it can be continued later.
     """
 
-    def __init__(self, name: str, body: ResponseBody, model: str, calls: Calls | None) -> None:
+    def __init__(self, name: str, body: ResponseBody, model: str, calls: ToolCallParser | None) -> None:
         self.name, self.stored = name, body.store is not False
         self._body, self._model, self._calls = body, model, calls
-        self._items: list[Message | Call] = []
+        self._items: list[MessageItem | ToolCallItem] = []
         self._created = int(time.time())
         self._numbers = itertools.count()
 
@@ -241,11 +243,11 @@ class Answer:
                 yield from self._text(delta["content"])
             for part in delta.get("tool_calls", ()):
                 if "id" in part:
-                    yield from self._begun(Call(len(self._items), part["function"]["name"], part["id"]))
+                    yield from self._begun(ToolCallItem(len(self._items), part["function"]["name"], part["id"]))
                 else:
                     yield from map(self._numbered, self._items[-1].more(part["function"]["arguments"]))
         if event.result is not None and not self._items:
-            yield from self._begun(Message(0))
+            yield from self._begun(MessageItem(0))
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
         """What an event adds to content and calls."""
@@ -255,10 +257,10 @@ class Answer:
 
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
         if not self._items:
-            yield from self._begun(Message(0))
+            yield from self._begun(MessageItem(0))
         yield from map(self._numbered, self._items[-1].more(text))
 
-    def _begun(self, item: Message | Call) -> Iterator[dict[str, Any]]:
+    def _begun(self, item: MessageItem | ToolCallItem) -> Iterator[dict[str, Any]]:
         """The events between two items. An item is complete when another one begins."""
         if self._items:
             yield from map(self._numbered, self._items[-1].end("completed"))
@@ -323,7 +325,7 @@ def _status(result: Result) -> str:
 
 
 @dataclass(eq=False)
-class Kept:
+class StoredResponse:
     """An answer that can be continued.
 
     Attributes:
@@ -338,7 +340,7 @@ class Kept:
     created: float = field(default_factory=time.time)
 
 
-class Shelf:
+class ResponseStore:
     """The answers that can be continued, least recently used first.
 
     Args:
@@ -347,9 +349,9 @@ class Shelf:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def find(self, who: str, name: str) -> Kept:
+    def find(self, who: str, name: str) -> StoredResponse:
         """An owner's answer.
 
         Raises:
@@ -365,7 +367,7 @@ class Shelf:
         """Whether an owner's answer is there."""
         return name in self._kept and self._kept[name].owner == who
 
-    def put(self, name: str, kept: Kept) -> list[Session]:
+    def put(self, name: str, kept: StoredResponse) -> list[Session]:
         """Keep an answer, and return the sessions of those that are dropped for it."""
         self._kept[name] = kept
         dropped = []
@@ -378,7 +380,7 @@ class Shelf:
         return self._kept.pop(name).session
 
 
-class Responder:
+class ResponsesRoutes:
     """Answers ``/v1/responses``.
 
     Args:
@@ -388,9 +390,9 @@ class Responder:
         settings: of the server.
     """
 
-    def __init__(self, engine: Engine, generator: Generator, desk: Desk, settings: Settings) -> None:
+    def __init__(self, engine: Engine, generator: GenerateRoutes, desk: RequestQueue, settings: ServerSettings) -> None:
         self._engine, self._generator, self._desk, self._settings = engine, generator, desk, settings
-        self._shelf = Shelf(settings.max_responses)
+        self._shelf = ResponseStore(settings.max_responses)
 
     def holds(self, who: str, name: str) -> bool:
         """Whether an owner's answer is kept here."""
@@ -405,7 +407,7 @@ class Responder:
         asked, turn = await in_thread(lambda: self._turn(body, previous))
         session = await in_thread(lambda: self._begin(body, previous))
         name = secrets.token_hex(16)
-        answer = Answer(f"resp_{name}", body, self._settings.name, calls_of(asked, name, 0))
+        answer = ResponseStream(f"resp_{name}", body, self._settings.name, calls_of(asked, name, 0))
         chunks = self._chunks(request, session, turn, answer)
         with in_words_of({"response_format": "text.format"}.get(asked.form or "", asked.form)):
             ready = await unless_gone(request, begun(chunks))
@@ -413,7 +415,7 @@ class Responder:
             return self._generator.stream(request, ready, done=False, named=True)
         return reply(await unless_gone(request, _last(ready)))
 
-    def _turn(self, body: ResponseBody, previous: Kept | None) -> tuple[Asked, Turn]:
+    def _turn(self, body: ResponseBody, previous: StoredResponse | None) -> tuple[ParsedBody, Turn]:
         """A body as a chat's, and its request."""
         before = None if previous is None else len(previous.session.token_ids)
         return turn_of(body, self._generator.served, self._settings, before=before)
@@ -430,7 +432,7 @@ class Responder:
         await in_thread(session.close)
         return reply({"id": name, "object": "response", "deleted": True})
 
-    def _begin(self, body: ResponseBody, previous: Kept | None) -> Session:
+    def _begin(self, body: ResponseBody, previous: StoredResponse | None) -> Session:
         """A session for an answer: a copy of the previous answer's, or a new one."""
         if previous is None:
             return self._engine.session(policy=body.policy, budget=body.budget)
@@ -438,7 +440,7 @@ class Responder:
         return self._engine.session(policy=before.policy, budget=before.budget, memory=before.snapshot())
 
     async def _chunks(
-        self, request: HttpRequest, session: Session, asked: Turn, answer: Answer
+        self, request: HttpRequest, session: Session, asked: Turn, answer: ResponseStream
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         """The events of an answer, after an empty one."""
         kept = False
@@ -454,7 +456,7 @@ class Responder:
                     yield piece
                 if (result := found[1].result) is not None:
                     if kept := answer.stored:
-                        await self._keep(answer.name, Kept(owner_of(request), session, answer.body(result)))
+                        await self._keep(answer.name, StoredResponse(owner_of(request), session, answer.body(result)))
                     for piece in answer.end(result):
                         yield piece
         finally:
@@ -462,7 +464,7 @@ class Responder:
             if not kept:
                 await in_thread(session.close)
 
-    async def _keep(self, name: str, kept: Kept) -> None:
+    async def _keep(self, name: str, kept: StoredResponse) -> None:
         for session in self._shelf.put(name, kept):
             await in_thread(session.close)
 

@@ -25,12 +25,12 @@ from kvkeep.openai.messages import decoded
 from kvkeep.server.app import answer_to
 from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.metrics import Refusals
-from kvkeep.server.middleware import Gate
-from kvkeep.server.placement import SESSION, Places, Wish, wish_of
-from kvkeep.server.rate_limits import Limits, Meter
+from kvkeep.server.middleware import AuthMiddleware
+from kvkeep.server.placement import SESSION, PlacementRequest, Places, wish_of
+from kvkeep.server.rate_limits import Meter, RateLimits
 from kvkeep.server.schemas import received
 from kvkeep.server.session_leases import HELD
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import DONE, ends, failed, owner_of, reply, unless_gone
 
 # A request that came to another process, run through the application of this one.
@@ -327,7 +327,7 @@ _LATE_S = 30.0
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Front:
+class Router:
     """Sends each request to a replica.
 
     Args:
@@ -340,7 +340,7 @@ class Front:
         draining: whether new requests are refused, because the router is about to end.
     """
 
-    def __init__(self, replicas: Replicas, settings: Settings, *, prefixes: bool = False) -> None:
+    def __init__(self, replicas: Replicas, settings: ServerSettings, *, prefixes: bool = False) -> None:
         self._replicas, self._settings, self._prefixes = replicas, settings, prefixes
         self._places, self.refusals = Places(), Refusals(settings.name)
         self.draining = False
@@ -370,7 +370,7 @@ class Front:
             if not relay.begun:
                 raise
 
-    async def _answer(self, owner: str, asked: Received, wish: Wish, relay: Relay) -> None:
+    async def _answer(self, owner: str, asked: Received, wish: PlacementRequest, relay: Relay) -> None:
         """Let a replica answer. One that ends with the request, or hangs, is an error for the client."""
         limit = self._settings.request_timeout_s + _LATE_S
         try:
@@ -381,7 +381,7 @@ class Front:
             if not await relay.broken(refusal):
                 raise refusal from error
 
-    async def _tried(self, owner: str, asked: Received, wish: Wish, relay: Relay) -> None:
+    async def _tried(self, owner: str, asked: Received, wish: PlacementRequest, relay: Relay) -> None:
         """Let a replica answer. One that ends before it has the request is replaced, and a held session waited for.
 
         Raises:
@@ -404,7 +404,7 @@ class Front:
             raise LostError(replica)
 
     @asynccontextmanager
-    async def _taken(self, owner: str, wish: Wish, replica: str) -> AsyncIterator[None]:
+    async def _taken(self, owner: str, wish: PlacementRequest, replica: str) -> AsyncIterator[None]:
         """Keep for a replica what a request takes there: rows, and the name of the session that it makes.
 
         Raises:
@@ -422,7 +422,7 @@ class Front:
                 self._places.note(key, replica)
                 yield
 
-    async def _wish(self, asked: Received) -> Wish:
+    async def _wish(self, asked: Received) -> PlacementRequest:
         """What a request needs of its replica."""
         try:
             many = len(asked.body) > 2**18
@@ -431,7 +431,7 @@ class Front:
             body = {}  # its replica says what is wrong
         return wish_of(asked.method, asked.path, body, prefixes=self._prefixes)
 
-    async def _place(self, owner: str, wish: Wish) -> str:
+    async def _place(self, owner: str, wish: PlacementRequest) -> str:
         """The replica for a request.
 
         Raises:
@@ -530,7 +530,7 @@ class Front:
 
 
 def make_front(
-    replicas: Replicas, settings: Settings, origins: Sequence[str] = (), *, prefixes: bool = False
+    replicas: Replicas, settings: ServerSettings, origins: Sequence[str] = (), *, prefixes: bool = False
 ) -> FastAPI:
     """The application that sends requests to replicas.
 
@@ -541,19 +541,19 @@ def make_front(
         prefixes: whether replicas keep common beginnings of prompts.
     """
     app = FastAPI(title="kvkeep", docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.desk = front = Front(replicas, settings, prefixes=prefixes)
+    app.state.desk = front = Router(replicas, settings, prefixes=prefixes)
     app.mount("/", front)
     for kind in (RefusalError, GoneError, ClientDisconnect, HTTPException):
         app.add_exception_handler(kind, answer_to)
-    app.state.limits = limits = Limits(settings.key_requests, settings.key_tokens)
+    app.state.limits = limits = RateLimits(settings.key_requests, settings.key_tokens)
     limits.refused.append(front.refusals.note)
-    app.add_middleware(Gate, settings=settings, limits=limits)
+    app.add_middleware(AuthMiddleware, settings=settings, limits=limits)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
-async def _received(request: Request, settings: Settings) -> Received:
+async def _received(request: Request, settings: ServerSettings) -> Received:
     """The request as it travels to a replica."""
     client = request.client
     return Received(

@@ -27,7 +27,7 @@ _SWITCH_S = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ServerAddress:
     """Where a server listens, and how it ends.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
         return f"{'http' if self.tls_cert is None else 'https'}://{host}:{port}"
 
 
-def listen(place: Place) -> socket.socket:
+def listen(place: ServerAddress) -> socket.socket:
     """A socket that listens.
 
     Raises:
@@ -103,7 +103,7 @@ def _answers(path: str) -> bool:
     return True
 
 
-def check_tls(place: Place) -> None:
+def check_tls(place: ServerAddress) -> None:
     """Refuse files that are no certificate or key.
 
     Raises:
@@ -145,7 +145,7 @@ class Server(uvicorn.Server):
         interrupted: whether Ctrl-C ended it.
     """
 
-    def __init__(self, app: FastAPI, place: Place, started: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, app: FastAPI, place: ServerAddress, started: Callable[[], object] = lambda: None) -> None:
         class Http(_Http):
             timeout_s = place.read_timeout_s
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from kvkeep.errors import InputError, show_bytes
 from kvkeep.openai.messages import MAX_DEPTH, decoded
 from kvkeep.server.errors import RefusalError, parameter, refusal_of
-from kvkeep.server.settings import Settings
+from kvkeep.server.settings import ServerSettings
 
 # Parts of bodies that the OpenAPI document describes, and that are checked where they are read.
 
@@ -248,7 +248,7 @@ _LARGE = 2**18
 _ALIKE = 0.8
 
 
-async def body_of(request: Request, kind: type[_B], settings: Settings, *, empty: bool = False) -> _B:
+async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *, empty: bool = False) -> _B:
     """Read the body of a request.
 
     Args:
@@ -268,7 +268,7 @@ async def body_of(request: Request, kind: type[_B], settings: Settings, *, empty
     return checked(kind, await asyncio.to_thread(_fields, raw))
 
 
-async def received(request: Request, settings: Settings) -> bytes:
+async def received(request: Request, settings: ServerSettings) -> bytes:
     """The bytes of a body.
 
     Raises:

@@ -48,7 +48,7 @@ class Leases(Protocol):
         """The names of sessions with a file in any server's folder."""
 
 
-class Alone:
+class LocalLeases:
     """The rights of a server that shares its folder with nobody."""
 
     shared = False

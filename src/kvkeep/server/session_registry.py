@@ -20,7 +20,7 @@ from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
 from kvkeep.server.request_parsing import check_policy
 from kvkeep.server.schemas import SessionBody
-from kvkeep.server.session_leases import Alone, Leases, elsewhere
+from kvkeep.server.session_leases import Leases, LocalLeases, elsewhere
 from kvkeep.snapshot import Snapshot
 
 # A session of the server: the engine's session, and the states to which it can go back.
@@ -32,7 +32,7 @@ _AGAIN_S = 1.0
 
 
 @dataclass(eq=False)
-class Entry:
+class ServerSession:
     """A session of the server.
 
     Attributes:
@@ -97,18 +97,18 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _alone(method: Callable[Concatenate[Book, _P], _T]) -> Callable[Concatenate[Book, _P], _T]:
+def _alone(method: Callable[Concatenate[SessionRegistry, _P], _T]) -> Callable[Concatenate[SessionRegistry, _P], _T]:
     """Let one thread at a time into the methods of a book, so that no name is given twice."""
 
     @functools.wraps(method)
-    def wrapper(self: Book, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def wrapper(self: SessionRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self.lock:
             return method(self, *args, **kwargs)
 
     return wrapper
 
 
-class Book:
+class SessionRegistry:
     """The sessions of a server. Its methods wait for the end of a step, so they belong into a thread.
 
     Args:
@@ -124,8 +124,8 @@ class Book:
     def __init__(self, engine: Engine, most: int, folder: str | None = None, leases: Leases | None = None) -> None:
         self.lock = threading.RLock()
         self._engine, self._most, self._folder = engine, most, folder
-        self._leases = leases or Alone()
-        self._open: dict[tuple[str, str], Entry] = {}
+        self._leases = leases or LocalLeases()
+        self._open: dict[tuple[str, str], ServerSession] = {}
 
     @property
     def count(self) -> int:
@@ -148,7 +148,7 @@ class Book:
         return (owner, name) in self._open
 
     @_alone
-    def make(self, owner: str, body: SessionBody) -> Entry:
+    def make(self, owner: str, body: SessionBody) -> ServerSession:
         """Begin a session.
 
         Raises:
@@ -161,7 +161,7 @@ class Book:
         return self._opened(owner, self._free(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins)
 
     @_alone
-    def find(self, owner: str, name: str, until: threading.Event | None = None) -> Entry:
+    def find(self, owner: str, name: str, until: threading.Event | None = None) -> ServerSession:
         """An owner's session; a saved one is opened.
 
         Args:
@@ -176,7 +176,7 @@ class Book:
             found.use(until)
         return found
 
-    def _reopened(self, owner: str, name: str) -> Entry:
+    def _reopened(self, owner: str, name: str) -> ServerSession:
         """Open a saved session.
 
         Raises:
@@ -193,7 +193,7 @@ class Book:
         return self._opened(owner, name, None)
 
     @_alone
-    def fork(self, owner: str, name: str, copy: str | None) -> Entry:
+    def fork(self, owner: str, name: str, copy: str | None) -> ServerSession:
         """A session that goes on from another one's last finished turn.
 
         Raises:
@@ -205,7 +205,7 @@ class Book:
         return self._opened(owner, self._free(owner, copy), memory, **settled)
 
     @_alone
-    def rewind(self, owner: str, name: str, turns: int) -> Entry:
+    def rewind(self, owner: str, name: str, turns: int) -> ServerSession:
         """Take back the last turns of a session.
 
         Raises:
@@ -222,7 +222,7 @@ class Book:
         return found
 
     @_alone
-    def pin(self, owner: str, name: str, pins: Spans) -> Entry:
+    def pin(self, owner: str, name: str, pins: Spans) -> ServerSession:
         """Say which tokens of a session may not be dropped.
 
         Raises:
@@ -239,7 +239,7 @@ class Book:
         return found
 
     @_alone
-    def save(self, owner: str, name: str) -> Entry:
+    def save(self, owner: str, name: str) -> ServerSession:
         """Write a session to the disk.
 
         Raises:
@@ -253,7 +253,7 @@ class Book:
         return found
 
     @_alone
-    def restore(self, owner: str, name: str) -> Entry:
+    def restore(self, owner: str, name: str) -> ServerSession:
         """Go back to the state in which a session was saved last.
 
         Raises:
@@ -297,7 +297,7 @@ class Book:
             del self._open[owner, name]
             self._leases.give(_full(owner, name))
 
-    def keep(self, entry: Entry) -> None:
+    def keep(self, entry: ServerSession) -> None:
         """Write a session to the disk after a change, if another server may have to go on with it.
 
         What cannot be written is logged: the session goes on here, and elsewhere from its last file.
@@ -310,7 +310,7 @@ class Book:
             log.error("Session %s was not written: %s", entry.id, error)
 
     @_alone
-    def note(self, entry: Entry) -> None:
+    def note(self, entry: ServerSession) -> None:
         """Remember the state of a session after a turn, and forget the oldest ones if they take too much memory."""
         if not entry.session.token_ids:
             return
@@ -323,7 +323,7 @@ class Book:
             while held > _MOST_BYTES and len(one.states) > 1:
                 held -= one.states.popleft().nbytes
 
-    def _opened(self, owner: str, name: str, memory: Snapshot | None, **options: object) -> Entry:
+    def _opened(self, owner: str, name: str, memory: Snapshot | None, **options: object) -> ServerSession:
         """Open a session of the engine."""
         full = _full(owner, name)
         try:
@@ -331,7 +331,7 @@ class Book:
         except BaseException:
             self._leases.give(full)
             raise
-        found = self._open[owner, name] = Entry(name, made)
+        found = self._open[owner, name] = ServerSession(name, made)
         self.note(found)
         return found
 
@@ -382,7 +382,7 @@ class Handover:
         stays: whether the server takes requests.
     """
 
-    def __init__(self, book: Book, stays: Callable[[], bool]) -> None:
+    def __init__(self, book: SessionRegistry, stays: Callable[[], bool]) -> None:
         self._book, self._stays, self._ended = book, stays, threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkeep-handover", daemon=True)
         self._thread.start()

@@ -11,19 +11,19 @@ from fastapi import Request, Response
 from kvkeep.pins import spans
 from kvkeep.policies.registry import spec
 from kvkeep.server.errors import parameter
-from kvkeep.server.generate_routes import Generator
-from kvkeep.server.model import Served
+from kvkeep.server.generate_routes import GenerateRoutes
+from kvkeep.server.model import ServedModel
 from kvkeep.server.request_parsing import turn_of
 from kvkeep.server.request_queue import in_thread
 from kvkeep.server.schemas import ChatBody, ForkBody, PinBody, RewindBody, SessionBody, body_of
-from kvkeep.server.session_registry import Book, Entry
-from kvkeep.server.settings import Settings
+from kvkeep.server.session_registry import ServerSession, SessionRegistry
+from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import owner_of, reply
 
 # What the memory of a session holds, as the API shows it: positions, their tokens, and how many heads hold each.
 
 
-def held(entry: Entry, served: Served) -> dict[str, Any]:
+def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
     """The positions that a session's memory holds. The answer's size is bounded by the memory's, not by the text's."""
     session = entry.session
     ids = session.token_ids
@@ -46,7 +46,7 @@ def held(entry: Entry, served: Served) -> dict[str, Any]:
     }
 
 
-class Conversations:
+class SessionRoutes:
     """Answers what is asked about sessions, and their turns.
 
     Args:
@@ -55,7 +55,7 @@ class Conversations:
         settings: of the server.
     """
 
-    def __init__(self, book: Book, generator: Generator, settings: Settings) -> None:
+    def __init__(self, book: SessionRegistry, generator: GenerateRoutes, settings: ServerSettings) -> None:
         self._book, self._generator, self._settings = book, generator, settings
 
     async def make(self, request: Request) -> Response:
@@ -115,21 +115,21 @@ class Conversations:
         if body.session_id is None:
             return await self._generator.chat(request, body)
         which = body.session_id
-        entry: Entry = await in_thread(lambda: self._find(request, which))
+        entry: ServerSession = await in_thread(lambda: self._find(request, which))
         served, before = self._generator.served, len(entry.session.token_ids)
         job = await in_thread(lambda: turn_of(body, served, self._settings, before=before))
         streams = [entry.session.asend(job.requests[0])]
         return await self._generator.answer(request, body, job, streams, after=lambda: self._note(entry))
 
-    async def _note(self, entry: Entry) -> None:
+    async def _note(self, entry: ServerSession) -> None:
         await in_thread(lambda: self._book.note(entry))
         await in_thread(lambda: self._book.keep(entry))
 
-    def _find(self, request: Request, name: str) -> Entry:
+    def _find(self, request: Request, name: str) -> ServerSession:
         """A session, which is not let go before the request ends."""
         return self._book.find(owner_of(request), name, request.state.ended)
 
-    async def _changed(self, work: Callable[[], Entry]) -> dict[str, Any]:
+    async def _changed(self, work: Callable[[], ServerSession]) -> dict[str, Any]:
         """Change a session in a thread, write it to the disk, and describe it; it is not let go meanwhile."""
 
         def changed() -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Conversations:
         return found
 
 
-def card(entry: Entry) -> dict[str, Any]:
+def card(entry: ServerSession) -> dict[str, Any]:
     """A session as the API shows it."""
     session = entry.session
     return {

@@ -21,7 +21,7 @@ def owner_of(key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Keys:
+class ApiKeys:
     """The keys that a server accepts.
 
     Attributes:
@@ -56,7 +56,7 @@ def _refused(message: str) -> RefusalError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """How a server treats its clients.
 
     Attributes:
@@ -79,7 +79,7 @@ class Settings:
     """
 
     name: str
-    keys: Keys = field(default_factory=Keys)
+    keys: ApiKeys = field(default_factory=ApiKeys)
     max_new_tokens: int = 1024
     max_model_len: int | None = None
     max_queue: int = 256

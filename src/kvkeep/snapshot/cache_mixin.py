@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvkeep.cache.hf_layers import PhasedCache, state_part
 from kvkeep.cache.layer import Layer
-from kvkeep.cache.token_history import History, padded
+from kvkeep.cache.token_history import TokenHistory, padded
 from kvkeep.errors import InputError, ShapeError, SnapshotError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import blocks_for, check, mine, put, take, whole
 from kvkeep.snapshot.fingerprint import Fingerprint, name_of_config, name_of_policy, policy_named
-from kvkeep.snapshot.snapshot import Settings, Snapshot, check_kind, checked_row, ids_of_row
+from kvkeep.snapshot.snapshot import CacheSettings, Snapshot, check_kind, checked_row, ids_of_row
 
 _Cache = TypeVar("_Cache", bound="SnapshotCache")
 
@@ -40,8 +40,8 @@ class SnapshotCache(PhasedCache):
     weights: Weights | None = None
     _profile: Profile | None = None
     awaited: str | None = None
-    _settings: Settings
-    _history: History | None
+    _settings: CacheSettings
+    _history: TokenHistory | None
     _prompt_columns: int
 
     @abc.abstractmethod
@@ -237,9 +237,9 @@ class SnapshotCache(PhasedCache):
         return {i: state for i, layer in enumerate(self.layers) if (state := state_part(layer)) is not None}
 
 
-def _history_of(rows: Sequence[Tensor], columns: int, device: torch.device) -> History:
+def _history_of(rows: Sequence[Tensor], columns: int, device: torch.device) -> TokenHistory:
     """The token ids of a batch, with padding on the left."""
     ids, real = padded([torch.empty(columns), *rows])
-    history = History()
+    history = TokenHistory()
     history.add(ids[1:].to(device), real[1:].to(device), held=0)
     return history

@@ -32,7 +32,7 @@ from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
 # which these are. ``docs/sessions.md`` draws the layout.
 
 
-class Parts(NamedTuple):
+class FileParts(NamedTuple):
     """Everything that a file holds, see `kvkeep.Snapshot`."""
 
     contents: Contents
@@ -90,7 +90,7 @@ class NotASnapshotError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file.
 
     Attributes:
@@ -117,7 +117,7 @@ class Header:
     """
 
     about: Mapping[str, Any]
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     start: int
 
 
@@ -167,7 +167,7 @@ def read_header(file: IO[bytes], size: int) -> Header:
     return Header(about, entries, 8 + length)
 
 
-def _entry(name: str, found: object) -> Entry:
+def _entry(name: str, found: object) -> TensorEntry:
     """The description of a tensor, whose shape and number of bytes agree."""
     shown = f"tensor {name!r:.60}"
     check(isinstance(found, dict) and found.keys() == {"dtype", "shape", "data_offsets"}, f"{shown} is not described")
@@ -183,7 +183,7 @@ def _entry(name: str, found: object) -> Entry:
     assert offsets is not None
     wanted, given = math.prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
     check(wanted == given, f"{shown} has {given} bytes, and its shape {list(shape)!s:.60} asks for {wanted}")
-    return Entry(dtype, shape, *offsets)
+    return TensorEntry(dtype, shape, *offsets)
 
 
 def _numbers(found: object) -> tuple[int, ...] | None:
@@ -193,7 +193,7 @@ def _numbers(found: object) -> tuple[int, ...] | None:
     return None
 
 
-def _check_cover(entries: Mapping[str, Entry], size: int) -> None:
+def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
     """Refuse tensors that overlap, leave gaps, or end elsewhere than the file."""
     end = 0
     for entry in sorted(entries.values(), key=lambda one: (one.start, one.stop)):
@@ -202,7 +202,7 @@ def _check_cover(entries: Mapping[str, Entry], size: int) -> None:
     check(end == size, f"its tensors have {end} bytes, and {size} follow the header: it was cut off or is damaged")
 
 
-def read_tensor(file: IO[bytes], start: int, entry: Entry) -> Tensor:
+def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
     """Read a tensor.
 
     Raises:

@@ -30,10 +30,10 @@ from kvkeep.snapshot.file_format import (
     SHARED,
     STATE,
     TOKENS,
-    Entry,
+    FileParts,
     LayerDescription,
     NotASnapshotError,
-    Parts,
+    TensorEntry,
     check,
     described_flags,
     described_layers,
@@ -51,7 +51,7 @@ _EXPANSION, _SLACK = 256, 2**20
 """A file may describe slots of at most so many times its own bytes, or this many more."""
 
 
-def load(path: str | os.PathLike[str]) -> Parts:
+def load(path: str | os.PathLike[str]) -> FileParts:
     """Read a snapshot onto the CPU, see `Snapshot.load`.
 
     Raises:
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str]) -> Parts:
         raise SnapshotError(f"{source!s:.200} cannot be read: {why}.") from error
 
 
-def _read(file: IO[bytes], size: int) -> Parts:
+def _read(file: IO[bytes], size: int) -> FileParts:
     header = read_header(file, size)
     fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
     pending = whole(header.about.get("pending"), "pending", most=2**40)
@@ -91,7 +91,7 @@ def _read(file: IO[bytes], size: int) -> Parts:
         fits = (tokens.dtype, tokens.shape) == (torch.int32, (seen,))
         check(fits, f"it has not one token id for each of {seen} tokens")
 
-    def tensor(entry: Entry) -> Tensor:
+    def tensor(entry: TensorEntry) -> Tensor:
         return read_tensor(file, header.start, entry)
 
     ids = None if tokens is None else tensor(tokens)
@@ -109,16 +109,16 @@ def _read(file: IO[bytes], size: int) -> Parts:
             check(int(found[1]) in states, f"state {found[1]} is not described")
             states[int(found[1])][found[2], None if found[3] is None else int(found[3])] = tensor(entry)
     held = {number: StateCopy(tensors, flags[number]) for number, tensors in states.items()}
-    return Parts(Contents(tuple(copies), shared, held), fingerprint, ids, pending, note)
+    return FileParts(Contents(tuple(copies), shared, held), fingerprint, ids, pending, note)
 
 
-def _by_layer(entries: Mapping[str, Entry], layers: int) -> list[dict[str, Entry]]:
+def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str, TensorEntry]]:
     """The tensors of each layer, by their names in the layer.
 
     Raises:
         NotASnapshotError: there is a tensor that no snapshot has.
     """
-    groups: list[dict[str, Entry]] = [{} for _ in range(layers)]
+    groups: list[dict[str, TensorEntry]] = [{} for _ in range(layers)]
     for name, entry in entries.items():
         found = LAYER.fullmatch(name)
         if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
@@ -129,7 +129,7 @@ def _by_layer(entries: Mapping[str, Entry], layers: int) -> list[dict[str, Entry
     return groups
 
 
-def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Entry]) -> None:
+def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, TensorEntry]) -> None:
     """Refuse a layer whose tensors do not fit its description or each other."""
     missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
     check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")
@@ -147,7 +147,7 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ent
             check((kind, len(shape)) == (wanted, 1), f"{name} of {shown} is no list of {wanted}")
 
 
-def _check_vectors(shown: str, entries: Mapping[str, Entry], made: Fingerprint) -> None:
+def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
     """Refuse keys and values that do not have the dtype of the fingerprint, or its bits and the scales for them."""
     scales = entries.keys() & set(SCALES)
     check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
@@ -161,7 +161,7 @@ def _check_vectors(shown: str, entries: Mapping[str, Entry], made: Fingerprint) 
             check((found.dtype, found.shape) == (torch.float16, shape), f"{shown} has not the scales of its {name}")
 
 
-def _slot_bytes(entry: Entry) -> int:
+def _slot_bytes(entry: TensorEntry) -> int:
     """Bytes of one token."""
     return entry.dtype.itemsize * math.prod(entry.shape[1:])
 
@@ -222,7 +222,7 @@ _OLD_S = 3600.0
 """Temporary files of this age were left behind by a process that was killed."""
 
 
-def save(parts: Parts, path: str | os.PathLike[str]) -> None:
+def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
     """Write a snapshot, see `Snapshot.save`.
 
     Raises:
@@ -258,7 +258,7 @@ def not_saved(path: Path, error: Exception) -> SnapshotError:
     )
 
 
-def chunks(parts: Parts) -> Iterator[bytes]:
+def chunks(parts: FileParts) -> Iterator[bytes]:
     """The bytes of a file, piece by piece.
 
     Raises:
@@ -282,7 +282,7 @@ def chunks(parts: Parts) -> Iterator[bytes]:
         yield _bytes(tensor)
 
 
-def _about(parts: Parts) -> dict[str, Any]:
+def _about(parts: FileParts) -> dict[str, Any]:
     """The description of the file."""
     contents = parts.contents
     return {
@@ -315,7 +315,7 @@ def _is_number(tensor: Tensor) -> bool:
     return tensor.ndim == 0 and tensor.dtype is torch.int64
 
 
-def _tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, by name, on the CPU. The largest dtypes go first, so that all of them are aligned."""
     found: list[tuple[str, Tensor]] = []
     if parts.tokens is not None:

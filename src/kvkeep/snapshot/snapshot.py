@@ -22,7 +22,7 @@ from kvkeep.kv.cascade import Cascade
 from kvkeep.pins import Span, end, spans
 from kvkeep.snapshot import file_io
 from kvkeep.snapshot.contents import Contents
-from kvkeep.snapshot.file_format import Parts
+from kvkeep.snapshot.file_format import FileParts
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, rule
 
 
@@ -92,7 +92,7 @@ class Snapshot:
         Raises:
             SnapshotError: the file cannot be written; an older file of that name stays as it was.
         """
-        file_io.save(Parts(self.contents, self.fingerprint, self.tokens, self.pending, self.note), path)
+        file_io.save(FileParts(self.contents, self.fingerprint, self.tokens, self.pending, self.note), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Snapshot:
@@ -112,7 +112,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Settings:
+class CacheSettings:
     """The arguments that a cache was made with, as far as its snapshots need them.
 
     Attributes:
@@ -146,7 +146,7 @@ class Settings:
         layout: Layout,
         chunk: int | None,
         cascade: Cascade | None,
-    ) -> Settings:
+    ) -> CacheSettings:
         """The settings, with numbers of other libraries as Python's own."""
         rules, size = (rule(layout.layer_budget), layout.head_budget), None if chunk is None else int(chunk)
         return cls(config, check_rows(budget), *rules, size, layout.kv_bits, cascade)

@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Added, AtRanks, Backend, Limits, Repeat, is_known, turned, wanted
+from kvkeep.backends.base import Added, AtRanks, Backend, Repeat, SlotLimits, is_known, turned, wanted
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.native import ops
-from kvkeep.backends.native.bindings import Turn, coding_of, turn_of
+from kvkeep.backends.native.bindings import KeyRotation, coding_of, turn_of
 from kvkeep.backends.native.build import Native, native
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.kv.pooled_store import lying
@@ -134,7 +134,7 @@ class NativeBackend(Backend):
         count = ops.count_over(positions, limit)
         return self._others.is_over(positions, limit) if count is None else count > 0
 
-    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """See `Backend.evict`."""
         sinks, recent, limit = limits.sinks, limits.recent, limits.stay
         if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
@@ -150,7 +150,7 @@ class NativeBackend(Backend):
         statistic: Statistic,
         options: AttentionOptions,
         added: Added,
-        limits: Limits,
+        limits: SlotLimits,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """See `Backend.step`."""
         call = self._step(query, slots, new, now, statistic=statistic, options=options, added=added, limits=limits)
@@ -169,7 +169,7 @@ class NativeBackend(Backend):
         statistic: Statistic,
         options: AttentionOptions,
         added: Added,
-        limits: Limits,
+        limits: SlotLimits,
     ) -> Repeat | None:
         """See `Backend.repeat`. Angles of slot positions, bits in rings, and numbers of single rows are packed anew."""
         report = wanted(statistic)
@@ -179,7 +179,7 @@ class NativeBackend(Backend):
         if limits.seen.dtype != torch.int64 or any(isinstance(number, Tensor) for number in numbers):
             return None
         call = self._step(query, slots, new, now, statistic=statistic, options=options, added=added, limits=limits)
-        return None if call is None else ops.Repeat(call)
+        return None if call is None else ops.NativeRepeat(call)
 
     def _step(
         self,
@@ -191,8 +191,8 @@ class NativeBackend(Backend):
         statistic: Statistic,
         options: AttentionOptions,
         added: Added,
-        limits: Limits,
-    ) -> ops.Step | None:
+        limits: SlotLimits,
+    ) -> ops.NativeStep | None:
         """The packed arguments of a step; ``None`` if the kernel cannot do it."""
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
@@ -215,6 +215,6 @@ class NativeBackend(Backend):
 
     def _turn(
         self, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
-    ) -> Turn | None:
+    ) -> KeyRotation | None:
         """The angles by which the kernel turns keys of this dtype; ``None`` under true positions."""
         return None if self._rotation is None else turn_of(self._rotation, positions.shape[2], dtype, rotated_at)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.base import Added, Ring, Wanted
+from kvkeep.backends.base import Added, Ring, WantedReport
 from kvkeep.backends.native.build import native
 from kvkeep.kv.slot_codec import NUMBERS, CodedSlots, Codes
 from kvkeep.rotary import Rotation
@@ -112,7 +112,7 @@ def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
 # The angles by which the kernel turns unrotated keys to their ranks.
 
 
-class Turn(NamedTuple):
+class KeyRotation(NamedTuple):
     """Rows of cosines and sines, in the dtype of the keys.
 
     Attributes:
@@ -136,7 +136,9 @@ class Turn(NamedTuple):
         return self.angles.data_ptr(), back, self.angles.shape[1] // 2
 
 
-def turn_of(rotation: Rotation, slots: int, dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None) -> Turn:
+def turn_of(
+    rotation: Rotation, slots: int, dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
+) -> KeyRotation:
     """The turn of keys in so many slots.
 
     Args:
@@ -146,7 +148,7 @@ def turn_of(rotation: Rotation, slots: int, dtype: torch.dtype, rotated_at: Int[
         rotated_at: positions to which queries and new keys are rotated; ``None`` if they are unrotated.
     """
     back = None if rotated_at is None else rotation.angles_now(rotated_at, dtype)
-    return Turn(rotation.table(slots + 1, dtype), back)
+    return KeyRotation(rotation.table(slots + 1, dtype), back)
 
 
 def _is_plain(rows: Tensor, dtype: torch.dtype) -> bool:
@@ -169,8 +171,8 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
     positions: Tensor,
     *,
     options: AttentionOptions,
-    wanted: Wanted | None,
-    turn: Turn | None = None,
+    wanted: WantedReport | None,
+    turn: KeyRotation | None = None,
     pooled: bool = False,
     coding: Coding | None = None,
 ) -> bool:
@@ -272,7 +274,7 @@ def _is_same(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> bool:
     return keys.dtype == new[0].dtype and values.dtype == new[1].dtype
 
 
-def addable(added: Added, positions: Tensor, wanted: Wanted | None) -> bool:
+def addable(added: Added, positions: Tensor, wanted: WantedReport | None) -> bool:
     """Whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
     ring = added.ring
     if wanted is None or not added.states:

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from kvkeep.backends.native.bindings import TYPES
 from kvkeep.backends.native.build import native
-from kvkeep.backends.native.ops import Repeat
+from kvkeep.backends.native.ops import NativeRepeat
 
 # The operators between two attentions, in the kernel; each returns ``None`` if the kernel cannot do it.
 #
@@ -244,7 +244,7 @@ class Before:
             *angles,
         )
 
-    def leads_to(self, behind: Behind, step: Repeat) -> bool:
+    def leads_to(self, behind: Behind, step: NativeRepeat) -> bool:
         """Whether this, a step of attention and ``behind`` are those of one layer."""
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
@@ -315,7 +315,7 @@ class Behind:
         )
 
 
-class Whole:
+class WholeLayer:
     """A layer's decode step in one call: `Before`, a step of attention that is told its tokens alone, and `Behind`.
 
     Args:
@@ -327,7 +327,7 @@ class Whole:
         parts: ``before`` and ``behind``; the step owns this, so it is not held.
     """
 
-    def __init__(self, before: Before, step: Repeat, behind: Behind) -> None:
+    def __init__(self, before: Before, step: NativeRepeat, behind: Behind) -> None:
         self.parts = before, behind
         self._rows: int = _STEP_HEAD.unpack_from(step.packed)[0]
         self._fit = before.leads_to(behind, step)
@@ -369,11 +369,11 @@ def whole(
     step: object,
 ) -> Float[Tensor, "B 1 width"] | None:
     """The output of a layer whose step of attention is a repeated one, see `Whole`; ``None`` if it is another one's."""
-    if not isinstance(step, Repeat):
+    if not isinstance(step, NativeRepeat):
         return None
     within = step.within
     if within is None or within.parts[0] is not before or within.parts[1] is not behind:
-        within = step.within = Whole(before, step, behind)
+        within = step.within = WholeLayer(before, step, behind)
     out: Tensor | None = within(x, angles)
     return out
 

@@ -15,15 +15,15 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kvkeep.attention_stats import BITS, Statistic
-from kvkeep.backends.base import Added, Limits, Ring, Wanted, sums_wanted
+from kvkeep.backends.base import Added, Ring, SlotLimits, WantedReport, sums_wanted
 from kvkeep.backends.native import bindings
-from kvkeep.backends.native.bindings import LAST, Turn, bounded, cast_to, either, library_for, pointer, strides
+from kvkeep.backends.native.bindings import LAST, KeyRotation, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.kv.pooled_store import Ranges
 from kvkeep.kv.slot_codec import pieces
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
-_NOTHING = Wanted()
+_NOTHING = WantedReport()
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 2q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q d 3q")
 _RING = struct.Struct("6q 2q")
@@ -39,8 +39,8 @@ def attend(  # noqa: PLR0913  all that the kernel is told
     positions: Int[Tensor, "B #Hk S"],
     *,
     options: AttentionOptions,
-    wanted: Wanted | None,
-    turn: Turn | None = None,
+    wanted: WantedReport | None,
+    turn: KeyRotation | None = None,
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> list[Tensor] | None:
@@ -72,13 +72,13 @@ def step(  # noqa: PLR0913  all that the kernel is told
     now: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
-    wanted: Wanted | None,
+    wanted: WantedReport | None,
     added: Added,
-    limits: Limits,
-    turn: Turn | None = None,
+    limits: SlotLimits,
+    turn: KeyRotation | None = None,
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
-) -> Step | None:
+) -> NativeStep | None:
     """`Backend.step` in one pass, where both windows are the same; ``ranges`` and ``codes`` as in `attend`.
 
     ``wanted`` asks for the mass alone, with a ring for low as well; it is ``None`` if the policy has no sums. With a
@@ -112,12 +112,12 @@ def step(  # noqa: PLR0913  all that the kernel is told
         1.0 if wanted is None else wanted.decay,
         *((0, 0, 0) if lost is None else (lost.data_ptr(), *lost.stride()[:2])),
     )
-    return Step(
+    return NativeStep(
         library, call.packed, rest + marks, token, call.results[0], (*call.tensors, now, seen, recents, most, sizes)
     )
 
 
-class Step(NamedTuple):
+class NativeStep(NamedTuple):
     """Arguments of a step.
 
     Attributes:
@@ -141,7 +141,7 @@ class Step(NamedTuple):
         return None if self.library.kvkeep_step(self.attention + self.rest) else self.out
 
 
-class Repeat:
+class NativeRepeat:
     """A step for other tokens. Of its tensors, this holds addresses alone: see `Backend.repeat`.
 
     Args:
@@ -155,7 +155,7 @@ class Repeat:
     packed: bytes
     within: Any
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: NativeStep) -> None:
         packed, (query, keys, values) = step.attention + step.rest, step.token
         new = len(step.attention)
         self.packed, self.within = packed, None
@@ -228,8 +228,8 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
     now: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
-    wanted: Wanted | None,
-    turn: Turn | None,
+    wanted: WantedReport | None,
+    turn: KeyRotation | None,
     reports: bool = True,
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Added, Backend, Limits, is_known, wanted
+from kvkeep.backends.base import Added, Backend, SlotLimits, is_known, wanted
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import launch, ops, prefill_ops
@@ -59,16 +59,16 @@ class TritonBackend(Backend):
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
-        if not ops.evict(positions, None, Limits(seen, window=window)):
+        if not ops.evict(positions, None, SlotLimits(seen, window=window)):
             self._torch.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
         """See `Backend.is_over`."""
         return self._torch.is_over(positions, limit)
 
-    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
         """See `Backend.evict`."""
-        if not ops.evict(positions, score, Limits(limits.seen, limits.sinks, limits.recent, limits.stay)):
+        if not ops.evict(positions, score, SlotLimits(limits.seen, limits.sinks, limits.recent, limits.stay)):
             self._torch.evict(positions, score, limits)
 
     def step(
@@ -81,7 +81,7 @@ class TritonBackend(Backend):
         statistic: Statistic,
         options: AttentionOptions,
         added: Added,
-        limits: Limits,
+        limits: SlotLimits,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """See `Backend.step`; two kernels."""
         if not is_known(statistic):

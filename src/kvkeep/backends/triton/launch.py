@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.backends.base import Limits, Wanted
+from kvkeep.backends.base import SlotLimits, WantedReport
 from kvkeep.errors import pip_install
 from kvkeep.kv.slot_codec import CodedSlots, Codes
 from kvkeep.types import Slots
@@ -279,7 +279,7 @@ def _multiprocessors(device: torch.device) -> int:
 # How tensors and numbers become arguments of the kernels, by name.
 
 
-def row(wanted: Wanted, now: Tensor) -> dict[str, Any]:
+def row(wanted: WantedReport, now: Tensor) -> dict[str, Any]:
     """The weights of query rows in a statistic's sums, as arguments of a kernel."""
     return {
         **either("counted", "counts", wanted.counts, now, dtype=torch.int64),
@@ -290,7 +290,7 @@ def row(wanted: Wanted, now: Tensor) -> dict[str, Any]:
     }
 
 
-def limits(limits: Limits) -> dict[str, Any]:
+def limits(limits: SlotLimits) -> dict[str, Any]:
     """Limits as the kernels take them."""
     recent, stay = limits.recent, limits.stay
     return {

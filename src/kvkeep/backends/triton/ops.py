@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.base import Added, Limits, Wanted
+from kvkeep.backends.base import Added, SlotLimits, WantedReport
 from kvkeep.backends.triton import launch
 from kvkeep.kv.slot_codec import CodedSlots, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 _ENDLESS = 2**31 - 1
-_NOTHING = Wanted(counts=0)
+_NOTHING = WantedReport(counts=0)
 _KINDS = {None: 1, "last": 2, "low": 3}
 
 
@@ -28,7 +28,7 @@ def attend(
     now: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
-    wanted: Wanted | None,
+    wanted: WantedReport | None,
 ) -> list[Tensor] | None:
     """Attention of one token per row; the results are those of `kvkeep.backends.native.ops.attend`.
 
@@ -71,9 +71,9 @@ def step(
     now: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
-    wanted: Wanted | None,
+    wanted: WantedReport | None,
     added: Added,
-    limits: Limits,
+    limits: SlotLimits,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
     """`Backend.step`; ``wanted`` says how the rows count, ``None`` if there are no sums.
 
@@ -165,7 +165,7 @@ def _write_codes(
     return found
 
 
-def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | None, limits: Limits) -> bool | None:
+def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | None, limits: SlotLimits) -> bool | None:
     """`Backend.expire` if the limits have a window, then `Backend.evict` if there are scores."""
     scored = positions if scores is None else scores
     if not launch.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli import shell_completion
-from kvkeep.cli.chat_sessions import Folder, complete_names
+from kvkeep.cli.chat_sessions import ChatFolder, complete_names
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
-from kvkeep.cli.generate import Request, parse_budget, parse_memory
+from kvkeep.cli.generate import GenerateOptions, parse_budget, parse_memory
 from kvkeep.cli.options import (
     MEMORY,
     OUTPUT,
@@ -131,7 +131,7 @@ def chat(
     The conversation is saved after each answer and continued by its name. /help lists what can be typed besides
     messages; Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, each line of standard input is a message.
     """
-    folder = Folder.of(sessions)
+    folder = ChatFolder.of(sessions)
     if list_:
         from kvkeep.cli import chat_sessions
 
@@ -143,7 +143,7 @@ def chat(
         raise InputError("--memory brings its own beginning; give --system to kvkeep remember.")
     from kvkeep.cli import chat_run  # imports torch and transformers
 
-    request = Request(
+    request = GenerateOptions(
         model=model,
         prompt="",
         system=None if system is None else not_empty(system, "--system", "Leave it out, or give some text."),

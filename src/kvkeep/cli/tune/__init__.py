@@ -159,7 +159,7 @@ def tune(
     from kvkeep.cli import tune_run  # imports torch and transformers
 
     tune_run.serve(
-        tune_run.Request(
+        tune_run.TuneOptions(
             model=model,
             case=case,
             target=number,

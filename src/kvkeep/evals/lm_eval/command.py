@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, pip_install
 from kvkeep.evals.attention_probe import Setup
-from kvkeep.evals.grid import Asked
-from kvkeep.evals.lm_eval.scoring import Bounded
+from kvkeep.evals.grid import RequestedBudget
+from kvkeep.evals.lm_eval.scoring import BoundedModel
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies import DEFAULT
@@ -135,7 +135,7 @@ class Arguments:
         """The arguments, for results."""
         return {f"kvkeep_{key}": value for key, value in asdict(self).items() if key != "pretrained"}
 
-    def in_windows(self, bounded: Bounded) -> Bounded:
+    def in_windows(self, bounded: BoundedModel) -> BoundedModel:
         """The same memory for rolling log-likelihoods."""
         return replace(bounded, stride=self.window_stride)
 
@@ -156,7 +156,7 @@ def _text(key: str, value: object) -> str:
     return text.replace("\\n", "\n") if key.endswith("_mark") else text
 
 
-def bounded_of(asked: Arguments) -> Bounded:
+def bounded_of(asked: Arguments) -> BoundedModel:
     """Load the model and check policy and budget, cheap tests first.
 
     Raises:
@@ -170,10 +170,10 @@ def bounded_of(asked: Arguments) -> Bounded:
         if budget.tokens is not None and policy.evicts:
             setup.cache(checkpoint, policy, [budget.tokens])
         writer = Writer(checkpoint, read_weights(checkpoint, asked.dtype, asked.device))
-    return Bounded(writer=writer, policy=policy, budget=budget, setup=setup, stride=asked.stride, rows=asked.rows)
+    return BoundedModel(writer=writer, policy=policy, budget=budget, setup=setup, stride=asked.stride, rows=asked.rows)
 
 
-def budget_of(text: str) -> Asked:
+def budget_of(text: str) -> RequestedBudget:
     """A budget in tokens, or in percent of each text.
 
     Raises:
@@ -181,14 +181,16 @@ def budget_of(text: str) -> Asked:
         InputError: it is no number.
     """
     try:
-        return Asked(ratio=float(text[:-1]) / 100) if text.endswith("%") else Asked(tokens=int(text))
+        return (
+            RequestedBudget(ratio=float(text[:-1]) / 100) if text.endswith("%") else RequestedBudget(tokens=int(text))
+        )
     except ValueError as error:
         if isinstance(error, BudgetError):
             raise
         raise InputError(f"budget={text!r} is neither a number of tokens (512) nor a share (20%).") from None
 
 
-def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[tuple[str, ...], Sampling]:
+def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[tuple[str, ...], SamplingParams]:
     """The texts that end an answer, and how its tokens are chosen, from a task's ``generation_kwargs``.
 
     Raises:
@@ -200,5 +202,5 @@ def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[
     warm = options.get("do_sample", float(options.get("temperature", 0) or 0) > 0)
     chosen = {key: options[key] for key in ("top_p", "top_k") if warm and options.get(key) is not None}
     temperature = float(options.get("temperature", 1.0)) if warm else 0.0
-    sampling = Sampling(max_new_tokens=int(most), temperature=temperature, **chosen)
+    sampling = SamplingParams(max_new_tokens=int(most), temperature=temperature, **chosen)
     return tuple(text for text in dict.fromkeys([*stops, end]) if text), sampling

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from kvkeep.evals.lm_eval import scoring
 from kvkeep.evals.lm_eval.command import Arguments, bounded_of, sampling_of
-from kvkeep.evals.lm_eval.scoring import EvaluationProtocol, Pair, Wish
+from kvkeep.evals.lm_eval.scoring import ContextPair, EvaluationProtocol, GenerationPrompt
 from kvkeep.evals.run import fingerprint
 from kvkeep.version import __version__
 
@@ -150,12 +150,12 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
 
     # -- the way there
 
-    def _pair(self, texts: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> Pair:
+    def _pair(self, texts: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> ContextPair:
         """A request in which the beginning of a context that is too long is left out."""
         room = self.max_length + 1 - len(continuation)
         self._asked.check_room(room, len(continuation), self.max_length)
         prompt, first, length = self._cut(texts[0], context, room)
-        return Pair(prompt, tuple(continuation), first, length)
+        return ContextPair(prompt, tuple(continuation), first, length)
 
     def _cut(self, text: str, ids: Sequence[int], room: int) -> tuple[tuple[int, ...], int, int]:
         """The last tokens of a prompt, how many of them are read first, and how many a budget refers to."""
@@ -168,7 +168,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
             raise self._protocol.no_cut(text, lost)
         return kept, first, first
 
-    def _windows(self, text: str) -> list[Pair]:
+    def _windows(self, text: str) -> list[ContextPair]:
         """Disjoint windows of a text, cut as lm-eval cuts them."""
         made = get_rolling_token_windows(
             token_list=self.tok_encode(text),
@@ -177,19 +177,19 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
             context_len=1,
         )
         parts = map(make_disjoint_window, made)
-        return [Pair(tuple(a), tuple(b), len(a), len(a) + len(b) - 1) for a, b in parts]
+        return [ContextPair(tuple(a), tuple(b), len(a), len(a) + len(b) - 1) for a, b in parts]
 
-    def _wish(self, prompt: str, options: dict[str, Any]) -> Wish:
+    def _wish(self, prompt: str, options: dict[str, Any]) -> GenerationPrompt:
         until, sampling = sampling_of(options, self.max_gen_toks, str(self.tokenizer.decode(self.eot_token_id)))
         room = self.max_length - sampling.max_new_tokens
         self._asked.check_room(room, sampling.max_new_tokens, self.max_length)
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
-        return Wish(*self._cut(prompt, ids, room), until, sampling)
+        return GenerationPrompt(*self._cut(prompt, ids, room), until, sampling)
 
     def _scored(
         self,
-        bounded: scoring.Bounded,
-        pairs: Sequence[Pair],
+        bounded: scoring.BoundedModel,
+        pairs: Sequence[ContextPair],
         texts: Sequence[tuple[str, str]] | None,
         disable_tqdm: bool,
     ) -> list[tuple[float, bool]]:

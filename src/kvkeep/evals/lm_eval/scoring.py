@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 from kvkeep.evals.attention_probe import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 
@@ -28,7 +28,7 @@ Score = tuple[float, bool]
 
 
 @dataclass(frozen=True)
-class Pair:
+class ContextPair:
     """A context and one continuation of it, as tokens.
 
     Attributes:
@@ -46,14 +46,14 @@ class Pair:
 
 @runtime_checkable
 class Rule(Protocol):
-    """How many tokens are kept of a text, such as `kvkeep.evals.grid.Asked`."""
+    """How many tokens are kept of a text, such as `kvkeep.evals.grid.RequestedBudget`."""
 
     def of(self, length: int) -> int:
         """The budget for a text of a length."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounded:
+class BoundedModel:
     """A model in bounded memory.
 
     Attributes:
@@ -72,7 +72,7 @@ class Bounded:
     setup: Setup = PLAIN
     stride: int = 1
     rows: int = 16
-    on_memory: Callable[[Memory], object] = lambda memory: None
+    on_memory: Callable[[MemoryUsage], object] = lambda memory: None
 
     def tokens(self, length: int, most: int) -> int:
         """The budget in tokens for a text of a length; ``most`` if nothing is evicted."""
@@ -89,13 +89,13 @@ class _Group:
     places: list[int] = field(default_factory=list)
 
 
-def scores(bounded: Bounded, pairs: Sequence[Pair]) -> Iterator[tuple[int, Score]]:
+def scores(bounded: BoundedModel, pairs: Sequence[ContextPair]) -> Iterator[tuple[int, Score]]:
     """Score all pairs, the longest contexts first; yields each score with the place of its pair."""
     for groups in _batches(_grouped(pairs), bounded.rows):
         yield from _score(bounded, groups, pairs)
 
 
-def _grouped(pairs: Sequence[Pair]) -> list[_Group]:
+def _grouped(pairs: Sequence[ContextPair]) -> list[_Group]:
     """Pairs with the same context, the longest first."""
     groups: dict[tuple[tuple[int, ...], int, int], _Group] = {}
     for place, pair in enumerate(pairs):
@@ -114,7 +114,9 @@ def _batches(groups: Sequence[_Group], rows: int) -> Iterator[list[_Group]]:
             part = part[size:]
 
 
-def _score(bounded: Bounded, groups: Sequence[_Group], pairs: Sequence[Pair]) -> Iterator[tuple[int, Score]]:
+def _score(
+    bounded: BoundedModel, groups: Sequence[_Group], pairs: Sequence[ContextPair]
+) -> Iterator[tuple[int, Score]]:
     """Read some contexts, and score all their continuations in copies."""
     longest = max(len(pairs[place].continuation) for group in groups for place in group.places)
     budgets = [bounded.tokens(group.length, len(group.context) + longest) for group in groups]
@@ -146,7 +148,7 @@ def _read(drive: Drive, groups: Sequence[_Group]) -> Float[Tensor, "B V"]:
 
 
 def _follow(
-    bounded: Bounded, drive: Drive, logits: Float[Tensor, "B V"], asked: Sequence[tuple[int, tuple[int, ...]]]
+    bounded: BoundedModel, drive: Drive, logits: Float[Tensor, "B V"], asked: Sequence[tuple[int, tuple[int, ...]]]
 ) -> Iterator[tuple[int, Score]]:
     """Feed continuations piece by piece, and add up the log-probabilities of their tokens."""
     totals, greedy = [0.0] * len(asked), [True] * len(asked)
@@ -192,7 +194,7 @@ def _ids(tokens: Iterable[int]) -> Int[Tensor, " n"]:
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationPrompt:
     """A prompt to continue.
 
     Attributes:
@@ -207,10 +209,10 @@ class Wish:
     first: int
     length: int
     until: tuple[str, ...]
-    sampling: Sampling
+    sampling: SamplingParams
 
 
-def answers(bounded: Bounded, wishes: Sequence[Wish]) -> Iterator[tuple[int, str]]:
+def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterator[tuple[int, str]]:
     """Continue all prompts; yields each answer with the place of its prompt as soon as it is there.
 
     Raises:
@@ -234,7 +236,7 @@ def answers(bounded: Bounded, wishes: Sequence[Wish]) -> Iterator[tuple[int, str
             yield place, result.text
 
 
-def _request(engine: Engine, number: int, wish: Wish, budget: int) -> Request:
+def _request(engine: Engine, number: int, wish: GenerationPrompt, budget: int) -> Request:
     """The request that continues a prompt's memory. Its first part is read, and cut, when a row is free for it."""
     options: dict[str, Any] = {"stop": wish.until, "sampling": wish.sampling, "sequence": number}
     if not 0 < wish.first < len(wish.ids):

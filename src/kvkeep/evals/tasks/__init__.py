@@ -14,14 +14,14 @@ from kvkeep.evals.tasks.diversity import Diversity
 from kvkeep.evals.tasks.hidden import KeyValue, Needle, Passkey
 from kvkeep.evals.tasks.long_generation import LongGeneration
 from kvkeep.evals.tasks.longbench import LongBench
-from kvkeep.evals.tasks.mass import Mass
+from kvkeep.evals.tasks.mass import RetainedMass
 from kvkeep.evals.tasks.perplexity import Perplexity
 from kvkeep.evals.tasks.recall import Recall
 from kvkeep.evals.tasks.ruler import Ruler
 from kvkeep.evals.tasks.summary import Summary
 
 _ALL: tuple[type[Task], ...] = (
-    *(Recall, Perplexity, Continuation, Agreement, Mass),
+    *(Recall, Perplexity, Continuation, Agreement, RetainedMass),
     *(Ruler, LongBench, Needle, Passkey, KeyValue, MultipleChoice),
     *(Summary, Diversity, Conversation, LongGeneration),
 )

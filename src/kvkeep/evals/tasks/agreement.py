@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvkeep.evals import task, texts
 from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches
-from kvkeep.evals.task import Options, Outcome, Task
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.evals.task import Options, Task, TaskOutcome
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.load import Checkpoint, ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
@@ -90,9 +90,9 @@ class Agreement(Task):
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Feed the continuation and compare each next-token distribution with that of the full cache."""
-        equal, kl, memory = [], [], Memory()
+        equal, kl, memory = [], [], MemoryUsage()
         for at, reference in zip(self._batches(), self.references, strict=True):
             drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
             drive.feed(self.ids[at], last_only=True)
@@ -102,7 +102,7 @@ class Agreement(Task):
                 equal.append((full.argmax(dim=-1) == bounded.argmax(dim=-1)).float().cpu())
                 kl.append(task.kl(full, bounded).cpu())
             memory += drive.cache.memory()
-        return Outcome(_score(torch.cat(equal), torch.cat(kl), self._steps()), memory)
+        return TaskOutcome(_score(torch.cat(equal), torch.cat(kl), self._steps()), memory)
 
     def _continue(self, writer: Writer, ids: Int[Tensor, "B T"]) -> _Reference:
         drive = Drive(writer, parse("full"), [ids.shape[1] + self.new] * len(ids))

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, final
 from kvkeep.errors import InputError
 from kvkeep.evals import datasets, task
 from kvkeep.evals.attention_probe import PLAIN, Setup
-from kvkeep.evals.datasets import Place, Source, text
-from kvkeep.evals.lm_eval.scoring import Bounded, Pair, scores
-from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.evals.datasets import HubDataset, Source, text
+from kvkeep.evals.lm_eval.scoring import BoundedModel, ContextPair, scores
+from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
@@ -200,14 +200,14 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Choice]] = {
 NAMES = tuple(_READERS)
 
 _PLACES = {
-    "copa": Place("aps/super_glue", "copa", "validation"),
-    "openbookqa": Place("allenai/openbookqa", "main", "test"),
-    "piqa": Place("baber/piqa", None, "validation"),
-    "winogrande": Place("allenai/winogrande", "winogrande_xl", "validation"),
-    "arc_easy": Place("allenai/ai2_arc", "ARC-Easy", "test"),
-    "mathqa": Place("regisss/math_qa", None, "test"),
-    "rte": Place("nyu-mll/glue", "rte", "validation"),
-    "hellaswag": Place("Rowan/hellaswag", None, "validation"),
+    "copa": HubDataset("aps/super_glue", "copa", "validation"),
+    "openbookqa": HubDataset("allenai/openbookqa", "main", "test"),
+    "piqa": HubDataset("baber/piqa", None, "validation"),
+    "winogrande": HubDataset("allenai/winogrande", "winogrande_xl", "validation"),
+    "arc_easy": HubDataset("allenai/ai2_arc", "ARC-Easy", "test"),
+    "mathqa": HubDataset("regisss/math_qa", None, "test"),
+    "rte": HubDataset("nyu-mll/glue", "rte", "validation"),
+    "hellaswag": HubDataset("Rowan/hellaswag", None, "validation"),
 }
 """The copies that lm-eval 0.4.13 reads, with its splits."""
 
@@ -237,7 +237,7 @@ _BETWEEN = "\n\n"
 class _Asked:
     """A question as tokens: a pair for each choice, and the lengths of the choices in characters."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[ContextPair, ...]
     sizes: tuple[int, ...]
     right: int
 
@@ -307,17 +307,17 @@ class MultipleChoice(Task):
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Score all choices of a data set."""
         pairs = [pair for one in self.asked[case] for pair in one.pairs]
         given = _Given({pair.length: budget for pair, budget in zip(pairs, budgets, strict=True)})
-        memories: list[Memory] = []
-        bounded = Bounded(writer=writer, policy=policy, budget=given, setup=setup, on_memory=memories.append)
+        memories: list[MemoryUsage] = []
+        bounded = BoundedModel(writer=writer, policy=policy, budget=given, setup=setup, on_memory=memories.append)
         found = dict(scores(bounded, pairs))
         values = iter(found[place][0] for place in range(len(pairs)))
-        return Outcome(
+        return TaskOutcome(
             _score([[next(values) for _ in one.pairs] for one in self.asked[case]], self.asked[case]),
-            sum(memories, Memory()),
+            sum(memories, MemoryUsage()),
         )
 
 
@@ -343,7 +343,7 @@ def _one(checkpoint: Checkpoint, options: Options, name: str, found: Sequence[Ch
     return _Asked(pairs, tuple(len(choice) for choice in one.choices), one.right)
 
 
-def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later: bool) -> Pair:
+def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later: bool) -> ContextPair:
     whole, prompt = (_tokens(checkpoint, text) for text in (before + context + choice, before + context))
     first = len(prompt) - 1
     if later:
@@ -351,7 +351,7 @@ def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later:
         same = (i for i, (a, b) in enumerate(zip(examples, prompt, strict=False)) if a != b)
         first = min(next(same, len(examples)), first)
     first = max(1, first)
-    return Pair(prompt, whole[len(prompt) :], first, first if later else len(prompt))
+    return ContextPair(prompt, whole[len(prompt) :], first, first if later else len(prompt))
 
 
 def _tokens(checkpoint: Checkpoint, text: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 from kvkeep.evals import grading, task
 from kvkeep.evals import qa_task as replying
 from kvkeep.evals.attention_probe import Drive, Setup, left_padded
-from kvkeep.evals.qa_task import Answered, Case, Item, ItemPrompt, Replies, fitting, prompt_of
+from kvkeep.evals.qa_task import Item, ItemPrompt, QATask, Replies, TaskCase, fitting, prompt_of
 from kvkeep.evals.synthetic import Haystack, values, words
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
@@ -29,14 +29,16 @@ _TURN = "\nUser: "
 
 @final
 @dataclass(frozen=True)
-class Conversation(Answered):
+class Conversation(QATask):
     """Share of asked facts that the reply has, by the turn in which they were told."""
 
     name: ClassVar[str] = "conversation"
     VERSION: ClassVar[int] = 1
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """A case for each context, with as many turns as facts; asked turns are spread evenly."""
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         n, made = options.limit or cls.items, {}
@@ -49,7 +51,7 @@ class Conversation(Answered):
                 maker = _maker(options, number, depth)
                 item = fitting(checkpoint, maker, length - _NEW, 0, named)
                 prompts.append(prompt_of(checkpoint, item, options.ask, number))
-            made[f"length={length},turns={options.facts}"] = Case(
+            made[f"length={length},turns={options.facts}"] = TaskCase(
                 prompts, _NEW, lambda item, reply: grading.contains_all(reply, item.answers)
             )
         return made

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from kvkeep.evals import grading
-from kvkeep.evals.qa_task import Answered, Case, Item, fitting, prompt_of
+from kvkeep.evals.qa_task import Item, QATask, TaskCase, fitting, prompt_of
 from kvkeep.evals.synthetic import Haystack
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
@@ -41,14 +41,16 @@ def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n
 
 @final
 @dataclass(frozen=True)
-class Diversity(Answered):
+class Diversity(QATask):
     """Share of different pairs of words in each continuation; Self-BLEU and distinct-n over all of a case."""
 
     name: ClassVar[str] = "diversity"
     VERSION: ClassVar[int] = 1
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """A case for each context."""
         about["text"] = describe(options)
         n, made = options.limit or cls.items, {}
@@ -56,7 +58,7 @@ class Diversity(Answered):
             named = f"diversity with a context of {length} and {NEW} new tokens"
             items = continued(checkpoint, options, length, NEW, n, named)
             prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(items)]
-            made[f"length={length}"] = Case(
+            made[f"length={length}"] = TaskCase(
                 prompts, NEW, lambda item, reply: grading.distinct([grading.tokens_of(reply)], 2)
             )
         return made

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from kvkeep.evals import grading
-from kvkeep.evals.qa_task import Answered, Case, Item, fitting, prompt_of
+from kvkeep.evals.qa_task import Item, QATask, TaskCase, fitting, prompt_of
 from kvkeep.evals.synthetic import NOISE, Haystack, planted, values
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
@@ -23,7 +23,9 @@ _CITIES = (
 _Maker = Callable[[random.Random, float, int], Item]
 
 
-def _cases(checkpoint: Checkpoint, options: Options, task: type[Answered], make: _Maker, least: int) -> dict[str, Case]:
+def _cases(
+    checkpoint: Checkpoint, options: Options, task: type[QATask], make: _Maker, least: int
+) -> dict[str, TaskCase]:
     """A case for each context, with items at depths in turn."""
     made = {}
     for length in dict.fromkeys(options.contexts):
@@ -40,20 +42,24 @@ def _cases(checkpoint: Checkpoint, options: Options, task: type[Answered], make:
             prompts.append(
                 prompt_of(checkpoint, fitting(checkpoint, item, length - _NEW, least, about), options.ask, number)
             )
-        made[f"length={length}"] = Case(prompts, _NEW, lambda item, reply: grading.contains_all(reply, item.answers))
+        made[f"length={length}"] = TaskCase(
+            prompts, _NEW, lambda item, reply: grading.contains_all(reply, item.answers)
+        )
     return made
 
 
 @final
 @dataclass(frozen=True)
-class Needle(Answered):
+class Needle(QATask):
     """Needle in a haystack: a sentence at a depth of a text; its score by depth and context is the heat map."""
 
     name: ClassVar[str] = "needle"
     VERSION: ClassVar[int] = 1
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """A case for each context."""
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         haystack = Haystack(options.text, options.seed)
@@ -75,14 +81,16 @@ class Needle(Answered):
 
 @final
 @dataclass(frozen=True)
-class Passkey(Answered):
+class Passkey(QATask):
     """Passkey retrieval (Mohtashami and Jaggi, 2023): a number in noise that repeats."""
 
     name: ClassVar[str] = "passkey"
     VERSION: ClassVar[int] = 1
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """A case for each context."""
         about |= {"depths": list(options.depths) or "spread"}
 
@@ -104,14 +112,16 @@ class Passkey(Answered):
 
 @final
 @dataclass(frozen=True)
-class KeyValue(Answered):
+class KeyValue(QATask):
     """Key-value retrieval (Liu et al., 2023): the value of a UUID in a JSON object of UUIDs."""
 
     name: ClassVar[str] = "kv_retrieval"
     VERSION: ClassVar[int] = 1
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """A case for each context."""
         about |= {"depths": list(options.depths) or "spread"}
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 
 from kvkeep.evals import grading
 from kvkeep.evals.attention_probe import PLAIN
-from kvkeep.evals.qa_task import Answered, Case, prompt_of
+from kvkeep.evals.qa_task import QATask, TaskCase, prompt_of
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.diversity import continued
 from kvkeep.evals.texts import describe
@@ -23,7 +23,7 @@ _PER_CONTEXT = 2
 
 @final
 @dataclass(frozen=True)
-class LongGeneration(Answered):
+class LongGeneration(QATask):
     """ROUGE-L of a greedy continuation with the full cache's, its words before the first difference, and its length.
 
     Unlike in `agreement`, a policy reads its own words, so an early difference changes all that follows.
@@ -36,7 +36,9 @@ class LongGeneration(Answered):
     references: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """A case for each context."""
         about["text"] = describe(options)
         made = {}
@@ -45,7 +47,7 @@ class LongGeneration(Answered):
             named = f"long_generation with a context of {length} and {new} new tokens"
             items = continued(checkpoint, options, length, new, options.limit or cls.items, named)
             prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(items)]
-            made[f"length={length}"] = Case(prompts, new, lambda item, reply: 0.0)
+            made[f"length={length}"] = TaskCase(prompts, new, lambda item, reply: 0.0)
         return made
 
     def prepare(self, writer: Writer) -> None:

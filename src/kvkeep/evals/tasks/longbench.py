@@ -17,7 +17,7 @@ from typing import Any, ClassVar, final
 from kvkeep.errors import InputError
 from kvkeep.evals import datasets, grading, task
 from kvkeep.evals.datasets import Source
-from kvkeep.evals.qa_task import Answered, Case, Item, prompt_of, tokens_of
+from kvkeep.evals.qa_task import Item, QATask, TaskCase, prompt_of, tokens_of
 from kvkeep.evals.task import Options
 from kvkeep.models.load import Checkpoint
 
@@ -44,14 +44,16 @@ def source(name: str) -> Source:
 
 @final
 @dataclass(frozen=True)
-class LongBench(Answered):
+class LongBench(QATask):
     """Each task's own metric, one case per task."""
 
     name: ClassVar[str] = "longbench"
     VERSION: ClassVar[int] = 2
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """A case for each task, by default for each whose file is there.
 
         Raises:
@@ -65,7 +67,7 @@ class LongBench(Answered):
         return {name: _case(checkpoint, options, name, notes) for name in chosen}
 
 
-def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> Case:
+def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> TaskCase:
     task, every = described()[name], read(name, options.data)
     n = min(options.limit or len(every), len(every))
     items = [every[(options.seed * n + i) % len(every)] for i in range(n)]
@@ -74,7 +76,7 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
         notes.append(f"longbench {name}: {cut} of {n} texts lose their middle, to fit into {room} tokens.")
     prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
-    return Case(prompts, int(task["new"]), lambda item, reply: grade(task, item, reply))
+    return TaskCase(prompts, int(task["new"]), lambda item, reply: grade(task, item, reply))
 
 
 def read(name: str, data: str | None) -> list[Item]:

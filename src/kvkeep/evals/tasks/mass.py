@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvkeep.budget import by_head
 from kvkeep.evals import task, texts
-from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, Tape, tapes
-from kvkeep.evals.task import Options, Outcome, Task
+from kvkeep.evals.attention_probe import PLAIN, Drive, LayerTape, Setup, tapes
+from kvkeep.evals.task import Options, Task, TaskOutcome
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
@@ -35,7 +35,7 @@ TEXTS = 4
 
 @final
 @dataclass
-class Mass(Task):
+class RetainedMass(Task):
     """Mean retained mass, beside that of the best fixed set in hindsight and of the best set for each row.
 
     Attributes:
@@ -53,11 +53,11 @@ class Mass(Task):
     ids: Int[Tensor, "B T"]
     rows: int
     text: str
-    tapes: dict[int, Tape] = field(default_factory=dict)
+    tapes: dict[int, LayerTape] = field(default_factory=dict)
     full: dict[int, Float[Tensor, "B Hk R T"]] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, options: Options) -> Mass:
+    def load(cls, checkpoint: Checkpoint, options: Options) -> RetainedMass:
         """Cut the text.
 
         Raises:
@@ -91,7 +91,7 @@ class Mass(Task):
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Replay the policy on the record, layer by layer within each token."""
         cache = Drive(writer, policy, budgets, setup=setup).cache
         layers = cache.bounded_layers()
@@ -104,7 +104,9 @@ class Mass(Task):
                 tape.feed(layers[index], self._prompt + row, self._prompt + row + 1)
         each = {i: by_head(layers[i].budgets, full.shape[1]) for i, full in self.full.items()}
         room = [max(sum(row) // len(row) for row in each[i]) for i in held]  # layers and heads may differ
-        return Outcome(self._score({i: torch.stack(rows, dim=-1) for i, rows in held.items()}, room), cache.memory())
+        return TaskOutcome(
+            self._score({i: torch.stack(rows, dim=-1) for i, rows in held.items()}, room), cache.memory()
+        )
 
     def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:
         """Means over texts and rows: per layer and head, and over all."""

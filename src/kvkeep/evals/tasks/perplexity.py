@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvkeep.evals import task, texts
 from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches
-from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
@@ -78,14 +78,14 @@ class Perplexity(Task):
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Feed all windows in pieces."""
-        losses, memory = [], Memory()
+        losses, memory = [], MemoryUsage()
         for at in batches([self.ids.shape[1]] * len(self.ids)):
             drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
             losses.append(feed_in_pieces(drive, self.ids[at], self.stride))
             memory += drive.cache.memory()
-        return Outcome(_score(torch.cat(losses)), memory)
+        return TaskOutcome(_score(torch.cat(losses)), memory)
 
 
 def feed_in_pieces(drive: Drive, ids: Int[Tensor, "B T"], stride: int) -> Float[Tensor, "B n"]:

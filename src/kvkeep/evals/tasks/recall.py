@@ -23,8 +23,8 @@ from kvkeep.errors import InputError
 from kvkeep.evals import qa_task, task
 from kvkeep.evals.attention_probe import PLAIN, Drive, Setup
 from kvkeep.evals.qa_task import Replies
-from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
-from kvkeep.kv.memory_usage import Memory
+from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
+from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models import tiny
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.tiny.documents import Document, document
@@ -239,14 +239,14 @@ class Recall(Task):
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
-    ) -> Outcome:
+    ) -> TaskOutcome:
         """Ask all questions of a context."""
         questions, done = self.questions[case], list(self._ask(writer, case, policy, budgets, setup))
         texts = [text for batch in done for text in batch.texts]
         rights = [right(self.wording, q.question, text) for q, text in zip(questions, texts, strict=True)]
         kept = torch.cat([batch.kept for batch in done]).mean(dim=0)
         score = {**_score(questions, rights), "kept": [round(share, 6) for share in kept.tolist()]}
-        return Outcome(score, sum((batch.memory for batch in done), Memory()))
+        return TaskOutcome(score, sum((batch.memory for batch in done), MemoryUsage()))
 
     def _length(self, asked: Prompted) -> int:
         """The number of tokens that a budget in percent refers to."""

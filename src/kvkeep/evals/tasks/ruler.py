@@ -12,7 +12,7 @@ from typing import Any, ClassVar, final
 
 from kvkeep.errors import InputError
 from kvkeep.evals import datasets, grading, synthetic, task
-from kvkeep.evals.qa_task import Answered, Case, Item, TooShortError, fitting, prompt_of
+from kvkeep.evals.qa_task import Item, QATask, TaskCase, TooShortError, fitting, prompt_of
 from kvkeep.evals.synthetic import Haystack
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
@@ -27,14 +27,16 @@ PARTS = (*synthetic.TASKS, "vt", "cwe", "fwe", "qa_1", "qa_2")
 
 @final
 @dataclass(frozen=True)
-class Ruler(Answered):
+class Ruler(QATask):
     """Share of the asked strings in the replies, one case per task and context."""
 
     name: ClassVar[str] = "ruler"
     VERSION: ClassVar[int] = 1
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """The cases of every task and context. Without a choice, tasks that cannot be made are left out with a note.
 
         Raises:
@@ -45,7 +47,7 @@ class Ruler(Answered):
         chosen = task.chosen(cls.name, options.parts, PARTS, there)
         data = datasets.fingerprint(options.data, list(synthetic.SOURCES.values()))
         about |= {"text": describe(options), "data": data}
-        made: dict[str, Case] = {}
+        made: dict[str, TaskCase] = {}
         for length in dict.fromkeys(options.contexts):
             for name in chosen:
                 try:
@@ -86,7 +88,7 @@ def _makers(name: str, options: Options) -> _Maker:
     return lambda number, context, room: synthetic.coded(seed(number), room)
 
 
-def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> Case:
+def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> TaskCase:
     maker = _makers(name, options)
     new = _NEW.get(name, _NEW_OF_NEEDLES)
     room = length - new
@@ -96,4 +98,4 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> C
         item = fitting(checkpoint, maker(number, length, room), room, _LEAST.get(name, 1), about)
         prompts.append(prompt_of(checkpoint, item, options.ask, number))
     grade = grading.contains_any if name.startswith("qa") else grading.contains_all
-    return Case(prompts, new, lambda item, reply: grade(reply, item.answers))
+    return TaskCase(prompts, new, lambda item, reply: grade(reply, item.answers))

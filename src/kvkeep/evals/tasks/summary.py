@@ -8,8 +8,8 @@ from typing import Any, ClassVar, final
 
 from kvkeep.errors import InputError
 from kvkeep.evals import datasets, grading, task
-from kvkeep.evals.datasets import Place, Source
-from kvkeep.evals.qa_task import Answered, Case, Item, prompt_of, tokens_of
+from kvkeep.evals.datasets import HubDataset, Source
+from kvkeep.evals.qa_task import Item, QATask, TaskCase, prompt_of, tokens_of
 from kvkeep.evals.task import Options
 from kvkeep.models.load import Checkpoint
 
@@ -20,8 +20,8 @@ _ASK = {
     "cnn_dailymail": "\n\nSummarize the above article in 3 sentences.\n",
 }
 _PLACES = {
-    "xsum": Place("EdinburghNLP/xsum", None, "test", revision="refs/convert/parquet"),
-    "cnn_dailymail": Place("abisee/cnn_dailymail", "3.0.0", "test"),
+    "xsum": HubDataset("EdinburghNLP/xsum", None, "test", revision="refs/convert/parquet"),
+    "cnn_dailymail": HubDataset("abisee/cnn_dailymail", "3.0.0", "test"),
 }
 SOURCES = {
     name: Source(
@@ -38,14 +38,16 @@ _LEAST = 32
 
 @final
 @dataclass(frozen=True)
-class Summary(Answered):
+class Summary(QATask):
     """ROUGE-L, with ROUGE-1 and ROUGE-2 beside it, one case per data set."""
 
     name: ClassVar[str] = "summary"
     VERSION: ClassVar[int] = 1
 
     @classmethod
-    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+    def make(
+        cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
+    ) -> dict[str, TaskCase]:
         """A case for each file.
 
         Raises:
@@ -71,7 +73,7 @@ class Summary(Answered):
         return grading.scores([text.split("###")[0] for text in texts], answers)
 
 
-def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> Case:
+def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> TaskCase:
     found = datasets.rows(options.data, SOURCES[name], f"summary's {name}")
     n = min(options.limit or Summary.items, len(found.rows))
     chosen = [(options.seed * n + i) % len(found.rows) for i in range(n)]
@@ -81,7 +83,7 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
         notes.append(f"summary {name}: {cut} of {n} articles lose their end, to fit into {room} tokens.")
     prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
-    return Case(prompts, _NEW[name], lambda item, reply: 0.0)
+    return TaskCase(prompts, _NEW[name], lambda item, reply: 0.0)
 
 
 def _item(name: str, row: Mapping[str, Any], place: str) -> Item:

@@ -116,7 +116,7 @@ _FEW_TEXTS = 10
 
 
 @dataclass(frozen=True)
-class Asked:
+class DocumentQuestion:
     """A question about a text.
 
     Attributes:
@@ -132,7 +132,7 @@ class Asked:
     right: Callable[[str], bool]
 
 
-Unit = tuple[Asked, ...]
+Unit = tuple[DocumentQuestion, ...]
 """Questions that are drawn together, all about one text."""
 
 
@@ -262,7 +262,8 @@ def _asked(
     other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])
     first = min(_common(prompt, other) for prompt in prompts)
     return tuple(
-        Asked(text, ids, min(first, len(ids) - 1), grade) for ids, (_, grade) in zip(prompts, pairs, strict=True)
+        DocumentQuestion(text, ids, min(first, len(ids) - 1), grade)
+        for ids, (_, grade) in zip(prompts, pairs, strict=True)
     )
 
 

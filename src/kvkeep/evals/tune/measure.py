@@ -18,7 +18,7 @@ from kvkeep.evals.confidence import of_clustered_share, of_clusters, of_mean
 from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.report import over
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.evals.tune.documents import Asked, Documents
+from kvkeep.evals.tune.documents import DocumentQuestion, Documents
 from kvkeep.models.load import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies import DEFAULT
@@ -125,7 +125,7 @@ _MOST = 2**53
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptQuality:
     """The share of the full cache's quality that a candidate keeps.
 
     Attributes:
@@ -145,17 +145,17 @@ class Kept:
         return self.low >= target
 
 
-def kept(tallies: Sequence[Tally], kind: Kind) -> Kept:
+def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
     """The quality that tallies show."""
     weight = float(sum(n for _, n in tallies))
     if not weight:
-        return Kept(math.nan, math.nan, math.nan, 0.0)
+        return KeptQuality(math.nan, math.nan, math.nan, 0.0)
     if kind == "answers":
         low, high = of_clustered_share([(round(x), round(n)) for x, n in tallies if n])
-        return Kept(sum(x for x, _ in tallies) / weight, low / 100, high / 100, weight)
+        return KeptQuality(sum(x for x, _ in tallies) / weight, low / 100, high / 100, weight)
     spread = over([x / n for x, n in tallies if n])
     low, high = of_mean(spread)
-    return Kept(_ratio(spread.mean), _ratio(high), _ratio(low), weight)
+    return KeptQuality(_ratio(spread.mean), _ratio(high), _ratio(low), weight)
 
 
 def most(questions: int, documents: int) -> float:
@@ -251,7 +251,9 @@ class Answers(Measure):
         stays = [one == "1" for one, other in zip(outcome, full, strict=True) if other == "1"]
         return float(sum(stays)), float(len(stays))
 
-    def _replies(self, writer: Writer, arm: Arm, budget: int, asked: Sequence[Asked], first: int) -> Iterator[str]:
+    def _replies(
+        self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
+    ) -> Iterator[str]:
         if self._later:
             yield from self._later_replies(writer, arm, budget, asked, first)
             return
@@ -262,7 +264,7 @@ class Answers(Measure):
             yield from self._finish(writer, drive, part, [one.ids[-1:] for one in part])
 
     def _later_replies(
-        self, writer: Writer, arm: Arm, budget: int, asked: Sequence[Asked], first: int
+        self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
     ) -> Iterator[str]:
         """Read each text once, cut it, and ask all its questions in copies of that memory."""
         texts = {one.text: one.ids[: one.first] for one in asked}
@@ -276,7 +278,9 @@ class Answers(Measure):
                 copies = read.copies([places[one.text] - at.start for one in part[few]])
                 yield from self._finish(writer, copies, part[few], [one.ids[one.first :] for one in part[few]])
 
-    def _finish(self, writer: Writer, drive: Drive, asked: Sequence[Asked], rest: Sequence[Tensor]) -> list[str]:
+    def _finish(
+        self, writer: Writer, drive: Drive, asked: Sequence[DocumentQuestion], rest: Sequence[Tensor]
+    ) -> list[str]:
         """Feed the rest of the prompts, their last tokens apart, and decode the replies."""
         if any(len(ids) > 1 for ids in rest):
             drive.feed(*left_padded([ids[:-1] for ids in rest]), last_only=True)

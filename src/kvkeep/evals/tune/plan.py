@@ -13,7 +13,7 @@ import torch
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import texts
 from kvkeep.evals.attention_probe import PLAIN, Setup
-from kvkeep.evals.grid import Asked, split_arms
+from kvkeep.evals.grid import RequestedBudget, split_arms
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tune.documents import UserQuestion, own, planted
 from kvkeep.evals.tune.measure import (
@@ -49,7 +49,7 @@ _EVERY = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class TuneArguments:
     """What the user asks for.
 
     Attributes:
@@ -78,7 +78,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TunePlan:
     """A search that has passed all checks that need no weights.
 
     Attributes:
@@ -98,7 +98,7 @@ class Plan:
     notes: Sequence[str]
 
 
-def lay_out(checkpoint: Checkpoint, name: str, wanted: Wanted, dtype: torch.dtype | None = None) -> Plan:
+def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: torch.dtype | None = None) -> TunePlan:
     """Plan a search; needs no weights.
 
     Args:
@@ -113,7 +113,7 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: Wanted, dtype: torch.dtyp
     """
     case = _case(wanted.case)
     for budget in wanted.budgets:
-        Asked(ratio=budget) if isinstance(budget, float) else Asked(tokens=budget)  # checks it
+        RequestedBudget(ratio=budget) if isinstance(budget, float) else RequestedBudget(tokens=budget)  # checks it
     arms = _arms(checkpoint, case, wanted)
     options = Options(seed=wanted.seed, text=wanted.text, facts=wanted.facts)  # checks them
     measure = _measure(checkpoint, case, wanted, options)
@@ -128,7 +128,7 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: Wanted, dtype: torch.dtyp
         for arm, steps in zip(arms, ladders, strict=True)
         if not steps
     ]
-    return Plan(case, measure, ladders, full_bytes, _settings(name, wanted, measure), notes)
+    return TunePlan(case, measure, ladders, full_bytes, _settings(name, wanted, measure), notes)
 
 
 def _case(name: str) -> Case:
@@ -137,7 +137,7 @@ def _case(name: str) -> Case:
     return next(case for case in CASES if case == name)
 
 
-def _arms(checkpoint: Checkpoint, case: Case, wanted: Wanted) -> list[Arm]:
+def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm]:
     """The policies with the setup; of the default ones, those that run with it on this model."""
     chosen = split_arms(",".join(POLICIES[case]) if wanted.policies is None else wanted.policies)
     arms = []
@@ -164,7 +164,7 @@ def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
     return f"{found}, {_hash(in_full(file).read_text('utf-8', 'replace'))[7:15]}" if file else found
 
 
-def _measure(checkpoint: Checkpoint, case: Case, wanted: Wanted, options: Options) -> Measure:
+def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments, options: Options) -> Measure:
     if wanted.questions:
         if case == "stream":
             raise InputError("`questions` are for the cases later and inside; a stream is measured by its loss.")
@@ -183,7 +183,7 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: Wanted, options: Option
 
 
 def _ladders(
-    checkpoint: Checkpoint, arms: Sequence[Arm], wanted: Wanted, measure: Measure, dtype: torch.dtype | None
+    checkpoint: Checkpoint, arms: Sequence[Arm], wanted: TuneArguments, measure: Measure, dtype: torch.dtype | None
 ) -> tuple[list[Ladder], int]:
     """The candidates of every arm, and the bytes of a full cache."""
     shape = outline(checkpoint.name)
@@ -224,7 +224,7 @@ def _ladders(
     return smaller, full
 
 
-def _budgets(wanted: Wanted, measure: Measure) -> list[int]:
+def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
     """The budgets in tokens. A stream has to go on beyond them."""
     given = wanted.budgets or SHARES
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
@@ -239,7 +239,7 @@ def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
     return list(rule) if isinstance(rule, tuple) else rule
 
 
-def _settings(name: str, wanted: Wanted, measure: Measure) -> dict[str, Any]:
+def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, Any]:
     """The part of ``run.json`` that is known without weights."""
     asked = [(one.text, one.question, one.answers) for one in wanted.questions]
     return {

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvkeep.config import Config
 from kvkeep.errors import show_bytes
-from kvkeep.evals.tune.measure import Candidate, Case, Kept, Kind
-from kvkeep.evals.tune.search import Found, Result
+from kvkeep.evals.tune.measure import Candidate, Case, KeptQuality, Kind
+from kvkeep.evals.tune.search import SearchResult, TuneResult
 from kvkeep.plots import Panel, Series
 from kvkeep.result_files import in_full
 
@@ -24,7 +24,7 @@ _MEANING: dict[Case, str] = {
 _NOUN: dict[Kind, str] = {"answers": "questions", "loss": "tokens"}
 
 
-def lines(result: Result, full_bytes: int) -> list[tuple[str, ...]]:
+def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
     """The table: the confirmation, and the smallest budget at which each other arm reached the target in the search."""
     confirmed = dict(sorted(result.found.confirmed.items(), key=lambda item: item[0].row_bytes))
     rows = [_line(one, found, full_bytes, _verdict(result, one, found)) for one, found in confirmed.items()]
@@ -36,19 +36,19 @@ def lines(result: Result, full_bytes: int) -> list[tuple[str, ...]]:
     return rows
 
 
-def _place(result: Result, ladder: tuple[Candidate, ...]) -> Candidate:
+def _place(result: TuneResult, ladder: tuple[Candidate, ...]) -> Candidate:
     """The smallest measured candidate that reached the target, or else the largest one."""
     measured = [one for one in ladder if one in result.searched]
     return next((one for one in measured if result.searched[one].share >= result.target), measured[-1])
 
 
-def _verdict(result: Result, one: Candidate, found: Kept) -> str:
+def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
     if one == result.found.chosen:
         return "chosen"
     return "passes" if found.passes(result.target) else "fails"
 
 
-def _line(one: Candidate, found: Kept, full_bytes: int, verdict: str) -> tuple[str, ...]:
+def _line(one: Candidate, found: KeptQuality, full_bytes: int, verdict: str) -> tuple[str, ...]:
     share = one.row_bytes / full_bytes
     return (
         one.arm.name,
@@ -65,7 +65,7 @@ def _percent(share: float) -> str:
     return "–" if math.isnan(share) else f"{math.floor(1000 * share + 1e-9) / 10:.1f}%"
 
 
-def title(result: Result, case: Case, kind: Kind) -> str:
+def title(result: TuneResult, case: Case, kind: Kind) -> str:
     """The heading of the table."""
     first, last = result.sizes.confirm
     left = result.asked - result.answered
@@ -74,7 +74,7 @@ def title(result: Result, case: Case, kind: Kind) -> str:
     return f"{_MEANING[case]}, % of the full cache's, {result.answered} {_NOUN[kind]}{units}{out}"
 
 
-def answer(result: Result, full_bytes: int) -> str:
+def answer(result: TuneResult, full_bytes: int) -> str:
     """The answer in a sentence."""
     one, found = result.found.chosen, result.found.kept
     assert one is not None
@@ -86,7 +86,7 @@ def answer(result: Result, full_bytes: int) -> str:
     )
 
 
-def failure(result: Result) -> str:
+def failure(result: TuneResult) -> str:
     """The error about a target that nothing reaches."""
     best = result.found.best
     found = result.found.confirmed[best]
@@ -97,7 +97,7 @@ def failure(result: Result) -> str:
     )
 
 
-def curve(result: Result, full_bytes: int, case: Case) -> Panel:
+def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
     """The picture: the kept quality over the memory."""
     series = [
         _series(name, [one for one in ladder if one in result.searched], result, full_bytes)
@@ -114,7 +114,7 @@ def curve(result: Result, full_bytes: int, case: Case) -> Panel:
     )
 
 
-def _series(name: str, measured: list[Candidate], result: Result, full_bytes: int) -> Series:
+def _series(name: str, measured: list[Candidate], result: TuneResult, full_bytes: int) -> Series:
     confirmed = result.found.confirmed
     found = [confirmed.get(one, replace(result.searched[one], low=math.nan, high=math.nan)) for one in measured]
     return Series(
@@ -125,7 +125,7 @@ def _series(name: str, measured: list[Candidate], result: Result, full_bytes: in
     )
 
 
-def config(found: Found, model: str | None) -> Config:
+def config(found: SearchResult, model: str | None) -> Config:
     """The settings of the chosen candidate."""
     one = found.chosen
     assert one is not None
@@ -136,7 +136,7 @@ def config(found: Found, model: str | None) -> Config:
     return Config(model=model, policy=one.arm.policy, budget=one.budget, **setup)
 
 
-def notes(result: Result, case: Case, full_bytes: int) -> dict[str, str | int | float]:
+def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | int | float]:
     """How the settings were found, for the table in the file."""
     one, found = result.found.chosen, result.found.kept
     assert one is not None
@@ -152,7 +152,7 @@ def notes(result: Result, case: Case, full_bytes: int) -> dict[str, str | int | 
     }
 
 
-def everything(result: Result, full_bytes: int) -> dict[str, Any]:
+def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
     """All numbers, for programs."""
     chosen = result.found.chosen
     return {
@@ -167,7 +167,7 @@ def everything(result: Result, full_bytes: int) -> dict[str, Any]:
     }
 
 
-def _plain(one: Candidate, found: Kept, full_bytes: int) -> dict[str, Any]:
+def _plain(one: Candidate, found: KeptQuality, full_bytes: int) -> dict[str, Any]:
     return {
         "policy": one.arm.policy,
         **{name: value for name, value in asdict(one.arm.setup).items() if value is not None},

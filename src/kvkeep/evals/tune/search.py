@@ -19,7 +19,7 @@ from kvkeep.evals.tune.measure import (
     FULL,
     Arm,
     Candidate,
-    Kept,
+    KeptQuality,
     Kind,
     Ladder,
     Measure,
@@ -61,7 +61,7 @@ VERSION = 1
 _REMEDY = "Restore it, or choose another `output` folder."
 
 
-class Records(Results):
+class TuneRecords(Results):
     """Reads a folder of measurements, and adds to it.
 
     Args:
@@ -202,7 +202,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -213,8 +213,8 @@ class Found:
     """
 
     chosen: Candidate | None
-    kept: Kept | None
-    confirmed: dict[Candidate, Kept]
+    kept: KeptQuality | None
+    confirmed: dict[Candidate, KeptQuality]
 
     @property
     def best(self) -> Candidate:
@@ -222,7 +222,7 @@ class Found:
         return max(self.confirmed, key=lambda one: (self.confirmed[one].share, -one.row_bytes))
 
 
-def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float) -> Found:
+def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float) -> SearchResult:
     """Find the candidate with the smallest memory that keeps the target share.
 
     Args:
@@ -246,7 +246,7 @@ def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float)
         if worth and (most is None or place < len(worth)):
             answers += filter(None, [_descend(worth, place, test)])
     chosen = min(answers, key=lambda answer: answer.row_bytes, default=None)
-    return Found(chosen, None if chosen is None else test.seen[chosen], test.seen)
+    return SearchResult(chosen, None if chosen is None else test.seen[chosen], test.seen)
 
 
 _Reaches = Callable[[Candidate], bool]
@@ -308,7 +308,7 @@ class Confirmation:
 
     def __init__(self, study: Study, span: tuple[int, int], target: float):
         self._study, self._span, self._target = study, span, target
-        self.seen: dict[Candidate, Kept] = {}
+        self.seen: dict[Candidate, KeptQuality] = {}
 
     def __call__(self, candidate: Candidate) -> bool:
         """Whether a candidate passes."""
@@ -316,7 +316,7 @@ class Confirmation:
             self.seen[candidate] = self._measure(candidate)
         return self.seen[candidate].passes(self._target)
 
-    def _measure(self, candidate: Candidate) -> Kept:
+    def _measure(self, candidate: Candidate) -> KeptQuality:
         first, last = self._span
         found: list[Tally] = []
         step = max(1, (last - first) // 4)
@@ -384,7 +384,7 @@ class Progress:
 OnBlock = Callable[[Progress], object]
 
 
-class Measured:
+class CachedMeasure:
     """Measures candidates for a search, or takes what a folder already has.
 
     Args:
@@ -394,7 +394,7 @@ class Measured:
         on_block: called before each block that is measured.
     """
 
-    def __init__(self, measure: Measure, writer: Writer, records: Records, on_block: OnBlock):
+    def __init__(self, measure: Measure, writer: Writer, records: TuneRecords, on_block: OnBlock):
         self._measure, self._writer, self._records, self._on_block = measure, writer, records, on_block
 
     @property
@@ -494,7 +494,7 @@ def _rounds(searched: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Result:
+class TuneResult:
     """The result of a search on a model.
 
     Attributes:
@@ -507,9 +507,9 @@ class Result:
         answered: number of questions that the full cache answers, or of tokens.
     """
 
-    found: Found
+    found: SearchResult
     ladders: Sequence[Ladder]
-    searched: dict[Candidate, Kept]
+    searched: dict[Candidate, KeptQuality]
     sizes: Sizes
     target: float
     asked: int
@@ -520,19 +520,19 @@ def tune(
     measure: Measure,
     ladders: Sequence[Ladder],
     writer: Writer,
-    records: Records,
+    records: TuneRecords,
     *,
     target: float,
     limit: int | None,
     on_block: OnBlock = lambda progress: None,
-) -> Result:
+) -> TuneResult:
     """Search; the folder has to be open for more rows.
 
     Raises:
         InputError: there are too few documents, the full cache answers too few questions, or a row cannot be written.
     """
     sizes = sizes_of(measure, target, limit)
-    study = Measured(measure, writer, records, on_block)
+    study = CachedMeasure(measure, writer, records, on_block)
     study.full(0, sizes.rounds[-1])
     answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
     counted = sum(1 for one in study.full(*sizes.confirm) if isinstance(one, str) and "1" in one)
@@ -542,14 +542,16 @@ def tune(
             raise InputError(f"{said}: these are beyond the model, whatever its memory. Ask others, or `case=stream`.")
         raise too_few(answered, counted, target, said)
     found = search(ladders, study, sizes, target)
-    return Result(found, ladders, _all(study, records, measure, ladders), sizes, target, asked, answered)
+    return TuneResult(found, ladders, _all(study, records, measure, ladders), sizes, target, asked, answered)
 
 
 def _asked(outcomes: Sequence[Outcome]) -> int:
     return sum(len(one) if isinstance(one, str) else 1 for one in outcomes)
 
 
-def _all(study: Measured, records: Records, measure: Measure, ladders: Sequence[Ladder]) -> dict[Candidate, Kept]:
+def _all(
+    study: CachedMeasure, records: TuneRecords, measure: Measure, ladders: Sequence[Ladder]
+) -> dict[Candidate, KeptQuality]:
     """The quality of every measured candidate, on all documents that it was measured on."""
     found = {}
     for candidate in (step for ladder in ladders for step in ladder):

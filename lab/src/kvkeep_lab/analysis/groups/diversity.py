@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.engine.sampler import choose
-from kvkeep.engine.sampling_params import Sampling
+from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.evals.attention_probe import Drive
 from kvkeep.models.load import ends_of
 from kvkeep.models.tokenization import Writer
@@ -124,7 +124,7 @@ def continuations(
 ) -> list[list[int]]:
     """Continue all prompts at once by `NEW` tokens; the same seed draws the same random numbers under every policy."""
     drive = Drive(writer, parse(policy), [budget] * len(prompts))
-    rows = [Sampling(temperature=TEMPERATURE, seed=seed * PROMPTS + row) for row in range(len(prompts))]
+    rows = [SamplingParams(temperature=TEMPERATURE, seed=seed * PROMPTS + row) for row in range(len(prompts))]
     ends = sorted(ends_of(writer.model))
     tokens, given = [], prompts
     for step in range(NEW):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvkeep.cache.layer import Layer
 from kvkeep.evals import task
-from kvkeep.evals.attention_probe import Drive, Tape, members, tapes
+from kvkeep.evals.attention_probe import Drive, LayerTape, members, tapes
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
@@ -145,7 +145,7 @@ def rows_of_looks(budget: int, length: int) -> list[int]:
 
 
 @torch.inference_mode()
-def replay(layer: Layer, tape: Tape, full: Float[Tensor, "N Hk T T"], budget: int, looks: Sequence[int]) -> Kept:
+def replay(layer: Layer, tape: LayerTape, full: Float[Tensor, "N Hk T T"], budget: int, looks: Sequence[int]) -> Kept:
     """Replay a record in one layer, token by token from where its budget is full.
 
     Args:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.attention_stats import Rows as Block
+from kvkeep.attention_stats import ProbabilityRows as Block
 from kvkeep.attention_stats import Statistic
 from kvkeep.cache.eviction import limit
 from kvkeep.kv import ranking

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer import Layer
-from kvkeep.evals.attention_probe import Recorder, Tape, record, tapes
+from kvkeep.evals.attention_probe import LayerTape, Recorder, record, tapes
 from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._shared import lines, mean, percent, show
 from kvkeep_lab.analysis.measure import (
@@ -181,7 +181,7 @@ class ScoreChange(Measurement):
         axes.axvline(0.0, color="0.6", linewidth=0.8)
 
 
-def _replay(tape: Tape, prompt: int, budget: int, index: int) -> Float[Tensor, "Hq R n"]:
+def _replay(tape: LayerTape, prompt: int, budget: int, index: int) -> Float[Tensor, "Hq R n"]:
     """The attention of a bounded layer that gets the full cache's inputs: the prompt, then row by row."""
     recorder = Recorder(Layer(parse(POLICY), budget, index=index, window=tape.options.window))
     for start, stop in pairwise([0, *range(prompt, tape.length + 1)]):

@@ -19,7 +19,7 @@ from kvkeep.models.tokenization import Writer
 from kvkeep.planning.plan import plan
 from kvkeep.scale.cluster import joined, own_cpus
 from kvkeep.scale.worker import MEASUREMENTS, ModelFacts, Refusal
-from kvkeep.scale.worker_pool import Answer, Crew
+from kvkeep.scale.worker_pool import WorkerPool, WorkResult
 from kvkeep_lab.analysis.apart import Bench, Piece, cut
 from kvkeep_lab.analysis.job import Job, left, words
 from kvkeep_lab.analysis.measure import Measurement
@@ -107,7 +107,7 @@ def run(job: Job, request: Request, folder: Folder, held: ExitStack) -> int:
     return size
 
 
-def _crew(job: Job, request: Request, todo: Sequence[type[Measurement]], size: int) -> Crew[ModelFacts]:
+def _crew(job: Job, request: Request, todo: Sequence[type[Measurement]], size: int) -> WorkerPool[ModelFacts]:
     """The workers, which have not been started yet. The cluster has been joined."""
     need, device = room_for(
         size,
@@ -120,7 +120,7 @@ def _crew(job: Job, request: Request, todo: Sequence[type[Measurement]], size: i
     asked = replace(request, model=whole(request.model), device=device)
     tokens = job.text.tokens
     recipe = Recipe(request=asked, tokens=tokens, words=words(job.checkpoint, tokens))
-    return Crew(MEASUREMENTS, recipe, size, need, tell=console.note)
+    return WorkerPool(MEASUREMENTS, recipe, size, need, tell=console.note)
 
 
 def _bytes(job: Job, request: Request, todo: Sequence[type[Measurement]]) -> int:
@@ -137,7 +137,11 @@ def _bytes(job: Job, request: Request, todo: Sequence[type[Measurement]]) -> int
 
 
 def _fill(
-    job: Job, folder: Folder, crew: Crew[ModelFacts], show: Callable[[str, int], None], stopped: Callable[[], bool]
+    job: Job,
+    folder: Folder,
+    crew: WorkerPool[ModelFacts],
+    show: Callable[[str, int], None],
+    stopped: Callable[[], bool],
 ) -> None:
     """Make the measurements that the folder lacks, and write them as they come. The folder is locked."""
     about = crew.facts.about
@@ -172,7 +176,7 @@ class _Desk:
     failed: dict[int, str] = field(default_factory=dict)
     done: int = 0
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: WorkResult) -> None:
         """Write the results of a piece, or note why there are none. The crew gives one answer for each piece."""
         if isinstance(answer, Refusal):
             self.refusal = self.refusal or str(answer.reason)
