@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_house import FLOOR, SRC, room
+from test_architecture import FLOOR, SRC, room
 
 import kvkeep
 from kvkeep import backends

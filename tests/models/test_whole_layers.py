@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_fused import fused_copy, made
+from test_prepare import fused_copy, made
 from transformers import DynamicCache
 
 import kvkeep

@@ -22,7 +22,7 @@ from .late import LateQueue
 from .models import alone, model
 from .session_models import engine_of
 from .test_equal import POLICIES, prompt_of
-from .test_rotation import HYBRIDS, Clock, budget_of, wish
+from .test_swapping import HYBRIDS, Clock, budget_of, wish
 
 BUDGET = 14
 KINDS = ("h2o", "full", "random", "adakv:window=4", "spatten", "scissorhands")
