@@ -32,11 +32,31 @@ class TokenHistory:
 
     Attributes:
         columns: number of columns that were told.
+        records: whether ids are recorded.
+        prompt_columns: number of columns after which the announced prompt ends.
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, and record nothing."""
         self._pieces: list[tuple[Tensor, Tensor]] = []
-        self.columns = 0
+        self.columns, self.prompt_columns, self.records = 0, 0, False
+
+    def begin_again(self, rows: Sequence[Tensor] | None, *, columns: int, device: torch.device) -> None:
+        """Replace everything by the ids of rows that have been put in.
+
+        Args:
+            rows: the ids of each row without padding, which then stands on the left; ``None``: they are not known.
+            columns: columns that the cache has now.
+            device: where the ids shall be.
+        """
+        self.clear()
+        if rows is not None:
+            ids, real = padded([torch.empty(columns), *rows])  # a row as long as the columns, so that others are padded
+            self.add(ids[1:].to(device), real[1:].to(device), held=0)
+            self.records = True
 
     def add(self, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"], *, held: int) -> None:
         """Append the ids of columns that are about to be fed.
