@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends import Added, Backend, Repeat, Ring, SlotLimits
+from kvkeep.backends.base import Added, Backend, Repeat, Ring, SlotLimits
 from kvkeep.errors import CapacityError, PolicyError
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, settle
@@ -94,31 +93,6 @@ def append(
         block.state[name].scatter_(-1, slot, start)
 
 
-def fuses(policy: Policy, backend: Backend, *, window: int | None = None, even: bool = True) -> bool:
-    """Whether `fused` may take a decode step of this policy in a layer.
-
-    Args:
-        policy: the policy.
-        backend: the backend.
-        window: sliding window of the layer.
-        even: whether all heads of a row have the same budget.
-    """
-    if not backend.fuses or policy.focuses is not None or policy.cascades is not None or any(policy.slots.values()):
-        return False  # the kernel starts every state at 0
-    if policy.near is not None:
-        return False
-    if policy.tally is not None:
-        waits = policy.bursts is not None and policy.bursts.waits and window is None  # in a window heads differ in size
-        return backend.tallies and waits and even and _is_told(type(policy), "tally", "observe", "wants", "bursts")
-    rule = policy.sums
-    if rule is None or policy.bursts is not None or len(policy.slots) > 2:
-        return False
-    if rule.score is not None and rule.score not in policy.slots:
-        return False
-    is_told = _is_told(type(policy), "sums", "observe", "score", "wants")
-    return is_told and all(getattr(policy, name) == value for name, value in rule.only.items())
-
-
 def fused(
     policy: Policy,
     block: Block,
@@ -133,7 +107,7 @@ def fused(
     """Append, attend, observe and evict in one call of the backend, in place.
 
     Args:
-        policy: one that `fuses`.
+        policy: one for which `kvkeep.cache.decode_replay.why_not_fused` has no reason.
         block: the slots, without the new token.
         view: the block's slots as the policy sees them.
         new: the query, key, value and position of each row's token; the position of padding is -1.
@@ -186,7 +160,7 @@ def _token(
 
 
 def _added(policy: Policy, block: Block, view: View) -> Added:
-    """The state of a policy that `fuses`, as the backend updates it."""
+    """Return the state of a policy as a backend's fused step updates it."""
     state, lost = block.state, block.lost[..., 2:]
     if policy.tally is None:
         assert policy.sums is not None
@@ -202,16 +176,6 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
 def _limits(policy: Policy, view: View, state: State, *, window: int | None) -> SlotLimits:
     """The number of slots that stay occupied, and which ones are protected."""
     return SlotLimits(view.seen, *policy.protected(view.budget), limit(policy, view, state, window=window), window)
-
-
-@functools.cache
-def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
-    """Whether an ability still describes the policy: no subclass has overridden an attribute of which it tells."""
-
-    def owner(name: str) -> type:
-        return next(base for base in kind.__mro__ if name in vars(base))
-
-    return all(issubclass(owner(ability), owner(name)) for name in names)
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> bool:

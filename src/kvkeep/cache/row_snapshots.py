@@ -337,7 +337,7 @@ def new_block(
     tensors = copies[0].tensors
     if not {"store.keys", "store.values"} <= tensors.keys():
         raise ShapeError("Rows of another store than the default one need a cache that holds such a store already.")
-    keys, values = (tensor.to(device).expand(rows, -1, -1, -1) for tensor in layer.like(copies[0], dtype))
+    keys, values = (tensor.to(device).expand(rows, -1, -1, -1) for tensor in layer.plan.like(copies[0], dtype))
     budget = largest(layer.budgets)
     try:
         block = layer.new_block(keys, values)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.budget import Number, by_head
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed, state_part
-from kvkeep.cache.layer import reach, store_for
+from kvkeep.cache.layer_block import reach, store_for
 from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.block import Block, add_state, lacks, shared
