@@ -128,6 +128,7 @@ class BoundedCache(PhasedCache):
                 together=together.get(number),
                 pins=pinned,
                 kv_bits=layout.kv_bits,
+                checked=True,
             )
             bounded.rotary, bounded.heads = layout.rotary, layout.heads
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])

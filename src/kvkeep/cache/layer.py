@@ -156,7 +156,9 @@ class Layer:
         together: the layers that share their budget with this one; ``None``: none do.
         pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
         kv_bits: bits of keys and values in the slots, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's
-        dtype.
+            dtype.
+        checked: whether the policy has been asked already whether the budget is enough, as `Layout.spread` does for
+            all layers at once.
 
     Raises:
         BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget, or
@@ -191,10 +193,12 @@ class Layer:
         together: SharedBudget | None = None,
         pins: Sequence[Spans] = (),
         kv_bits: str | None = None,
+        checked: bool = False,
     ):
         numbers = budgets.check(budget)
-        for number in {size for row in numbers for size in (row if isinstance(row, tuple) else (row,))}:
-            policy.check(number)
+        if not checked:
+            for number in {size for row in numbers for size in (row if isinstance(row, tuple) else (row,))}:
+                policy.check(number)
         self.window, self._prefill_chunk = window, chunk_size(prefill_chunk)
         self.budgets: tuple[Number, ...] = tuple(budgets.at_most(number, window) for number in numbers)
         pins = pins if policy.evicts else ()
