@@ -102,6 +102,8 @@ class DecodePaths:
             block: the slots.
             alone: whether the layer has a budget of its own.
         """
+        if self._policy.grows is not None or self._policy.bursts is not None or block.pins is not None:
+            return False  # the number of slots that stay may differ next time
         if not alone or not block.store.in_place or isinstance(block.budget, Tensor):
             return False
         return not torch.compiler.is_compiling() and self.statistic.remembers(block.prompt, block.budget)

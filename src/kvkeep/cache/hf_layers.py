@@ -44,7 +44,7 @@ class HandedKeys(Tensor):
         Raises:
             UnsupportedModelError: the model computes attention itself.
         """
-        source = next((one.layer for one in tree_leaves((args, kwargs)) if isinstance(one, cls)), None)
+        source = next((leaf.layer for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
         latent = source is not None and source.latent
         if func.__name__ != "__get__" and not latent and not torch.compiler.is_compiling():
             raise UnsupportedModelError(_BYPASSED)

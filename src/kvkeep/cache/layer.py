@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,7 +22,7 @@ from kvkeep.attention_stats import Statistic
 from kvkeep.backends.base import Backend, Repeat
 from kvkeep.budget import Number
 from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
-from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, repeated
+from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
 from kvkeep.cache.layer_block import BlockPlan, backend_for, store_for
 from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
@@ -477,16 +477,12 @@ class Layer:
             may_record: whether the step may be replayed: a replay knows nothing of padding.
         """
         view = self._view(self.store.slots(), new=fresh, phase=Phase.DECODE)
-        tokens, statistic = (query, keys, values, positions), self.paths.statistic.by(view)
-        given: dict[str, Any] = {
-            "statistic": statistic,
-            "options": options,
-            "window": self.window,
-            "backend": self._backend,
-        }
-        out = fused(self.policy, self.block, view, tokens, **given)
+        statistic, window = self.paths.statistic.by(view), self.window
+        tokens = query, keys, values, positions
+        step = fused_step(self.policy, self.block, view, tokens, statistic=statistic, options=options, window=window)
+        out = fused(self.policy, self.block, view, step, window=window, backend=self._backend)
         if out is not None and may_record and self.paths.may_record(self.block, alone=self._together is None):
-            call = repeated(self.policy, self.block, view, tokens, **given)
+            call = self._backend.repeat(step)
             self.paths.recorded = None if call is None else Repeating(call, options)
         return out
 

@@ -107,7 +107,7 @@ class TokenHistory:
                 f"The cache holds {self.rows} rows, and there are {len(rows)} texts. Call reset() for another batch."
             )
         ids, real = self.table()
-        told = [one[mask].cpu() for one, mask in zip(ids, real, strict=True)]
+        told = [row[mask].cpu() for row, mask in zip(ids, real, strict=True)]
         name = "The text" if len(rows) == 1 else "Text {}"
         for i, (old, new) in enumerate(zip(told, rows, strict=True)):
             _check_begins(old, new, name.format(i), tokenizer)
@@ -175,8 +175,8 @@ def rows_of(ids: Ids, mask: Tensor | None) -> list[Tensor]:
 
 def _nested(given: object) -> list[list[Any]]:
     """Return a tensor, an array, a row or several rows as a list of rows; a single row becomes a list of one."""
-    found = _as_list(given)
-    return [_as_list(row) for row in found] if found and getattr(found[0], "__len__", None) else [found]
+    rows = _as_list(given)
+    return [_as_list(row) for row in rows] if rows and getattr(rows[0], "__len__", None) else [rows]
 
 
 def _as_list(given: Any) -> list[Any]:
@@ -193,15 +193,15 @@ def _shown_in(mask: object, rows: Sequence[Tensor]) -> list[Bool[Tensor, " n"]]:
         shown = [torch.tensor(row).bool() for row in _nested(mask)]
     except (TypeError, ValueError, RuntimeError):
         shown = []
-    if [one.shape for one in shown] != [row.shape for row in rows]:
+    if [row_mask.shape for row_mask in shown] != [row.shape for row in rows]:
         raise InputError("The attention mask has another shape than the token ids; it covers them alone.")
     return shown
 
 
 def device_of(ids: Ids, otherwise: torch.device) -> torch.device:
     """Return the device of token ids; lists have none."""
-    found: Any = ids["input_ids"] if isinstance(ids, Mapping) else ids
-    return found.device if isinstance(found, Tensor) else otherwise
+    tensor: Any = ids["input_ids"] if isinstance(ids, Mapping) else ids
+    return tensor.device if isinstance(tensor, Tensor) else otherwise
 
 
 def padded(rows: Sequence[Tensor]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:

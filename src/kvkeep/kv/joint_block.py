@@ -195,7 +195,7 @@ def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
 
 def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[PartBlock], list[RowCopy]]:
     """The layers that share a pool, and the copies for them. There may be others among them."""
-    pairs = [(one, copy) for one, copy in zip(blocks, copies, strict=True) if isinstance(one, PartBlock)]
+    pairs = [(block, copy) for block, copy in zip(blocks, copies, strict=True) if isinstance(block, PartBlock)]
     return [part for part, _ in pairs], [copy for _, copy in pairs]
 
 

@@ -104,7 +104,7 @@ def attached(model: _Model) -> Iterator[_Model]:
             for config, implementation in zip(parts, chosen, strict=True):
                 config._attn_implementation = implementation
             if not told:
-                for number in [one for one, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
+                for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
                     inner._forward_pre_hooks.pop(number)
                     inner._forward_pre_hooks_with_kwargs.pop(number, None)
 

@@ -87,7 +87,7 @@ def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Mo
     """
     sample: list[nn.Linear] = []
     for layer in layers:
-        if sample and sum(one.weight.nbytes for one in [*sample, layer]) > _TIMED_BYTES:
+        if sample and sum(timed.weight.nbytes for timed in [*sample, layer]) > _TIMED_BYTES:
             break
         sample.append(layer)
     inputs = [layer.weight.new_ones(rows, 1, layer.in_features) for layer in sample]

@@ -422,7 +422,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
     parts = _layers(model)
 
     def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
-        states = made if isinstance(made, Tensor) else next((one for one in made if isinstance(one, Tensor)), None)
+        states = made if isinstance(made, Tensor) else next((part for part in made if isinstance(part, Tensor)), None)
         if states is not None and states.dim() == 3 and states.shape[1] > 1:
             on_read(states.shape[0] * states.shape[1] / len(parts))
 

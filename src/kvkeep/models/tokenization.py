@@ -86,7 +86,9 @@ def encode_next(
     for message in new:
         _check_text(message["content"])
     known = [message["content"] for message in (*before, *new)]
-    mark = next(text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in one for one in known))
+    mark = next(
+        text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in text_before for text_before in known)
+    )
     text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new], tools)
     if text.count(mark) != 1:
         raise InputError(
