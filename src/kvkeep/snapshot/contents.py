@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from kvkeep.budget import by_head
 from kvkeep.errors import ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import Heads
 from kvkeep.kv.block import Block
 from kvkeep.kv.cascade import Cascade
-from kvkeep.kv.joint_block import check_together, make_room
+from kvkeep.kv.joint_block import PartBlock, divide, store_of
 from kvkeep.kv.memory_usage import bytes_of
-from kvkeep.kv.row_copy import Pack, RowCopy, check_row, put_row, take_row
+from kvkeep.kv.row_copy import Pack, RowCopy, check_row, pin_row, put_row, take_row
 from kvkeep.kv.store import inference
 from kvkeep.pins import Spans
 from kvkeep.types import EMPTY
@@ -329,6 +330,50 @@ def check_beside(contents: Contents, layers: int, states: Mapping[int, object]) 
         )
     for number, state in contents.states.items():
         check_state(states[number], state)
+
+
+# Layers whose heads share one pool of slots: their copies must fit into it together.
+
+
+def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
+    """Divide the pool of a row as the copies need that will be put into it, and pin their spans.
+
+    Does nothing in layers that share no pool.
+    """
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    whole, pins = parts[0].whole, copies[0].pins
+    if (pins or whole.pins is not None) and pin_row(whole, row, pins):
+        for part in parts:
+            part.renew()
+    divide(parts, whole.seen.new_tensor([_budgets(parts, copies)]), slice(row, row + 1))
+
+
+def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
+    """Refuse copies of a row that do not fit into a pool together. Each of them has passed `check_row`.
+
+    Raises:
+        ShapeError: the pool has fewer slots.
+    """
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    numbers, room = _budgets(parts, copies), store_of(parts[0]).entries.shape[1] - 1
+    if (needed := sum(numbers) + len(numbers)) > room:  # of each head, one slot is for the next token
+        raise ShapeError(f"A row of {needed} slots in all layers was given to a block that has {room} for them.")
+
+
+def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[PartBlock], list[RowCopy]]:
+    """Return the layers that share a pool, and the copies for them. There may be others among them."""
+    pairs = [(block, copy) for block, copy in zip(blocks, copies, strict=True) if isinstance(block, PartBlock)]
+    return [part for part, _ in pairs], [copy for _, copy in pairs]
+
+
+def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
+    """Return the budgets of the heads of all layers, in order."""
+    heads = blocks[0].lost.shape[1]
+    return [number for each in by_head([copy.budget for copy in copies], heads) for number in each]
 
 
 # Memory of a model that is split over processes: a copy with all heads, and this process's heads of one.
