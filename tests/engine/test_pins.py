@@ -63,7 +63,7 @@ def test_a_step_with_pins_equals_the_plain_path(backend, monkeypatch):
     held = []
     for fuses in (True, False):
         if not fuses:
-            monkeypatch.setattr("kvkeep.cache.layer.fuses", lambda *given, **others: False)
+            monkeypatch.setattr("kvkeep.cache.decode_replay.why_not_fused", lambda *given, **others: "not to be tried")
         cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8, pins=[[(1, 3)], []])
         ids = torch.tensor([prompt_of(1, 30), prompt_of(2, 30)], device=DEVICE)
         with torch.inference_mode():

@@ -168,7 +168,7 @@ def test_a_cache_is_made_as_the_setup_says():
     layers = cache.bounded_layers().values()
     assert [layer.budgets for layer in layers] == [(8, 8), (16, 16)]
     assert {layer._prefill_chunk for layer in layers} == {8}
-    assert {tuple(layer._sequences) for layer in layers} == {(5, 6)}
+    assert {tuple(layer.plan.sequences) for layer in layers} == {(5, 6)}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from explain.records import CHUNK, POLICIES, record, shown, tables, text
 from kvkeep.backends import reference
 from kvkeep.evals import attention_probe
 from kvkeep.evals.attention_probe import members
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import encode
 from kvkeep.types import Phase
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from kvkeep import noise
 from kvkeep.attention_stats import Nothing
-from kvkeep.cache.bounded_cache import handing_cache
-from kvkeep.cache.hf_layers import PhasedCache, handed
+from kvkeep.cache.hf_layers import PhasedCache, handed, handing_cache
 from kvkeep.errors import InputError
 from kvkeep.evals.attention_probe import Adding, Hiding, positions_of
 from kvkeep.kv import ranking

@@ -144,7 +144,7 @@ def test_a_control_has_the_result_of_other_weights(finished):
 
 
 def test_random_weights_are_other_weights_of_the_same_seed(writer):
-    from kvkeep.models.tokenization import with_random_weights
+    from kvkeep.models.load import with_random_weights
 
     before = torch.random.get_rng_state()
     one, same, other = (with_random_weights(writer, seed).model for seed in (0, 0, 1))

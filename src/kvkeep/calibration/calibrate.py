@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep.cache.bounded_cache import handing_cache
-from kvkeep.cache.hf_layers import HandingLayer
+from kvkeep.cache.hf_layers import HandingLayer, handing_cache
 from kvkeep.calibration.head_losses import Head, Loss, LossMeter, NearWindow, Passage
 from kvkeep.errors import InputError
 from kvkeep.evals import texts
@@ -29,7 +28,8 @@ from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, ask, right, wording_of
 from kvkeep.head_profile import Profile, describe
-from kvkeep.models.load import Checkpoint, ends_of
+from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.load import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 from kvkeep.result_files import Lock, as_text, finite, read_rows, sync

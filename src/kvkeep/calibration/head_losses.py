@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import choose, reference
-from kvkeep.cache.bounded_cache import handing_cache
-from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.hf_layers import handed, handing_cache
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.evals import task
 from kvkeep.evals.attention_probe import BATCH_TOKENS, WholeText

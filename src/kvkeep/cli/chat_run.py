@@ -25,9 +25,10 @@ from kvkeep.engine import Engine
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.document_prompt import check_system
-from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.registry import parse
 

@@ -35,8 +35,9 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models import tensor_parallel, threads
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.prepare import chosen
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint

@@ -32,8 +32,9 @@ from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models import tensor_parallel, threads, tokenization
 from kvkeep.models.chat_templates import system_spans
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy

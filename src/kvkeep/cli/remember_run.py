@@ -24,9 +24,10 @@ from kvkeep.cli.remember import RememberOptions, target
 from kvkeep.engine import Engine, Result
 from kvkeep.engine.admission import check_room
 from kvkeep.models import threads
+from kvkeep.models.checkpoint import Checkpoint, Model
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.document_prompt import Opening, noted, opened
-from kvkeep.models.load import Checkpoint, Model, embedded, find, quiet, watched
+from kvkeep.models.load import embedded, find, quiet, watched
 from kvkeep.models.tokenization import Writer, check_length
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.base import Policy

@@ -38,9 +38,10 @@ from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.attention import attach
+from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
 from kvkeep.models.document_prompt import noted
-from kvkeep.models.load import Tokenizer, load_with_tokenizer
+from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.support import generator
 from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvkeep.engine.request import NAMES, Request, Structure
 from kvkeep.errors import InputError, KVKeepError, pip_install
-from kvkeep.models.load import Tokenizer
+from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.sandbox import SandboxProcess
 
 if TYPE_CHECKING:

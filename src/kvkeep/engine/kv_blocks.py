@@ -16,12 +16,12 @@ from torch import Tensor
 from kvkeep.budget import Number, by_head
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed, state_part
-from kvkeep.cache.layer import reach, store_for
+from kvkeep.cache.layer_block import reach, store_for
 from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.block import Block, add_state, lacks, shared
 from kvkeep.kv.cascade import Cascade
-from kvkeep.kv.joint_block import JointBlock, check_together
+from kvkeep.kv.joint_block import JointBlock
 from kvkeep.kv.memory_usage import MemoryUsage, bytes_of
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
@@ -30,7 +30,7 @@ from kvkeep.models.device import device_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
-from kvkeep.snapshot.contents import StateCopy, put_beside, take_beside
+from kvkeep.snapshot.contents import StateCopy, check_together, put_beside, take_beside
 from kvkeep.types import Slots
 
 

@@ -17,8 +17,8 @@ from kvkeep.engine.input_batch import InputBatch, ModelRun
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampler import is_scored, score
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
-from kvkeep.models.load import Model
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 # One run of the model over several batches: each layer steps batch by batch.

@@ -13,8 +13,8 @@ from kvkeep.engine.request import Request, conversation
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models import tokenization
+from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer
 from kvkeep.models.document_prompt import Opening, opened, opening_of
-from kvkeep.models.load import Checkpoint, Model, Tokenizer
 from kvkeep.pins import Spans
 from kvkeep.snapshot import Contents, Snapshot
 

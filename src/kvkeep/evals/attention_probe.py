@@ -23,7 +23,7 @@ from kvkeep.cache.layer import Layer
 from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.rotary import rotation_for

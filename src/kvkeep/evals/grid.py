@@ -11,7 +11,7 @@ from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.evals.attention_probe import PLAIN, Setup
 from kvkeep.evals.task import Task
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec
 

@@ -20,8 +20,8 @@ from kvkeep.evals.records import Records
 from kvkeep.evals.report import Row
 from kvkeep.evals.task import Options, Task
 from kvkeep.models import weight_hash
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
-from kvkeep.models.load import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 from kvkeep.version import __version__

@@ -16,17 +16,10 @@ from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
 from kvkeep.explain.recorder import refuse_states
 from kvkeep.explain.runs import ExplainPrompt, pieces
 from kvkeep.models.attention import attached
+from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
 from kvkeep.models.device import enough_memory
 from kvkeep.models.document_prompt import SEPARATOR
-from kvkeep.models.load import (
-    Checkpoint,
-    Model,
-    Tokenizer,
-    ends_of,
-    load_with_tokenizer,
-    position_limit,
-    trained_length,
-)
+from kvkeep.models.load import ends_of, load_with_tokenizer, position_limit
 from kvkeep.models.support import unwrapped
 from kvkeep.models.tokenization import check_length, encode
 from kvkeep.policies.base import Policy

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import choose, reference
-from kvkeep.cache.bounded_cache import BoundedCache, handing_cache
+from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.eviction import protected_slots
-from kvkeep.cache.hf_layers import BoundedLayer, HandingLayer, handed, handing_part
+from kvkeep.cache.hf_layers import BoundedLayer, HandingLayer, handed, handing_cache, handing_part
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import UnsupportedModelError

@@ -14,7 +14,7 @@ from kvkeep import budget as budgets
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.layer_layout import windows_of
 from kvkeep.explain.recorder import FullCache, Heard, Watch, feed, overheard, watch
-from kvkeep.models.load import Tokenizer
+from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.support import unwrapped
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase

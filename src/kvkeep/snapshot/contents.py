@@ -1,6 +1,6 @@
 """One sequence's memory over all layers, taken out of rows and put back into rows.
 
-`BoundedCache` and the engine's rows hold their blocks in different ways. Both hand them to `take` and `put`.
+A cache and the engine's rows hold their blocks in different ways. Both hand them to `take` and `put`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.budget import largest
-from kvkeep.cache.layer import Layer
+from kvkeep.budget import by_head
 from kvkeep.errors import ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import Heads
 from kvkeep.kv.block import Block
 from kvkeep.kv.cascade import Cascade
-from kvkeep.kv.joint_block import check_together, make_room
+from kvkeep.kv.joint_block import PartBlock, divide, store_of
 from kvkeep.kv.memory_usage import bytes_of
-from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.row_copy import Pack, RowCopy, check_row, put_row, take_row
+from kvkeep.kv.row_copy import Pack, RowCopy, check_row, pin_row, put_row, take_row
 from kvkeep.kv.store import inference
 from kvkeep.pins import Spans
 from kvkeep.types import EMPTY
@@ -334,81 +332,48 @@ def check_beside(contents: Contents, layers: int, states: Mapping[int, object]) 
         check_state(states[number], state)
 
 
-# Blocks with room for rows that are put into them.
+# Layers whose heads share one pool of slots: their copies must fit into it together.
 
 
-@inference
-def new_block(
-    layer: Layer,
-    copies: Sequence[RowCopy],
-    rows: int,
-    *,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-) -> Block:
-    """An empty block for a layer, with at least as many slots as the blocks had from which the copies were taken.
+def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
+    """Divide the pool of a row as the copies need that will be put into it, and pin their spans.
 
-    Args:
-        layer: a layer without a block.
-        copies: what will be put into the block.
-        rows: rows of the block.
-        device: where the block shall be; by default the first copy's device.
-        dtype: the model's, which slots of codes do not show.
+    Does nothing in layers that share no pool.
+    """
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    whole, pins = parts[0].whole, copies[0].pins
+    if (pins or whole.pins is not None) and pin_row(whole, row, pins):
+        for part in parts:
+            part.renew()
+    divide(parts, whole.seen.new_tensor([_budgets(parts, copies)]), slice(row, row + 1))
+
+
+def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
+    """Refuse copies of a row that do not fit into a pool together. Each of them has passed `check_row`.
 
     Raises:
-        ShapeError: the copies come from a store that is not the default one, or there is no memory for the block.
+        ShapeError: the pool has fewer slots.
     """
-    tensors = copies[0].tensors
-    if not {"store.keys", "store.values"} <= tensors.keys():
-        raise ShapeError("Rows of another store than the default one need a cache that holds such a store already.")
-    keys, values = (tensor.to(device).expand(rows, -1, -1, -1) for tensor in layer.like(copies[0], dtype))
-    budget = largest(layer.budgets)
-    try:
-        block = layer.new_block(keys, values)
-        _widen(block, layer, copies)
-    except (MemoryError, RuntimeError) as error:
-        raise ShapeError(f"There is no memory for {rows} rows with a budget of {budget} tokens.") from error
-    return block
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    numbers, room = _budgets(parts, copies), store_of(parts[0]).entries.shape[1] - 1
+    if (needed := sum(numbers) + len(numbers)) > room:  # of each head, one slot is for the next token
+        raise ShapeError(f"A row of {needed} slots in all layers was given to a block that has {room} for them.")
 
 
-def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
-    """Give a block the slots per head of the blocks that copies were taken from, at most what its budget allows.
-
-    A pool has room for every division of the budget already.
-    """
-    if not isinstance(block.store, PooledStore):
-        block.widen(min(largest(layer.budgets) + 1, max(copy.capacity for copy in copies)))
+def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[PartBlock], list[RowCopy]]:
+    """Return the layers that share a pool, and the copies for them. There may be others among them."""
+    pairs = [(block, copy) for block, copy in zip(blocks, copies, strict=True) if isinstance(block, PartBlock)]
+    return [part for part, _ in pairs], [copy for _, copy in pairs]
 
 
-@inference
-def blocks_for(
-    layers: Sequence[Layer], contents: Sequence[Contents], rows: int, *, dtype: torch.dtype | None = None
-) -> list[Block]:
-    """The block of each layer, with enough slots for what will be put in; a new one for a layer that has none.
-
-    A new block is not yet the layer's own.
-
-    Args:
-        layers: the layers with slots.
-        contents: what will be put in.
-        rows: rows of a new block.
-        dtype: the model's, for a new block whose slots hold codes.
-
-    Raises:
-        ShapeError: the contents have another number of layers.
-    """
-    blocks = []
-    for i, layer in enumerate(layers):
-        copies = [one.layers[i] for one in contents if len(one.layers) == len(layers)]
-        if len(copies) < len(contents):
-            raise ShapeError(f"It does not have {len(layers)} layers with slots, as this model has.")
-        if not layer.allocated:
-            blocks.append(new_block(layer, copies, rows, dtype=dtype))
-            continue
-        if any(max(copy.used, copy.most + 1) > layer.block.store.capacity for copy in copies):
-            _widen(layer.block, layer, copies)
-        blocks.append(layer.block)
-    return blocks
+def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
+    """Return the budgets of the heads of all layers, in order."""
+    heads = blocks[0].lost.shape[1]
+    return [number for each in by_head([copy.budget for copy in copies], heads) for number in each]
 
 
 # Memory of a model that is split over processes: a copy with all heads, and this process's heads of one.

@@ -139,7 +139,7 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
     check((bits.dtype, bits.shape) == (torch.uint8, (-(-slots // 8),)), f"{shown} has not one bit for each slot")
     check(1 <= n <= slots, f"{shown} has {n} tokens in {slots} slots")
     check(n <= layer.room, f"{shown} has {n} tokens, more than its budget of {layer.room}")
-    for name in (one for one in entries if is_cut(one, layer.whole)):
+    for name in (name for name in entries if is_cut(name, layer.whole)):
         kind, shape = entries[name].dtype, entries[name].shape
         check(shape[:1] == (n,), f"{shown} has {n} tokens, and its {name} the shape {list(shape)}")
         if name not in ("store.keys", "store.values", *SCALES):

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.errors import InputError
 from kvkeep.evals import texts
 from kvkeep.evals.task import Options
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.result_files import as_text
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.measure import Measurement

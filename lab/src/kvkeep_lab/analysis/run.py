@@ -12,7 +12,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.evals.run import fingerprint, versions
-from kvkeep.models.tokenization import Writer, with_random_weights
+from kvkeep.models.load import with_random_weights
+from kvkeep.models.tokenization import Writer
 from kvkeep_lab.analysis.job import Job, left, words
 from kvkeep_lab.analysis.measure import Context, Measurement, Mlp, Rows, Skipped, Subject
 from kvkeep_lab.analysis.report import Folder

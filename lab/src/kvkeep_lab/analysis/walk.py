@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.backends import reference
-from kvkeep.cache.bounded_cache import handing_cache
-from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.hf_layers import handed, handing_cache
 from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.models.device import enough_memory

@@ -163,7 +163,7 @@ class NativeRepeat:
         self._numbers = _TOKEN_HEAD.unpack_from(packed)[:6]
         self._slots = packed[_QUERY_END:_NOW]
         self._asked, self._limits = packed[_NOW + _OUT.size : new], packed[new + _NEW.size :]
-        self._query, self._keys, self._values = (_kind(one) for one in (query, keys, values))
+        self._query, self._keys, self._values = (_kind(tensor) for tensor in (query, keys, values))
         self._out = step.out.shape
 
     def takes(

@@ -19,7 +19,7 @@ from kvkeep.evals.qa_task import Item, ItemPrompt, QATask, Replies, TaskCase, fi
 from kvkeep.evals.synthetic import Haystack, values, words
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 

@@ -19,7 +19,7 @@ from kvkeep.budget import by_head
 from kvkeep.evals import task, texts
 from kvkeep.evals.attention_probe import PLAIN, Drive, LayerTape, Setup, tapes
 from kvkeep.evals.task import Options, Task, TaskOutcome
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 

@@ -32,7 +32,7 @@ from kvkeep.evals.tune.measure import (
 )
 from kvkeep.evals.tune.search import VERSION, WINDOWS
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.planning.model_shapes import outline
 from kvkeep.planning.plan import Setting
 from kvkeep.policies.base import Policy
