@@ -85,7 +85,7 @@ class Bench:
         """A row from main memory, against a plain copy of as many bytes."""
         budget = 16 * self.options.budget
         engine = kvkeep.Engine(self.model, policy=self.options.policy, budget=budget, rows=1, prefill_chunk=512)
-        memory, rows, policy = engine.prefix(self.tokens(budget)).contents, engine._rows, engine.policy
+        memory, rows, policy = engine.prefix(self.tokens(budget)).contents, engine._kv, engine.policy
         source = torch.ones(memory.nbytes, dtype=torch.uint8)  # zeros would be one page, which is read from the cache
         target = torch.zeros_like(source)
         times = interleaved(

@@ -61,7 +61,7 @@ def test_sequences_take_turns_in_the_rows(kind, profile, monkeypatch):
     engine = engine_of(rule, "4", rows=1, host_rows=2)
     want = [alone(one.prompt, one.policy, rule, kv_bits="4")[0] for one in requests]
     assert [one.token_ids for one in engine.generate(requests)] == want
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4
 
 
 @pytest.mark.parametrize("policy", ["snapkv:window=4", "leverage:sinks=1,recent=2"])
@@ -86,7 +86,7 @@ def test_what_an_emptied_slot_was_left_with_does_not_matter(kind, profile):
     engine = engine_of(rule, "k8v4", prefill_chunk=5)
     numbers = [engine.add(one) for one in requests]
     while engine.busy:
-        poison(engine._rows._blocks)
+        poison(engine._kv._blocks)
         found |= {event.id: event.result.token_ids for event in engine.step() if event.result}
     for number, one in zip(numbers, requests, strict=True):
         assert found[number] == alone(one.prompt, one.policy, rule, chunk=5, kv_bits="k8v4")[0]

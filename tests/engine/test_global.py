@@ -334,7 +334,7 @@ def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
     engine = engine_of(host_rows=3, prefill_chunk=7)
     for request, result in zip(requests, engine.generate(requests), strict=True):
         assert result.token_ids == alone(request.prompt, POLICY, RULE, chunk=7, new=6)[0]
-    assert engine._rotation.swaps > 6
+    assert engine._swapper.swaps > 6
     assert engine.memory().allocated_bytes == 2 * engine.row_bytes
 
 

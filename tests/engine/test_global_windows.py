@@ -229,7 +229,7 @@ def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
     monkeypatch.setattr(swapping, "LEAST", 1)
     requests, engine = asked(4, tuple(KINDS)), engine_of(host_rows=3, prefill_chunk=7)
     assert tokens(engine, requests) == [alone(one, chunk=7) for one in requests]
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4
 
 
 def test_sessions_rewind_and_go_on_in_rows_of_another_policy():

@@ -105,7 +105,7 @@ def test_the_pool_of_a_row_that_was_reduced_is_whole_again_for_the_next():
     before, _, after = engine.generate([asked(1), asked(1, guard=1.0), asked(1)])
     assert close(before, after)
     assert engine.memory().allocated_bytes == engine.row_bytes
-    rows: KVManager = engine._rows
+    rows: KVManager = engine._kv
     assert all(isinstance(block.store, PooledStore) for block in rows.blocks_of(0))
 
 

@@ -21,7 +21,7 @@ from .models import VOCABULARY, alone, model
 
 
 def storage(engine):
-    return [tensor.data_ptr() for block in engine._rows._blocks for tensor in block.store.per_row().values()]
+    return [tensor.data_ptr() for block in engine._kv._blocks for tensor in block.store.per_row().values()]
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_many_requests_with_random_cancels(n):
     assert not engine.busy
     assert not engine._scheduler.running
     assert engine._scheduler._rows == [None] * 8
-    assert not any(block.store.positions.ge(0).any() for block in engine._rows._blocks)
+    assert not any(block.store.positions.ge(0).any() for block in engine._kv._blocks)
     assert results.keys() == added.keys()
     assert len(cancelled) > 20
     assert storage(engine) == places
@@ -154,7 +154,7 @@ def test_without_such_a_limit_the_memory_of_the_machine_counts(tmp_path, content
 
 
 def test_rows_that_could_not_be_allocated_are_none(monkeypatch):
-    rows = Engine(model("llama"), policy="pyramidkv:window=4", budget=20, rows=2)._rows  # a block for each layer
+    rows = Engine(model("llama"), policy="pyramidkv:window=4", budget=20, rows=2)._kv  # a block for each layer
     made, block = [], Blocks._block
 
     def fail(self, *args):

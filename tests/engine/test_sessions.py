@@ -16,7 +16,7 @@ from kvkeep.engine.dispatcher import Box
 from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
 
 from .models import DEVICE, model
-from .session_models import BUDGET, Alone, answers, engine_of, short
+from .session_models import BUDGET, Alone, answers, engine_of, host_of, short
 from .test_equal import POLICIES, prompt_of
 
 GATED = {
@@ -90,7 +90,7 @@ def test_a_session_has_a_row_only_while_it_runs():
             assert not session.running
             assert not engine.busy
     assert {session.token_ids for session in sessions} == {sessions[0].token_ids}
-    assert all(bool((block.store.positions < 0).all()) for block in engine._rows._blocks)
+    assert all(bool((block.store.positions < 0).all()) for block in engine._kv._blocks)
 
 
 @pytest.mark.slow
@@ -394,7 +394,7 @@ def test_a_memory_that_cannot_be_kept_ends_the_turn_with_an_error(session, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(session._shelf), "keep", full)
+        patched.setattr(type(session._store), "keep", full)
         events = list(session.send(TURNS[3], short()))
     assert (len(events), events[-1].result.finish_reason) == (4, "error")
     assert "No space left" in events[-1].result.error
@@ -425,7 +425,7 @@ def test_a_turn_that_cannot_be_used_is_refused_and_changes_nothing(session, aske
     with pytest.raises(InputError, match=match):
         session.ask(asked)
     assert not session.running
-    assert not session._work.busy
+    assert not host_of(session).busy
     assert is_as_before(session)
 
 
@@ -449,7 +449,7 @@ def test_sessions_that_the_engine_has_no_rows_for_are_refused(make, no_checked_a
 
 def test_nothing_works_after_the_end(session):
     snapshot = session.snapshot()
-    engine = session._work
+    engine = host_of(session)
     session.close()
     session.close()
     for use in (
@@ -484,7 +484,7 @@ def test_a_session_without_memory_has_no_snapshot_and_forks_from_nothing():
 
 
 def test_a_rewind_to_something_foreign_is_refused(session, no_checked_annotations):
-    engine = session._work
+    engine = host_of(session)
     other = engine.session(policy="tova")
     other.ask(TURNS[0], short())
     smaller = engine.session(budget=8)
@@ -544,10 +544,10 @@ def test_turns_wait_for_the_running_one_in_order():
         found[i] = ids(session.send(TURNS[i], short()))
 
     threads = [threading.Thread(target=listen, args=(i,)) for i in (1, 2, 3)]
-    with session._work._service.turn:  # nothing ends before all of them wait
+    with host_of(session)._dispatcher.turn:  # nothing ends before all of them wait
         for n, thread in enumerate(threads):
             thread.start()
-            while len(session._work._service.turn._waiting) <= n:
+            while len(host_of(session)._dispatcher.turn._waiting) <= n:
                 pass
     found[0] = ids([first, *stream])
     for thread in threads:
@@ -622,7 +622,7 @@ def test_many_threads_on_one_session_and_many_sessions():
 
 @pytest.mark.parametrize("who", ["session", "engine"])
 def test_closing_while_turns_run_and_wait_cancels_them(session, who):
-    engine, started = session._work, threading.Event()
+    engine, started = host_of(session), threading.Event()
 
     def run():
         events = []
@@ -646,7 +646,7 @@ def test_closing_while_turns_run_and_wait_cancels_them(session, who):
         (session if who == "session" else engine).close()
         assert first.result(20) == "cancelled"
         assert second.result(20) == "cancelled"
-    assert not engine._all
+    assert not engine._sequences
     assert not session.running
 
 
@@ -658,11 +658,11 @@ def test_a_session_that_is_closed_by_its_own_listener(session):
 
 
 def test_closing_a_session_with_thousands_of_waiting_turns_ends_them_all(session):
-    engine, boxes = session._work, [Box() for _ in range(3000)]
-    with engine._service.turn:
+    engine, boxes = host_of(session), [Box() for _ in range(3000)]
+    with engine._dispatcher.turn:
         for box in boxes:
             session._enqueue(TURNS[1], short(), box)
     session.close()
-    assert not engine._all
+    assert not engine._sequences
     ends = [next(filter(None, (box.take().result for _ in range(99)))) for box in boxes]
     assert {result.finish_reason for result in ends} == {"cancelled"}

@@ -109,7 +109,7 @@ def test_a_guard_that_chooses_a_smaller_budget_keeps_no_later_request_waiting():
         assert [(results[n].token_ids, results[n].budget, results[n].guarded) for n in numbers] == [
             (alone_.token_ids, 4, True)
         ] * 3
-        assert not engine._twins._readers
+        assert not engine._duplicates._readers
 
 
 def test_one_that_ends_with_its_first_token_says_what_its_prompt_took_and_lost():
@@ -140,8 +140,8 @@ def test_the_reader_leaves_and_another_one_reads(when):
     want = alone("llama", PROMPT, 6, "h2o", 10, 4)
     assert [results[numbers[i]].token_ids for i in (1, 3)] == [want] * 2
     assert [results[numbers[i]].cached_tokens for i in (1, 3)] == [0, 13]
-    assert not len(engine._twins)
-    assert not engine._twins._readers
+    assert not len(engine._duplicates)
+    assert not engine._duplicates._readers
 
 
 def test_a_reader_that_fails_harms_no_other():
@@ -165,8 +165,8 @@ def test_closing_ends_those_that_wait():
     engine = engine_of()
     numbers = [engine.add(wish()) for _ in range(5)]
     engine.close()
-    assert not engine._all
-    assert not len(engine._twins)
+    assert not engine._sequences
+    assert not len(engine._duplicates)
     assert numbers == list(range(5))
 
 

@@ -215,7 +215,7 @@ def test_states_count_as_memory(family):
     slots = engine.memory().allocated_bytes
     number = engine.add(request_of(1, 12))
     engine.step()
-    states = [state for state in vars_of(engine._rows._own[0].states.values()) if isinstance(state, torch.Tensor)]
+    states = [state for state in vars_of(engine._kv._own[0].states.values()) if isinstance(state, torch.Tensor)]
     assert bytes_of(states) > 0
     assert engine.memory().allocated_bytes == slots + bytes_of(states)
     assert engine.row_bytes == slots // 2 + bytes_of(states)

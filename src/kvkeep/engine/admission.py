@@ -88,13 +88,13 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
     try:
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
         folder = None if own is None else root / own.strip("/")
-        for one in [] if folder is None else (folder, *folder.parents):
-            if not one.is_relative_to(root):
+        for group in [] if folder is None else (folder, *folder.parents):
+            if not group.is_relative_to(root):
                 return
-            limit = _read(one / "memory.max")
+            limit = _read(group / "memory.max")
             if limit.isdecimal():
-                cached = re.search(r"^inactive_file (\d+)$", _read(one / "memory.stat"), re.MULTILINE)
-                yield max(0, int(limit) - int(_read(one / "memory.current") or 0) + int(cached[1] if cached else 0))
+                cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+                yield max(0, int(limit) - int(_read(group / "memory.current") or 0) + int(cached[1] if cached else 0))
     except (OSError, ValueError):
         return
 
@@ -434,6 +434,10 @@ class Admission:
     def fingerprint(self, policy: Policy, budget: int) -> Fingerprint:
         """Return what the memory of a sequence belongs to."""
         return self.identity.fingerprint(self._layout(policy), budget)
+
+    def weights_hash(self) -> str:
+        """Return a hash of the model's weights as they are now."""
+        return self.identity.weights
 
     def make_rows(self, policy: Policy) -> KVManager:
         """Allocate the engine's rows for a policy.

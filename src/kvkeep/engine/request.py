@@ -52,11 +52,11 @@ def functions(tools: object) -> tuple[dict[str, Any], ...]:
         InputError: they are no list of mappings.
     """
     found = tuple(tools) if isinstance(tools, Iterable) and not isinstance(tools, str | Mapping) else (None,)
-    if not all(isinstance(one, Mapping) for one in found):
+    if not all(isinstance(tool, Mapping) for tool in found):
         raise InputError(
             f'tools={tools!r:.60} is no list of tools like {{"type": "function", "function": {{"name": "…"}}}}.'
         )
-    return tuple(dict(one) for one in found if isinstance(one, Mapping))
+    return tuple(dict(tool) for tool in found if isinstance(tool, Mapping))
 
 
 def token_ids(prompt: object) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def token_ids(prompt: object) -> tuple[int, ...]:
         return ids
     if isinstance(ids[0], Iterable) and not isinstance(ids[0], str | Mapping) and getattr(ids[0], "ndim", None) != 0:
         raise InputError("The prompt is a batch of texts; give one request for each, for example prompt=input_ids[0].")
-    return tuple(whole_within("A token id of the prompt", one, -(2**63), 2**63 - 1) for one in ids)
+    return tuple(whole_within("A token id of the prompt", token, -(2**63), 2**63 - 1) for token in ids)
 
 
 def stop_texts(stop: object) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ def _object(value: object) -> Structure:
 
 
 def _choice(value: object) -> Structure:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
         raise InputError(f"structured_outputs has choice={value!r:.60}; give a list of texts that are not empty.")
     return Structure("choice", json.dumps(value, ensure_ascii=False))
 
