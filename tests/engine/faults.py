@@ -247,9 +247,9 @@ def check(engine, asked, found, name, rules):
     again = list(asked.values())[:2]
     for request, result in zip(again, engine.generate(again), strict=True):
         assert result.token_ids == alone(request, name, rules)
-    before = engine.memory().allocated_bytes
+    before = engine.memory_usage().allocated_bytes
     engine.generate(again)
-    assert engine.memory().allocated_bytes == before
+    assert engine.memory_usage().allocated_bytes == before
 
 
 def run_all(one, first, last, *, called):

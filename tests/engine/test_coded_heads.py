@@ -47,7 +47,7 @@ def test_a_row_has_the_bytes_that_it_is_said_to_have(kind, profile):
         engine = engine_of(rule, kv_bits)
         engine.generate(asked(KINDS[:1]))
         sizes[kv_bits] = engine.row_bytes
-        assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+        assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
         cache = alone(prompt_of(1, 20), KINDS[0], rule, kv_bits=kv_bits)[1]
         assert cache.memory().allocated_bytes == engine_of(rule, kv_bits, rows=1).row_bytes
     assert sizes["4"] < sizes["8"] < sizes[None]
@@ -105,7 +105,7 @@ def test_pins_and_a_fork_of_a_memory(pins):
     engine = engine_of("ada:0.1", "4", "snapkv:window=2")
     memory = engine.prefix(prompt_of(4, 30), pins=pins)
     new = SamplingParams(max_new_tokens=NEW)
-    both = [Request(prompt=prompt_of(n, 4), memory=memory, sampling=new, ignore_end=True) for n in (1, 2)]
+    both = [Request(prompt=prompt_of(n, 4), snapshot=memory, sampling=new, ignore_end=True) for n in (1, 2)]
     apart = [run(engine_of("ada:0.1", "4", "snapkv:window=2"), [one])[0] for one in both]
     assert run(engine, both) == apart
     assert apart[0] != apart[1]
@@ -119,7 +119,7 @@ def test_memory_that_was_made_in_a_pool_goes_on_in_slots_side_by_side():
     new, given = SamplingParams(max_new_tokens=NEW), {"budget": BUDGET, "rows": 1, "kv_bits": "4"}
     in_pool, apart = (Engine(model("llama"), policy=one, **given) for one in ("adakv:window=4", policy))
     memory = in_pool.prefix(prompt, policy=policy)
-    asked_of = [Request(prompt=(5, 6), memory=memory, policy=policy, sampling=new, ignore_end=True)]
+    asked_of = [Request(prompt=(5, 6), snapshot=memory, policy=policy, sampling=new, ignore_end=True)]
     assert run(in_pool, asked_of) == run(apart, asked_of)
     assert memory.contents.layers[0].tensors["store.keys"].dtype == torch.uint8
 

@@ -232,7 +232,7 @@ def test_pins_of_later_turns_have_room_beside_earlier_ones(guard, way, tmp_path)
 
     def later(pins):
         wish = Request(prompt=prompt_of(2, 20), sampling=SamplingParams(max_new_tokens=60), pins=((44, 44 + pins),))
-        return engine.generate(replace(wish, memory=before))[0] if way == "memory" else session.ask(wish)
+        return engine.generate(replace(wish, snapshot=before))[0] if way == "memory" else session.ask(wish)
 
     with pytest.raises(BudgetError, match=r"9 tokens are pinned, .* together 11: more than the budget of 10"):
         later(9 - pinned)

@@ -77,7 +77,7 @@ def test_rows_that_are_given_up_are_free():
     engine._kv.allocate(0)
     gc.collect()
     assert not any(ref() is not None for ref in held)
-    assert engine.memory() == kvkeep.MemoryUsage()
+    assert engine.memory_usage() == kvkeep.MemoryUsage()
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_logits_that_are_no_numbers_end_their_own_request_alone(number, monkeypa
 
 def test_a_change_of_policy_that_fails_ends_those_who_need_it_and_nobody_else(monkeypatch):
     engine = Engine(model("llama"), policy="local", budget=12, rows=2)
-    bytes_before = engine.memory().allocated_bytes
+    bytes_before = engine.memory_usage().allocated_bytes
     plain = KVManager.allocate
 
     def allocate(rows, count, **options):
@@ -272,7 +272,7 @@ def test_a_change_of_policy_that_fails_ends_those_who_need_it_and_nobody_else(mo
     assert [result.finish_reason for result in found] == ["error", "length", "error", "length"]
     assert found[0].error.startswith("MemoryError: no memory for so many rows. Use fewer rows, a smaller budget")
     assert found[1].token_ids == alone("llama", asked[0].prompt, 4, "local", 12, 512)
-    assert engine.memory().allocated_bytes == bytes_before
+    assert engine.memory_usage().allocated_bytes == bytes_before
     assert engine.rows == 2
 
 
@@ -287,7 +287,7 @@ def test_a_change_of_policy_that_fails_both_ways_leaves_an_engine_that_ends(monk
         )
         asked = [Request(prompt=(1, 2), sampling=new(2), policy=p) for p in ("adakv:window=4", None)]
         assert [r.finish_reason for r in engine.generate(asked)] == ["error", "error"]
-        assert engine.memory() == kvkeep.MemoryUsage()
+        assert engine.memory_usage() == kvkeep.MemoryUsage()
     assert engine.generate(asked)[1].token_ids == alone("llama", (1, 2), 2, "local", 12, 512)
 
 

@@ -54,7 +54,7 @@ def test_everybody_gets_the_tokens_that_they_get_alone(policy, chunk):
         assert (result.cached_tokens, result.error) == (0, None)
     assert engine._swapper.swaps > 7
     assert not engine.busy
-    assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+    assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
@@ -102,7 +102,7 @@ def test_results_say_the_same():
         assert [entry.value for entry in one.logprobs] == pytest.approx(
             [entry.value for entry in want.logprobs], abs=1e-4
         )
-        assert one.memory.full_bytes == want.memory.full_bytes
+        assert one.memory_usage.full_bytes == want.memory_usage.full_bytes
         assert len(one.prompt_logprobs) == len(want.prompt_logprobs)
     assert engine._swapper.swaps > 6
 
@@ -141,7 +141,7 @@ def test_no_more_than_so_many_wait_in_main_memory(host_rows):
         engine.step()
         held = [one.hosted for one in engine._scheduler.waiting if one.hosted]
         bytes_ = sum(one.contents.nbytes for one in held)
-        assert engine.memory().allocated_bytes == 2 * engine.row_bytes + bytes_
+        assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes + bytes_
         assert bytes_ <= 1.1 * host_rows * engine.row_bytes  # a copy has its positions twice
         most = max(most, len(held))
     assert most == host_rows
@@ -158,7 +158,7 @@ def test_sessions_prefixes_and_equal_prompts(monkeypatch):
         memory = engine.prefix(prompt_of(8, 10))
         session = engine.session()
         requests = [Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=6)) for _ in range(3)]
-        requests += [wish(1, memory=memory), wish(2)]
+        requests += [wish(1, snapshot=memory), wish(2)]
         numbers = [engine.add(one) for one in requests]
         found = {}
         talked = [session.ask(prompt_of(n, 6), SamplingParams(max_new_tokens=5)).token_ids for n in (3, 4)]
@@ -195,7 +195,7 @@ def test_a_closed_engine_holds_nothing():
     for _ in range(6):
         engine.step()
     engine.close()
-    assert engine.memory().allocated_bytes == 0
+    assert engine.memory_usage().allocated_bytes == 0
 
 
 def test_a_sequence_whose_memory_cannot_be_copied_keeps_its_row(monkeypatch):

@@ -148,13 +148,13 @@ def test_a_name_that_exists_is_not_overwritten(tmp_path):
         session = engine.session(name="anna")
         session.ask(TURNS[0], short())
         with pytest.raises(InputError, match="already"):
-            engine.session(name="anna", memory=session.snapshot())
+            engine.session(name="anna", snapshot=session.snapshot())
         with pytest.raises(InputError, match="under h2o"):
             engine.session(name="anna", policy="tova")
         snapshot = session.snapshot()
         session.close()
         with pytest.raises(InputError, match="already"):
-            engine.session(name="anna", memory=snapshot)
+            engine.session(name="anna", snapshot=snapshot)
         with pytest.raises(SnapshotError, match="policy"):
             engine.session(name="anna", policy="tova")
         assert engine.session(name="anna").token_ids == (*TURNS[0], *answers(TURNS[:1])[0])

@@ -105,7 +105,7 @@ def test_two_hundred_turns_take_constant_memory(turns):
         if i > 20:
             sizes.add(session.snapshot().contents.nbytes)
     assert len(sizes) == 1
-    assert engine.memory().allocated_bytes == engine_of().memory().allocated_bytes
+    assert engine.memory_usage().allocated_bytes == engine_of().memory_usage().allocated_bytes
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
@@ -149,9 +149,9 @@ def test_memory_of_a_model_with_states_names_the_chunk_of_its_layers_with_slots(
     report, cache = engine.prefix(TURNS[2]), kvkeep.BoundedCache(network.config, "h2o:recent=2", 8, prefill_chunk=chunk)
     with torch.inference_mode():
         kvkeep.attach(network)(**cache.continue_with(torch.tensor([TURNS[2]], device=DEVICE)))
-    question = Request(prompt=TURNS[1], sampling=short(), memory=report)
+    question = Request(prompt=TURNS[1], sampling=short(), snapshot=report)
     assert cache.snapshot().fingerprint.differences(report.fingerprint) == {}
-    answers = [engine.generate(replace(question, memory=one))[0].token_ids for one in (report, cache.snapshot())]
+    answers = [engine.generate(replace(question, snapshot=one))[0].token_ids for one in (report, cache.snapshot())]
     assert answers[0] == answers[1]
     other = Engine(network, policy="h2o:recent=2", budget=8, rows=1, prefill_chunk=7)
     with pytest.raises(SnapshotError, match="prefill_chunk"):
@@ -164,7 +164,7 @@ def test_memory_with_a_larger_budget_than_its_rows_have_slots_is_an_error_of_its
     report = engine.prefix(TURNS[2])
     layers = tuple(replace(layer, budget=budget) for layer in report.contents.layers)
     hostile = replace(report, contents=replace(report.contents, layers=layers))
-    bad, good = engine.generate([Request(prompt=TURNS[1], sampling=short(), memory=one) for one in (hostile, report)])
+    bad, good = engine.generate([Request(prompt=TURNS[1], sampling=short(), snapshot=one) for one in (hostile, report)])
     assert bad.finish_reason == "error"
     assert f"budget of {budget}" in bad.error
     assert good.error is None
@@ -177,7 +177,7 @@ def test_memory_with_budgets_of_heads_is_an_error_under_a_policy_that_has_none(b
     layers = tuple(replace(layer, budget=budget) for layer in report.contents.layers)
     for hostile in (layers, layers[:1], (*layers, *layers)):
         made = replace(report, contents=replace(report.contents, layers=hostile))
-        asked = [Request(prompt=TURNS[1], sampling=short(), memory=one) for one in (made, report)]
+        asked = [Request(prompt=TURNS[1], sampling=short(), snapshot=one) for one in (made, report)]
         bad, good = engine.generate(asked)
         assert bad.finish_reason == "error"
         assert "another model" in bad.error or "all heads of a layer have the same" in bad.error
@@ -302,10 +302,10 @@ def test_a_snapshot_starts_sessions_and_requests():
     session = engine.session(policy="tova", budget=9)
     session.ask(TURNS[0], short())
     snapshot, want = session.snapshot(), session.ask(TURNS[1], short())
-    other = engine.session(memory=snapshot)
+    other = engine.session(snapshot=snapshot)
     assert (other.policy, other.budget) == (session.policy, 9)
     assert other.ask(TURNS[1], short()).token_ids == want.token_ids
-    found = engine.generate([Request(prompt=TURNS[1], memory=snapshot, sampling=short())] * 3)
+    found = engine.generate([Request(prompt=TURNS[1], snapshot=snapshot, sampling=short())] * 3)
     assert {result.token_ids for result in found} == {want.token_ids}
     assert {(result.prompt_tokens, result.cached_tokens) for result in found} == {(14, 10)}
 
@@ -319,16 +319,16 @@ def test_a_snapshot_of_a_cache_goes_on_in_an_engine():
     engine = engine_of()
     snapshot = cache.snapshot(0, tokens=TURNS[2])
     want = alone.ask(TURNS[0])
-    assert engine.session(memory=snapshot).ask(TURNS[0], short()).token_ids == want
+    assert engine.session(snapshot=snapshot).ask(TURNS[0], short()).token_ids == want
     with pytest.raises(SnapshotError, match="which tokens"):
-        engine.session(memory=cache.snapshot())
+        engine.session(snapshot=cache.snapshot())
 
 
 def test_a_prefix_is_read_once():
     engine = engine_of(prefill_chunk=4)
     prefix = engine.prefix(TURNS[2])
     assert prefix.tokens.tolist() == list(TURNS[2])
-    found = engine.generate([Request(prompt=turn, memory=prefix, sampling=short()) for turn in TURNS])
+    found = engine.generate([Request(prompt=turn, snapshot=prefix, sampling=short()) for turn in TURNS])
     for turn, result in zip(TURNS, found, strict=True):
         assert (result.cached_tokens, result.prompt_tokens) == (12, 12 + len(turn))
         session = engine.session()
@@ -461,7 +461,7 @@ def test_nothing_works_after_the_end(session):
     ):
         with pytest.raises(InputError, match="session is closed"):
             use()
-    other = engine.session(memory=snapshot)
+    other = engine.session(snapshot=snapshot)
     engine.close()
     for use in (lambda: other.ask(TURNS[1]), other.fork, lambda: other.rewind(snapshot), engine.session):
         with pytest.raises(InputError, match="engine is closed"):
@@ -505,9 +505,9 @@ def test_a_snapshot_of_other_weights_is_refused(session):
     other = kvkeep.attach(type(model("llama"))(model("llama").config).eval())
     engine = Engine(other, policy="h2o", budget=BUDGET)
     with pytest.raises(SnapshotError, match="weights"):
-        engine.session(memory=snapshot)
+        engine.session(snapshot=snapshot)
     with pytest.raises(SnapshotError, match="weights"):
-        engine.generate([Request(prompt=[1], memory=snapshot)])
+        engine.generate([Request(prompt=[1], snapshot=snapshot)])
 
 
 def test_a_session_does_not_go_on_under_other_weights(session):

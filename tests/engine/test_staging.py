@@ -78,7 +78,7 @@ def test_everybody_gets_the_tokens_that_they_get_alone(policy, chunk, moment, ma
     requests = [wish(n) for n in range(7)]
     want = [alone("llama", one.prompt, 7, policy, budget, chunk) for one in requests]
     assert everything(engine, queue, requests) == want
-    assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+    assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_requests_of_all_kinds(queue, made):
     def asked(engine):
         memory = engine.prefix(prompt_of(8, 10))
         session = engine.session()
-        requests = [wish(1, memory=memory), wish(2, pins=[(0, 3)], policy="tova", budget=9)]
+        requests = [wish(1, snapshot=memory), wish(2, pins=[(0, 3)], policy="tova", budget=9)]
         requests += [wish(3, sampling={"temperature": 0.8, "top_p": 0.9}, sequence=4), wish(4, policy="spatten")]
         numbers = [engine.add(one) for one in requests]
         found = {}
@@ -159,7 +159,7 @@ def test_random_schedules_with_cancels_and_failures(seed, name, made):
             ended |= {event.id: event.result for event in engine.step() if event.result}
             waiting = sum(one.hosted.contents.nbytes for one in engine._scheduler.waiting if one.hosted)
             copies = engine._swapper.staging.nbytes
-            assert engine.memory().allocated_bytes == engine._kv.memory().allocated_bytes + waiting + copies
+            assert engine.memory_usage().allocated_bytes == engine._kv.memory().allocated_bytes + waiting + copies
             if rng.random() < 0.1 and (number := rng.choice([*engine._sequences, -1])) >= 0:
                 ended[number] = engine.cancel(number)
                 cancelled.add(number)
@@ -176,7 +176,7 @@ def test_random_schedules_with_cancels_and_failures(seed, name, made):
             assert result.token_ids == want
     assert queue.counts.get(name, 1)
     engine.close()
-    assert engine.memory().allocated_bytes == 0
+    assert engine.memory_usage().allocated_bytes == 0
 
 
 def test_at_most_two_copies_lie_on_the_device(queue, made):
@@ -226,7 +226,7 @@ def test_a_closed_engine_holds_nothing(queue, made):
     stopped(engine)
     assert engine._swapper.staging._leaving is not None
     engine.close()
-    assert engine.memory().allocated_bytes == 0
+    assert engine.memory_usage().allocated_bytes == 0
     assert queue.device_bytes() == 0
 
 
@@ -465,5 +465,5 @@ def test_on_a_gpu(policy, options):
         engine._swapper.staging.most_bytes = most_bytes
         assert [one.token_ids for one in engine.generate(requests)] == want
         assert engine._swapper.swaps > 12
-        assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+        assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
         engine.close()

@@ -358,7 +358,7 @@ def test_closing_ends_all_streams_and_gives_the_memory_back():
         found = list(found)
     assert set(found) <= {"cancelled", "The engine is closed and takes no more requests; make a new one."}
     assert found[:3] == ["cancelled"] * 3
-    assert engine.memory().allocated_bytes == 0
+    assert engine.memory_usage().allocated_bytes == 0
     assert engine._dispatcher._thread is None
     for call in (lambda: engine.add(wish(1)), lambda: engine.generate([wish(1)]), lambda: next(engine.stream(wish(1)))):
         with pytest.raises(InputError, match="engine is closed"):

@@ -80,7 +80,7 @@ def test_only_equal_settings_share():
 def test_questions_to_one_memory_share_their_prompts():
     engine = engine_of()
     prefix = engine.prefix(prompt_of(8, 20))
-    found = engine.generate([wish(memory=prefix)] * 3)
+    found = engine.generate([wish(snapshot=prefix)] * 3)
     assert len({result.token_ids for result in found}) == 1
     assert [result.cached_tokens for result in found] == [20, 33, 33]
     assert {result.prompt_tokens for result in found} == {33}
@@ -117,13 +117,13 @@ def test_one_that_ends_with_its_first_token_says_what_its_prompt_took_and_lost()
     requests = [wish(prompt_of(1, 40), n, guard=1.0) for n in (5, 1, 4, 1)]
     found, apart = engine_of(**options).generate(requests), [engine_of(**options).generate(one)[0] for one in requests]
     for one, other in zip(found, apart, strict=True):
-        assert (one.budget, one.guarded, one.memory) == (4, True, other.memory)
+        assert (one.budget, one.guarded, one.memory_usage) == (4, True, other.memory_usage)
         assert one.lost_mass.prompt == pytest.approx(other.lost_mass.prompt)
         assert (one.lost_mass.decode is None) == (len(one.token_ids) == 1)
     engine = engine_of(**options)
     numbers = [engine.add(one) for one in [wish(prompt_of(1, 40), 9)] * 3]
     engine.step()
-    assert engine.cancel(numbers[2]).memory.allocated_bytes == 0
+    assert engine.cancel(numbers[2]).memory_usage.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("when", ["waiting", "reading"])

@@ -316,9 +316,9 @@ class Admission:
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
-        policy, budget = self.settle(request.policy, request.budget, request.memory)
-        if request.memory is not None:
-            past = ConversationHistory.of(request.memory)
+        policy, budget = self.settle(request.policy, request.budget, request.snapshot)
+        if request.snapshot is not None:
+            past = ConversationHistory.of(request.snapshot)
         if past is not None:
             budget = budget_guard.chosen(self._layout(policy), budget, past.budgets)
         if past and past.ids and request.prompt_logprobs is not None:
@@ -341,7 +341,7 @@ class Admission:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
-        load = None if request.memory is None else partial(getattr, request.memory, "contents")
+        load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
         bound = self.grammars.constraint(request)
         found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
         if past is not None:
@@ -409,15 +409,15 @@ class Admission:
         self._layout(policy).check_pins(budget, pins)
 
     def settle(
-        self, policy: str | Policy | None, budget: int | None, memory: Snapshot | None = None
+        self, policy: str | Policy | None, budget: int | None, snapshot: Snapshot | None = None
     ) -> tuple[Policy, int]:
         """Return the policy and the budget of a request or a session; a memory brings its own.
 
         Raises:
             KVKeepError: the engine has no rows for them, or the memory belongs to others.
         """
-        if memory is not None:
-            made = memory.fingerprint
+        if snapshot is not None:
+            made = snapshot.fingerprint
             policy = policy_named(made.policy) if policy is None else policy
             budget = made.budget if budget is None else budget
         found = self._policy if policy is None else usable(policy)
@@ -427,7 +427,7 @@ class Admission:
                 f"A budget of {number} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Ask for less, or give the engine a larger `budget`."
             )
-        if memory is not None:
+        if snapshot is not None:
             made.check(self.fingerprint(found, number))
         return found, number
 

@@ -96,7 +96,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def measure(sequence: Sequence, rows: KVManager, row: int) -> None:
     """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
-    sequence.memory, sequence.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
+    sequence.memory_usage, sequence.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
 
 
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:

@@ -219,7 +219,7 @@ class Engine:
         sequence = self._sequences.get(number)
         return sequence is not None and sequence.status is SequenceStatus.WAITING
 
-    def memory(self) -> MemoryUsage:
+    def memory_usage(self) -> MemoryUsage:
         """Return the bytes of all rows, of sequences in main memory and of copies on their way, all of real tensors."""
         return self._kv.memory() + self._swapper.memory(self._scheduler.waiting)
 
@@ -322,28 +322,34 @@ class Engine:
         policy: str | Policy | None = None,
         budget: int | None = None,
         sequence: int = 0,
-        memory: Snapshot | None = None,
+        snapshot: Snapshot | None = None,
         pins: GenericSequence[Span] = (),
     ) -> Session:
         """Begin a conversation whose memory stays between its turns, or open the one of this name again.
 
         Args:
             name: by which it is found again, also by a later engine with the same ``session_dir``.
-            policy: the eviction policy; by default the memory's, or else the engine's.
-            budget: tokens kept per layer and head; by default the memory's, or else the engine's.
+            policy: the eviction policy; by default the snapshot's, or else the engine's.
+            budget: tokens kept per layer and head; by default the snapshot's, or else the engine's.
             sequence: identity for everything random, see `Request`.
-            memory: a snapshot that it continues.
+            snapshot: the memory that it continues.
             pins: spans of the first turn's positions that may never be evicted, see `Request`.
 
         Raises:
             InputError: the name cannot be used, or the engine is closed.
-            SnapshotError: the memory belongs to another model, policy, budget or other settings.
+            SnapshotError: the snapshot belongs to another model, policy, budget or other settings.
             KVKeepError: the engine has no rows for the policy or the budget; see `add`.
         """
         with Uninterrupted(), self._dispatcher.turn:
             self._check_open()
             return self._sessions.open(
-                self._session_host(), name, policy=policy, budget=budget, sequence=sequence, memory=memory, pins=pins
+                self._session_host(),
+                name,
+                policy=policy,
+                budget=budget,
+                sequence=sequence,
+                snapshot=snapshot,
+                pins=pins,
             )
 
     @property
@@ -547,11 +553,11 @@ class Engine:
         """
         self._duplicates.leave(twin)
         twin.begin_prefilled(contents, reader.budget)
-        unknown = twin.memory, twin.lost
+        unknown = twin.memory_usage, twin.lost
         measure(twin, self._kv, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
         self._append(twin, token)
         if twin.status is SequenceStatus.PREFILLED:
-            twin.memory, twin.lost = unknown
+            twin.memory_usage, twin.lost = unknown
             self._scheduler.waiting.insert(place, twin)
 
     def _append(self, sequence: Sequence, token: int) -> None:

@@ -386,4 +386,4 @@ class DuplicatePrompts:
 
 def _key(sequence: Sequence) -> Hashable:
     """The settings on which the memory of a prompt depends, and its tokens."""
-    return sequence.settings, id(sequence.request.memory), sequence.prompt
+    return sequence.settings, id(sequence.request.snapshot), sequence.prompt

@@ -25,7 +25,7 @@ from kvkeep.snapshot import Contents
 
 _FREE = {
     *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),
-    *("policy", "budget", "sequence", "memory"),
+    *("policy", "budget", "sequence", "snapshot"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
@@ -58,11 +58,11 @@ class Hosted:
 
     Attributes:
         contents: its memory, in ordinary main memory or pinned.
-        memory: bytes of the row that it had.
+        memory_usage: bytes of the row that it had.
     """
 
     contents: Contents | Pinned
-    memory: MemoryUsage
+    memory_usage: MemoryUsage
 
     def load(self) -> Contents:
         """Return its memory, from where it can be put into a row."""
@@ -92,7 +92,7 @@ class Sequence:
         used: marks the tokens of the vocabulary that occur in it, for a repetition penalty.
         counts: how often each token of the vocabulary was generated, for presence and frequency penalties.
         counted: the number of new tokens in ``counts``.
-        memory: bytes of its row at its end.
+        memory_usage: bytes of its row at its end.
         lost: the attention that its evicted tokens carried.
         levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
         reads: whether it ends as soon as its prompt has been read.
@@ -126,7 +126,7 @@ class Sequence:
     used: Tensor | None = None
     counts: Tensor | None = None
     counted: int = 0
-    memory: MemoryUsage = field(default_factory=MemoryUsage)
+    memory_usage: MemoryUsage = field(default_factory=MemoryUsage)
     lost: LostMass = field(default_factory=LostMass)
     levels: tuple[int, ...] = ()
     reads: bool = False
@@ -263,7 +263,7 @@ class Sequence:
             prefill_s=at["first"] - started if n else None,
             tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
             error=self.error,
-            memory=self.memory,
+            memory_usage=self.memory_usage,
             budget=self.budget,
             lost_mass=self.lost,
             guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,

@@ -474,7 +474,7 @@ class Sessions:
         policy: str | Policy | None,
         budget: int | None,
         sequence: int,
-        memory: Snapshot | None,
+        snapshot: Snapshot | None,
         pins: GenericSequence[Span] = (),
     ) -> Session:
         """Make a session or find it again, see `Engine.session`. The caller has the turn."""
@@ -482,19 +482,19 @@ class Sessions:
         if name is not None:
             found = self._named.get(check_name(name))
             kept = self._store.open(name) if found is None else None
-            if memory is not None and (found or kept):
+            if snapshot is not None and (found or kept):
                 raise InputError(
-                    f"There is a session {name!r} already. Open it without a `memory` and rewind it, or choose another "
-                    "name."
+                    f"There is a session {name!r} already. Open it without a `snapshot` and rewind it, or choose "
+                    "another name."
                 )
             if pins and (found or kept):
                 raise InputError(f"There is a session {name!r} already. Only a new one takes `pins`.")
             if found is not None:
                 return _agreed(found, host, policy, budget)
         if kept is not None:
-            memory = self._store.load(kept)
-            seed = whole_within("sequence", memory.note.get("sequence", 0), -(2**63), 2**63 - 1)
-        return self._made(host, name, policy, budget, seed=seed, memory=memory, kept=kept, pins=spans(pins))
+            snapshot = self._store.load(kept)
+            seed = whole_within("sequence", snapshot.note.get("sequence", 0), -(2**63), 2**63 - 1)
+        return self._made(host, name, policy, budget, seed=seed, snapshot=snapshot, kept=kept, pins=spans(pins))
 
     def write(self) -> None:
         """Write the memories of all named sessions to the disk.
@@ -522,17 +522,17 @@ class Sessions:
         budget: int | None,
         *,
         seed: int,
-        memory: Snapshot | None,
+        snapshot: Snapshot | None,
         kept: StoredSnapshot | None,
         pins: Spans,
     ) -> Session:
         """Make a session, with the memory that it continues."""
-        settled = host.admission.settle(policy, budget, memory)
+        settled = host.admission.settle(policy, budget, snapshot)
         host.admission.fingerprint(*settled)  # refuses what the engine has no rows for
         state = State(ConversationHistory(), pins=pins)
-        if memory is not None:
-            past = ConversationHistory.of(memory)
-            state = State(past, kept or self._store.keep_now(memory, name), pins)
+        if snapshot is not None:
+            past = ConversationHistory.of(snapshot)
+            state = State(past, kept or self._store.keep_now(snapshot, name), pins)
         session = Session(host, self._store, state, settled, sequence=seed, name=name, on_close=self.leave)
         if name is not None:
             self._named[name] = session

@@ -156,4 +156,4 @@ class Swapper:
 def hosted_memory(waiting: Iterable[Sequence]) -> MemoryUsage:
     """Return the bytes of all sequences in main memory."""
     found = (held for sequence in list(waiting) if (held := sequence.hosted) is not None)
-    return sum((replace(held.memory, allocated_bytes=held.contents.nbytes) for held in found), MemoryUsage())
+    return sum((replace(held.memory_usage, allocated_bytes=held.contents.nbytes) for held in found), MemoryUsage())
