@@ -270,8 +270,8 @@ def test_a_slow_grammar_holds_up_no_other_request_and_few_wait(engine, monkeypat
     """Neither requests with a grammar that is known, nor the steps of the engine."""
     known = request({"choice": ["fine"]})
     engine.generate(known)
-    slow, ask = threading.Event(), grammar.Worker.ask
-    monkeypatch.setattr(grammar.Worker, "ask", lambda *given: slow.wait(60) and ask(*given))
+    slow, ask = threading.Event(), grammar.SandboxProcess.ask
+    monkeypatch.setattr(grammar.SandboxProcess, "ask", lambda *given: slow.wait(60) and ask(*given))
     monkeypatch.setattr(grammar, "MOST_WAITING", 3)
     found = []
 
@@ -299,8 +299,8 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(parts, monkeypatch):
     monkeypatch.setattr(grammar, "MOST", 2)
     monkeypatch.setattr(grammar, "_MOST_TRIED", 2)
     asked = []
-    ask = grammar.Worker.ask
-    monkeypatch.setattr(grammar.Worker, "ask", lambda *given: asked.append(given[1]) or ask(*given))
+    ask = grammar.SandboxProcess.ask
+    monkeypatch.setattr(grammar.SandboxProcess, "ask", lambda *given: asked.append(given[1]) or ask(*given))
     with kvkeep.Engine(*parts, budget=64, rows=2) as engine:
         for word in ("a", "b", "b", "b", "c", "b", "a"):
             assert engine.generate(request({"choice": [word]}))[0].text == word

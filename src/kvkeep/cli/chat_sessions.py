@@ -258,7 +258,7 @@ class ChatSession:
         self._sampling, self._system = sampling, system
         noted = 0 if memory is None else memory.note.get("sequence", 0)
         sequence = whole_within("The sequence in the file's note", noted, -(2**63), 2**63 - 1)
-        self.session: Session = engine.session(policy=engine.policy, memory=memory, sequence=sequence)
+        self.session: Session = engine.session(policy=engine.policy, snapshot=memory, sequence=sequence)
         self._states: deque[Snapshot | None] = deque([memory], maxlen=MOST_BACK + 1)
         self._is_saved = place.is_saved or memory is None
         self._on_disk = memory if place.is_saved else None

@@ -287,7 +287,7 @@ class Page:
 
     def _render(self) -> RenderableType:
         seen, held = self._seen, min(self._seen, STORY_BUDGET)
-        memory = self._result.memory if self._result else self._engine.memory()
+        memory = self._result.memory_usage if self._result else self._engine.memory_usage()
         bars = Table.grid(padding=(0, 2))
         ours, theirs = memory.allocated_bytes, memory.full_bytes
         bars.add_row("bounded cache", f"{held} of {seen} tokens", console.show_bytes(ours), _bar(ours, theirs))

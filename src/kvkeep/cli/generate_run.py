@@ -179,7 +179,7 @@ class PreparedRequest:
             prompt=self.prompt,
             raw=self.request.raw,
             sampling=self.sampling,
-            memory=self.memory.snapshot,
+            snapshot=self.memory.snapshot,
             policy=self.policy,
             structured_outputs=form,
         )
@@ -376,7 +376,7 @@ def nothing_evicted(job: PreparedRequest, result: Result) -> str | None:
 
 
 def _memory(job: PreparedRequest, result: Result) -> str:
-    memory = result.memory
+    memory = result.memory_usage
     held, full = console.show_bytes(memory.allocated_bytes), console.show_bytes(memory.full_bytes)
     if reason := nothing_evicted(job, result):
         return f"{held} held; {reason}"
@@ -575,7 +575,7 @@ def _ignore(piece: str) -> None:
 def _serve_one(job: PreparedRequest) -> None:
     if job.request.json:
         result = _run_bounded(job, _ignore)
-        console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory)})
+        console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory_usage)})
         return
     with console.streamed_text() as write:
         result = _run_bounded(job, write)
@@ -591,19 +591,19 @@ def _serve_comparison(job: PreparedRequest) -> None:
     console.progress("running the full cache …")
     full = _run_full(job)
     difference = measure(bounded.token_ids, full.token_ids, job.writer.show_token)
-    full_bytes = full.memory.full_bytes  # bytes of the tokens; the run's slots had room for more
+    full_bytes = full.memory_usage.full_bytes  # bytes of the tokens; the run's slots had room for more
     if job.request.json:
         console.write_json(
             {
                 **_describe(job),
                 **_result(bounded),
-                "memory": _measure(bounded.memory),
+                "memory": _measure(bounded.memory_usage),
                 "full": {**_result(full), "memory": {"allocated_bytes": full_bytes}},
                 "comparison": asdict(difference),
             }
         )
         return
-    left = Side(job.name, f"budget {bounded.budget}", bounded, bounded.memory.allocated_bytes)
+    left = Side(job.name, f"budget {bounded.budget}", bounded, bounded.memory_usage.allocated_bytes)
     right = Side("full cache", "keeps everything", full, full_bytes)
     show(left, right, difference)
     if job.policy.evicts and (reason := nothing_evicted(job, bounded)):

@@ -145,7 +145,7 @@ def _progress(model: Model, tokens: int) -> Iterator[None]:
 
 def _report(request: RememberOptions, writer: Writer, text: _Text, result: Result, seconds: float) -> None:
     """Print what was written."""
-    size, memory = request.output.stat().st_size, result.memory
+    size, memory = request.output.stat().st_size, result.memory_usage
     if request.json:
         console.write_json(
             {

@@ -437,7 +437,7 @@ class ResponsesRoutes:
         if previous is None:
             return self._engine.session(policy=body.policy, budget=body.budget)
         before = previous.session  # the numbers of a fork depend on how many there were, a copy's on the seed alone
-        return self._engine.session(policy=before.policy, budget=before.budget, memory=before.snapshot())
+        return self._engine.session(policy=before.policy, budget=before.budget, snapshot=before.snapshot())
 
     async def _chunks(
         self, request: HttpRequest, session: Session, asked: Turn, answer: ResponseStream

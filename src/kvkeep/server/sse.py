@@ -217,7 +217,7 @@ def kept_of(results: Sequence[Result]) -> dict[str, Any]:
     return {
         "kept_tokens": sum(min(one.budget, _seen(one)) for one in results),
         "seen_tokens": sum(map(_seen, results)),
-        "kv_bytes": sum(one.memory.allocated_bytes for one in results),
+        "kv_bytes": sum(one.memory_usage.allocated_bytes for one in results),
         "lost_mass": {
             "prompt": _mean([one.lost_mass.prompt for one in results]),
             "decode": _mean([one.lost_mass.decode for one in results]),

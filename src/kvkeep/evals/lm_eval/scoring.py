@@ -242,7 +242,7 @@ def _request(engine: Engine, number: int, wish: GenerationPrompt, budget: int) -
     if not 0 < wish.first < len(wish.ids):
         return Request(prompt=wish.ids, budget=budget, **options)
     memory = engine.prefix(wish.ids[: wish.first], budget=budget)
-    return Request(prompt=wish.ids[wish.first :], memory=memory, **options)
+    return Request(prompt=wish.ids[wish.first :], snapshot=memory, **options)
 
 
 # What a policy has read when a prompt of a harness is cut: the protocol of an evaluation.
