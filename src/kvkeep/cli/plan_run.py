@@ -186,7 +186,7 @@ def notes(made: Plan) -> list[str]:
     if found.dtype is None:
         said.append(f"{found.name} names no dtype; without --dtype it is counted as float32.")
     if found.quantised and setting.weights_memory is None:
-        said.append(_quantised(setting))
+        said.append(_quantized(setting))
     if setting.policy.evicts and setting.budget >= setting.context:
         said.append(
             f"nothing is evicted: the budget of {setting.budget} is not smaller than the context of {setting.context}."
@@ -200,7 +200,7 @@ def notes(made: Plan) -> list[str]:
     return said
 
 
-def _quantised(setting: Setting) -> str:
+def _quantized(setting: Setting) -> str:
     """How the bytes of quantised weights were counted."""
     name, rest = setting.outline.name, name_of(setting.weights_dtype)
     if setting.scheme is None:

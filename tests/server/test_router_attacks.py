@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from .fronting import fronted
+from .routed import fronted
 from .running import WAIT_S, keys
 
 CHAT, COMPLETE, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/sessions"

@@ -11,7 +11,7 @@ import pytest
 from kvkeep.errors import SnapshotError
 from kvkeep.server import session_registry
 
-from .fronting import fronted
+from .routed import fronted
 from .running import WAIT_S
 
 CHAT, SESSIONS = "/v1/chat/completions", "/v1/sessions"

@@ -17,8 +17,8 @@ from kvkeep.kv.store import DenseStore
 from kvkeep.policies._head_budgets import under
 
 from .models import model
+from .test_budget_guard import BUDGET, asked
 from .test_equal import prompt_of
-from .test_guard import BUDGET, asked
 
 RULES = ["ada:0.2", "global:0.1", "global:0"]
 POLICIES = ["snapkv:window=3", "h2o:recent=2", "h2o:recent=1,sinks=2", "adakv:window=2", "snapkv:window=2,decode=score"]

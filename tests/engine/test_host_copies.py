@@ -22,7 +22,7 @@ from .late import LateQueue
 from .models import alone, model
 from .session_models import engine_of
 from .test_equal import POLICIES, prompt_of
-from .test_rotation import HYBRIDS, Clock, budget_of, wish
+from .test_swapping import HYBRIDS, Clock, budget_of, wish
 
 BUDGET = 14
 KINDS = ("h2o", "full", "random", "adakv:window=4", "spatten", "scissorhands")
@@ -48,7 +48,7 @@ def made(monkeypatch):
 
     def make(queue, *args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr("kvkeep.engine.host_copies.staging_for", lambda device: Staging(queue))
+            patch.setattr("kvkeep.engine.engine.staging_for", lambda device: Staging(queue))
             return engine_of(*args, **options)
 
     return make
@@ -105,7 +105,7 @@ def test_states_go_with_their_sequences(name, queue, monkeypatch):
     network = AutoModelForCausalLM.from_config(HYBRIDS[name]()).eval()
     requests = [wish(n) for n in range(3)]
     want = [Engine(network, rows=1, policy="h2o", budget=10).generate([one])[0].token_ids for one in requests]
-    monkeypatch.setattr("kvkeep.engine.host_copies.staging_for", lambda device: Staging(queue))
+    monkeypatch.setattr("kvkeep.engine.engine.staging_for", lambda device: Staging(queue))
     engine = Engine(network, rows=1, host_rows=2, policy="h2o", budget=10)
     assert everything(engine, queue, requests) == want
 

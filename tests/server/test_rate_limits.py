@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from .fronting import fronted
+from .routed import fronted
 from .running import HELLO, NAME, WAIT_S, checkpoint, events, httpx, keys, model, serve
 
 from kvkeep import Engine, Request, SamplingParams  # isort: skip  the server's modules need fastapi

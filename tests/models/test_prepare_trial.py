@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_fused import SIZES, fused_copy, generated, made
 from test_fused_layers import WHOLE, both, steps
+from test_prepare import SIZES, fused_copy, generated, made
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Ministral3Config, Ministral3ForCausalLM

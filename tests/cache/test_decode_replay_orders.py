@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from test_repeating import tokens
+from test_decode_replay import tokens
 
 import kvkeep
 from kvkeep.backends.native import native

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from .running import HELLO, NAME, httpx
-from .test_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, limited, meter_of, spent, until
+from .test_rate_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, limited, meter_of, spent, until
 
 from kvkeep.server.errors import RefusalError  # isort: skip
 from kvkeep.server.router import make_router  # isort: skip

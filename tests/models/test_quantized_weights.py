@@ -137,7 +137,7 @@ def test_a_missing_package_is_named_before_anything_is_read(monkeypatch: pytest.
     monkeypatch.setattr(quantized_weights, "find_spec", lambda name: None)
     code, out, err = generate("--load-in", "int8", model="nowhere/at-all")
     assert (code, out) == (2, "")
-    assert "--load-in int8 needs torchao: pip install torchao (extra: kvkeep[quantised])" in err
+    assert "--load-in int8 needs torchao: pip install torchao (extra: kvkeep[quantized])" in err
     assert "bitsandbytes and accelerate" in generate("--load-in", "4bit", model="nowhere/at-all")[2]
 
 

@@ -1,10 +1,13 @@
-"""The house keeps its shape: imports point down and never in circles, third-party packages have one room each.
+"""The architecture that docs/index.md describes: imports point down and never in circles, names are the field's terms.
 
 The lab, a package of its own, uses the library; the library knows nothing of the lab.
 """
 
 import ast
 import re
+import sys
+import warnings
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,45 +16,41 @@ import kvkeep
 import kvkeep_lab
 from kvkeep import backends
 
+ROOT = Path(__file__).parents[1]
+if not (ROOT / "tools" / "code_measures.py").is_file():
+    pytest.skip("the tools are not part of this copy", allow_module_level=True)
+sys.path.insert(0, str(ROOT))
+
+from tools import code_measures  # noqa: E402
+
 SRC, LAB = Path(kvkeep.__file__).parent, Path(kvkeep_lab.__file__).parent
 TESTING = "testing"
+LONG_LINES, LONGEST_LINES = 600, 900
+"""Lines of a file above which a test warns, and above which it fails."""
+SMALL_LINES = 80
+"""Lines below which a module needs more than one importer, or an importer in another package."""
+LONGEST_CHAIN = 25
+"""Modules of the longest chain in which each imports the next."""
+MOST_SHARED_PRIVATE_NAMES = 15
+"""Private class names that may stand in several files."""
+PLUG_INS = ("kvkeep.policies.", "kvkeep.evals.tasks.", "kvkeep.cli.")
+"""Modules that are found by their names: a policy, a task or a command is one short file."""
 
-# the lower floor first; rooms on one floor never import each other
+# the lower floor first; packages on one floor never import each other
 FLOORS = [
     {"version", "errors"},
-    {"parallel"},
-    {"types", "noise"},
-    {"lazy", "history"},
-    {"codes"},
-    {"vectors"},
-    {
-        "runs",
-        "scores",
-        "statistic",
-        "ranges",
-        "copies",
-        "memory",
-        "budget",
-        "pins",
-        "loss",
-        "rotary",
-        "history",
-    },
-    {"results", "profile", "backends", "store"},
-    {"policies"},
-    {"division"},
-    {"registry", "capacity", "eviction", "prefill", "asked", "repeating"},
-    {"together"},
-    {"held"},
-    {"layer", "layout", "config", "argument"},
-    {"handing"},
-    {"hybrid"},
+    {"head_sharding", "pins", "result_files", "rotary"},
+    {"types", "noise", "plots"},
+    {"attention_stats", "budget"},
+    {"kv", "head_profile"},
+    {"backends", "policies"},
+    {"config"},
     {"snapshot"},
     {"cache"},
-    {"models", "plots"},
+    {"models"},
     {"engine", "explain"},
     {"openai", "planning"},
-    {"jobs", "server", "evals"},
+    {"batch", "server", "evals"},
     {"calibration", "scale"},
     {"cli"},
 ]
@@ -59,9 +58,11 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 LAB_FLOORS = [{"theory", "hindsight", "loadtest"}, {"kvzip", "analysis", "fleet"}, {"cli"}]
 LAB_FLOOR = {room: number for number, rooms in enumerate(LAB_FLOORS) for room in rooms}
 ABOVE_ALL = {TESTING, "__init__", "__main__"}
+FOR_USERS: set[str] = set()
+"""Base classes that users derive theirs from."""
 
 ONE_ROOM = {
-    "transformers": {"models", "cache", "argument", "handing", "hybrid", "layout", "rotary", "planning"},
+    "transformers": {"models", "cache", "rotary", "planning"},
     "tokenizers": {"models"},
     "huggingface_hub": {"models"},
     "triton": {"backends"},
@@ -121,28 +122,8 @@ def module(path):
 MODULES = {module(path) for path in FILES}
 
 
-def statements(node):
-    """All nodes of a file but those that only type checkers see."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from statements(child)
-
-
-def needs(path):
-    """The modules of kvkeep that a module imports, also inside of functions.
-
-    An import of a submodule does not need its package; a name that a package itself defines does.
-    """
-    found = set()
-    for node in statements(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else node.module for name in names}
-    return (found & MODULES) - {module(path)}
+GRAPHS = {package.name: code_measures.import_graph(code_measures.modules(package)) for package in (SRC, LAB)}
+"""Each module of a package, and those that it imports: inside of functions and for type checkers alone, too."""
 
 
 def test_every_room_has_a_floor():
@@ -171,15 +152,15 @@ def test_the_library_knows_nothing_of_the_lab():
     assert [module(path) for path in OWN if re.search(r"\bkvkeep_lab\b", path.read_text())] == []
 
 
-def test_no_module_imports_itself_by_way_of_others():
-    left = {module(path): needs(path) for path in FILES}
-    while True:
-        used = set().union(*left.values())
-        inner = {name: others & left.keys() for name, others in left.items() if name in used and others & left.keys()}
-        if inner == left:
-            break
-        left = inner
-    assert sorted(left) == []  # what remains imports others and is imported by others that remain
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_no_circle_of_imports(graph):
+    assert code_measures.circles(graph) == []
+
+
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_chains_of_imports_are_short(graph):
+    chain = code_measures.longest_chain(graph)
+    assert len(chain) <= LONGEST_CHAIN, "\n".join(" = ".join(group) for group in chain)
 
 
 def test_errors_of_the_library_name_arguments_and_not_flags():
@@ -210,7 +191,7 @@ def test_only_stores_and_backends_know_how_slots_lie_in_memory():
     wrong = [
         f"{inside(path)}: {line.strip()}"
         for path in FILES
-        if room(path) not in {"store", "backends"}
+        if room(path) not in {"kv", "backends"}
         for line in path.read_text().splitlines()
         if ".store.keys" in line or ".store.values" in line
     ]
@@ -258,12 +239,65 @@ def test_the_names_that_type_checkers_see_are_those_that_are_loaded():
     assert set(kvkeep.__all__) == {*seen, "__version__"}
 
 
-def test_files_and_policies_stay_small():
+@pytest.mark.filterwarnings("default:.*does it have one subject")
+def test_files_are_read_in_one_sitting():
     lines = {module(path): len(path.read_text().splitlines()) for path in FILES}
-    assert {name: n for name, n in lines.items() if n > 300} == {}
-    policies = {name: n for name, n in lines.items() if name.startswith("kvkeep.policies.") and "._" not in name}
-    del policies["kvkeep.policies.base"], policies["kvkeep.policies.base"]
-    assert {name: n for name, n in policies.items() if n > 60} == {}
+    for name, count in lines.items():
+        if LONG_LINES < count <= LONGEST_LINES:
+            warnings.warn(f"{name} has {count} lines; does it have one subject?", stacklevel=1)
+    assert {name: count for name, count in lines.items() if count > LONGEST_LINES} == {}
+
+
+def test_a_policy_is_one_short_file():
+    own = [path for path in (SRC / "policies").glob("*.py") if not path.name.startswith("_")]
+    lines = {path.stem: len(path.read_text().splitlines()) for path in own if path.stem not in ("base", "registry")}
+    assert {name: count for name, count in lines.items() if count > SMALL_LINES} == {}
+
+
+def test_a_small_module_has_more_than_one_reader():
+    importers = defaultdict(set)
+    for name, needed in GRAPHS["kvkeep"].items():
+        for other in needed:
+            importers[other].add(name)
+    small = [
+        f"{name}, of {count} lines, is imported by {users[0]} alone: one of both files is enough"
+        for path in OWN
+        if path.name != "__init__.py" and (name := module(path)) and not name.startswith(PLUG_INS)
+        if (count := len(path.read_text().splitlines())) < SMALL_LINES and len(users := sorted(importers[name])) == 1
+        if users[0].rpartition(".")[0] == name.rpartition(".")[0]
+    ]
+    assert small == []
+
+
+def test_class_names_are_unique():
+    shared = code_measures.shared_class_names(code_measures.modules(SRC))
+    assert {name: homes for name, homes in shared.items() if not name.startswith("_")} == {}
+    assert len(shared) <= MOST_SHARED_PRIVATE_NAMES
+
+
+def test_module_names_are_built_from_the_fields_words():
+    """A new word is an edit of tests/words.txt, which a reviewer sees."""
+    known = set(Path(__file__).with_name("words.txt").read_text().split())
+    plug_ins = {path for path in OWN if module(path).startswith(PLUG_INS[:2])}
+    names = {part for path in OWN if path not in plug_ins for part in inside(path).with_suffix("").parts}
+    assert {word for name in names for word in name.strip("_").split("_")} - known == set()
+
+
+def test_a_base_class_has_more_than_one_subclass():
+    """Inheritance is for kinds of one thing; parts of one thing are composed."""
+    homes, users = {}, defaultdict(set)
+    for path in OWN:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name] = room(path)
+                for base in node.bases:
+                    users[ast.unparse(base).partition("[")[0].rpartition(".")[2]].add(node.name)
+    lonely = {
+        name: sorted(users[name])
+        for name, home in homes.items()
+        if home not in {"policies", "backends", "errors"} and len(users[name]) == 1 and name not in FOR_USERS
+    }
+    assert lonely == {}
 
 
 def test_only_one_file_names_the_argument_that_takes_a_cache():
