@@ -17,7 +17,8 @@ import kvkeep
 from kvkeep.server.app import make_app
 from kvkeep.server.model import ServedModel
 from kvkeep.server.placement import SESSION
-from kvkeep.server.router import LostError, MissedError, make_front, replay
+from kvkeep.server.replicas import LostError, MissedError, replay
+from kvkeep.server.router import make_router
 from kvkeep.server.run import ServerAddress
 from kvkeep.server.session_leases import SharedFolder
 from kvkeep.server.session_registry import Handover
@@ -102,7 +103,7 @@ class Local:
     async def holds(self, replica, kind, owner, name):
         self._check(replica)
         state = self.apps[replica].state
-        return (state.book if kind == SESSION else state.responder).holds(owner, name)
+        return (state.sessions if kind == SESSION else state.responses).holds(owner, name)
 
     def stays(self, replica):
         return replica not in self.leaving | self.late
@@ -134,10 +135,10 @@ def fronted(*, folder=None, names=("one", "two"), rows=2, budget=96, engine=None
             apps[name], engines[name] = make_app(ServedModel(made, checkpoint()), told, leases=leases), made
             if leases is not None:
                 stack.callback(leases.close)
-            stack.callback(Handover(apps[name].state.book, partial(replicas.stays, name)).end)
-        front = make_front(replicas, ServerSettings(name=NAME, **settings), prefixes=prefixes)
+            stack.callback(Handover(apps[name].state.sessions, partial(replicas.stays, name)).end)
+        front = make_router(replicas, ServerSettings(name=NAME, **settings), prefixes=prefixes)
         with listening(front, ServerAddress(port=0, grace_s=5.0)) as port:
-            running = Running(port, None, front.state.desk, limits=front.state.limits)
+            running = Running(port, None, front.state.queue, limits=front.state.limits)
             running.replicas, running.engines = replicas, engines
             try:
                 yield running

@@ -12,11 +12,11 @@ from .running import HELLO, NAME, httpx
 from .test_rate_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, limited, meter_of, spent, until
 
 from kvkeep.server.errors import RefusalError  # isort: skip
-from kvkeep.server.router import make_front  # isort: skip
+from kvkeep.server.router import make_router  # isort: skip
 from kvkeep.server.middleware import AuthMiddleware  # isort: skip
 from kvkeep.server.rate_limits import RateLimits  # isort: skip
-from kvkeep.server.router import replay  # isort: skip
-from kvkeep.server.router import LostError, MissedError  # isort: skip
+from kvkeep.server.replicas import replay  # isort: skip
+from kvkeep.server.replicas import LostError, MissedError  # isort: skip
 from kvkeep.server.settings import ServerSettings  # isort: skip
 
 SPELLINGS = [f"{COMPLETE}{end}" for end in ("/", "//", "?a=b", "%0A", "%0D%0A", "%00", "%20", "%2F", ";a", "/.", "#a")]
@@ -117,15 +117,15 @@ def test_several_prompts_are_one_request_and_count_whole(fresh):
 def test_the_first_event_counts_for_a_client_that_leaves_when_its_row_is_there():
     """The first event may come before the row is seen, and has all tokens of the prompt."""
 
-    async def leave(engine, desk, run):
-        started = desk._started
+    async def leave(engine, queue, run):
+        started = queue._started
 
         async def late_look(streams, events):
             while events.empty():
                 await asyncio.sleep(0.001)
             return await started(streams, events)
 
-        desk._started = late_look
+        queue._started = late_look
         assert await anext(run) is None
         await run.aclose()
 
@@ -235,7 +235,7 @@ def test_nothing_runs_once_all_requests_have_ended_however_they_ended(kind, monk
             app = AuthMiddleware(die.app, settings, limits)
         else:
             die = Die(seed, None)
-            app = make_front(Mortal(die), settings)
+            app = make_router(Mortal(die), settings)
             limits = die.limits = app.state.limits
         limits.refused.append(found.append)
         asyncio.run(die.crowd(app))

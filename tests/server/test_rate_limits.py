@@ -233,12 +233,12 @@ class Sum:
 
 
 def meter_of(leave, prompt, **sampling):
-    """The meter of an answer, after a coroutine function of the engine, the desk and the desk's run has left it."""
+    """The meter of an answer, after a coroutine function of the engine, the queue and the queue's run has left it."""
 
     async def answered(engine):
-        meter, desk = Sum(), RequestQueue(engine, ServerSettings(name=NAME))
+        meter, queue = Sum(), RequestQueue(engine, ServerSettings(name=NAME))
         stream = engine.astream(Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=20, **sampling)))
-        await leave(engine, desk, desk.run([stream], meter))
+        await leave(engine, queue, queue.run([stream], meter))
         return meter
 
     with Engine(model(), checkpoint().tokenizer, budget=96, rows=1) as engine:
@@ -246,7 +246,7 @@ def meter_of(leave, prompt, **sampling):
 
 
 def test_what_was_written_and_not_yet_taken_counts():
-    async def leave(engine, desk, run):
+    async def leave(engine, queue, run):
         assert await anext(run) is None
         while engine.busy:  # all tokens are on their way
             await asyncio.sleep(0.01)
@@ -318,9 +318,9 @@ def test_a_request_that_waits_for_its_session_counts_once_and_until_its_end(mort
     """Its first replica refuses it, because the session's holder has not ended yet; the router tries again."""
     assert mortal.post("/v1/sessions", {"id": "trip"}).status_code == 201
     assert talk(mortal).status_code == 200
-    (home,) = [one for one, app in mortal.replicas.apps.items() if app.state.book.holds("everybody", "trip")]
-    book = mortal.replicas.apps[({"one", "two"} - {home}).pop()].state.book
-    tried, active, take, ask = [], [], book._leases.take, mortal.replicas.ask
+    (home,) = [one for one, app in mortal.replicas.apps.items() if app.state.sessions.holds("everybody", "trip")]
+    sessions = mortal.replicas.apps[({"one", "two"} - {home}).pop()].state.sessions
+    tried, active, take, ask = [], [], sessions._leases.take, mortal.replicas.ask
 
     def not_yet(name):
         tried.append(name)
@@ -331,7 +331,7 @@ def test_a_request_that_waits_for_its_session_counts_once_and_until_its_end(mort
             active.append(mortal.limits._active.get("everybody", 0))
             yield message
 
-    book._leases.take, mortal.replicas.ask = not_yet, noted
+    sessions._leases.take, mortal.replicas.ask = not_yet, noted
     mortal.replicas.dead.add(home)
     assert talk(mortal).status_code == 200
     assert len(tried) == 3

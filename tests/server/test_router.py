@@ -38,7 +38,7 @@ def turn(running, name, text="And then?", **more):
 
 
 def holder(running, name, owner="everybody"):
-    (found,) = [one for one, app in running.replicas.apps.items() if app.state.book.holds(owner, name)]
+    (found,) = [one for one, app in running.replicas.apps.items() if app.state.sessions.holds(owner, name)]
     return found
 
 
@@ -52,7 +52,7 @@ def asked(running, work):
 def settle(running, rows):
     """Wait until the router counts so many rows as taken: an answer arrives before its row is counted as free."""
     end = time.monotonic() + WAIT_S
-    while sum(running.desk._places.busy.values()) != rows:
+    while sum(running.queue._places.busy.values()) != rows:
         assert time.monotonic() < end
         time.sleep(0.005)
 
@@ -112,7 +112,7 @@ def test_many_who_make_one_name_at_once_get_it_once(two):
 
 def test_an_answer_is_continued_where_it_is_kept(two):
     first = two.post("/v1/responses", {"input": "Once upon a time", "max_output_tokens": 3}).json()
-    (home,) = [one for one, app in two.replicas.apps.items() if app.state.responder.holds("everybody", first["id"])]
+    (home,) = [one for one, app in two.replicas.apps.items() if app.state.responses.holds("everybody", first["id"])]
     body = {"input": "And then?", "previous_response_id": first["id"], "max_output_tokens": 3}
     for _ in range(3):
         assert asked(two, lambda: two.post("/v1/responses", body)) == [home]
@@ -248,14 +248,14 @@ def test_a_session_whose_holder_is_about_to_end_is_waited_for(mortal):
     make(mortal, "trip")
     assert turn(mortal, "trip").status_code == 200
     home = holder(mortal, "trip")
-    book = mortal.replicas.apps[({"one", "two"} - {home}).pop()].state.book
-    tried, take = [], book._leases.take
+    sessions = mortal.replicas.apps[({"one", "two"} - {home}).pop()].state.sessions
+    tried, take = [], sessions._leases.take
 
     def not_yet(name):
         tried.append(name)
         return take(name) if len(tried) > 2 else False
 
-    book._leases.take = not_yet
+    sessions._leases.take = not_yet
     mortal.replicas.dead.add(home)
     answer = turn(mortal, "trip")
     assert answer.status_code == 200, answer.text
@@ -270,7 +270,7 @@ def test_a_session_that_stays_elsewhere_is_refused_in_the_end(mortal, monkeypatc
     make(mortal, "trip")
     assert turn(mortal, "trip").status_code == 200
     home = holder(mortal, "trip")
-    mortal.replicas.apps[({"one", "two"} - {home}).pop()].state.book._leases.take = lambda name: False
+    mortal.replicas.apps[({"one", "two"} - {home}).pop()].state.sessions._leases.take = lambda name: False
     mortal.replicas.dead.add(home)
     answer = turn(mortal, "trip")
     assert mortal.refused(answer, 503)["code"] == "session_elsewhere"
@@ -281,7 +281,7 @@ def test_a_holder_that_did_not_answer_in_time_is_found_later(mortal):
     make(mortal, "trip")
     home = holder(mortal, "trip")
     other = ({"one", "two"} - {home}).pop()
-    mortal.desk._places.note(("session", "everybody", "trip"), other)  # as if the holder had not answered
+    mortal.queue._places.note(("session", "everybody", "trip"), other)  # as if the holder had not answered
     assert turn(mortal, "trip").status_code == 404
     assert asked(mortal, lambda: turn(mortal, "trip")) == [home]
 
@@ -320,9 +320,9 @@ def test_prompts_go_where_their_beginning_was_read():
 
 
 def test_a_router_that_is_about_to_end_takes_no_requests(mortal):
-    mortal.desk.draining = True
+    mortal.queue.draining = True
     assert "about to end" in mortal.refused(mortal.complete(), 503)["message"]
     health = mortal.client.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     assert mortal.client.get("/health?check=live").status_code == 200
-    mortal.desk.draining = False
+    mortal.queue.draining = False

@@ -37,13 +37,13 @@ def made_apart(running, first, second):
     homes = []
     for name in (first, second):
         assert running.post(SESSIONS, {"id": name}).status_code == 201
-        homes += [one for one, app in running.replicas.apps.items() if app.state.book.holds("everybody", name)]
+        homes += [one for one, app in running.replicas.apps.items() if app.state.sessions.holds("everybody", name)]
     assert len(set(homes)) == 2
     return homes
 
 
 def holders(running, name):
-    return [one for one, app in running.replicas.apps.items() if app.state.book.holds("everybody", name)]
+    return [one for one, app in running.replicas.apps.items() if app.state.sessions.holds("everybody", name)]
 
 
 def hanging(*messages):
@@ -72,7 +72,7 @@ def test_a_replica_that_hangs_before_its_answer_is_given_up(short):
     error = short.refused(short.complete(), 503)
     assert time.monotonic() - start < WAIT_S / 2
     assert (error["code"], "not ended its answer within 0.3 s" in error["message"]) == ("timeout", True)
-    assert not short.desk._places.busy
+    assert not short.queue._places.busy
 
 
 def test_a_stream_that_hangs_ends_with_the_error(short):
@@ -156,9 +156,9 @@ def test_forks_of_two_replicas_to_one_name_make_it_once(two):
     assert sorted(found) == [201, *[409] * 5]
     assert len(holders(two, "both")) == 1
     end = time.monotonic() + WAIT_S
-    while two.desk._places._makers and time.monotonic() < end:  # the name is let go after the answer has been sent
+    while two.queue._places._makers and time.monotonic() < end:  # the name is let go after the answer has been sent
         time.sleep(0.01)
-    assert not two.desk._places._makers
+    assert not two.queue._places._makers
     for name in ("left", "right", "both"):
         two.client.delete(f"{SESSIONS}/{name}")
 
@@ -190,7 +190,7 @@ def test_hostile_bodies_are_refused_by_a_replica_and_leave_nothing(two, body):
     for path in (CHAT, COMPLETE, "/v1/responses", SESSIONS, f"{SESSIONS}/x/fork", f"{SESSIONS}/x/rewind"):
         answer = two.client.post(path, content=body)
         two.refused(answer, 404 if answer.status_code == 404 else 400)
-    assert not two.desk._places.busy
+    assert not two.queue._places.busy
 
 
 @pytest.mark.parametrize("path", ["a%2Fb", "%2e%2e%2fx", "%00", "%ff", "%ed%a0%80", "/fork", "x/y/z/fork", "a" * 5000])

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("fastapi")
 
 from kvkeep.server.errors import GoneError, RefusalError
-from kvkeep.server.router import USED, Received, Relay, Used, headers_of, replay
+from kvkeep.server.replicas import USED, Received, Used, headers_of, replay
+from kvkeep.server.router import Relay
 
 LOST = RefusalError(503, "It has ended.", code="replica_lost")
 

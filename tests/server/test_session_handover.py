@@ -39,7 +39,7 @@ def said(answer):
 
 
 def holders(running, name):
-    return [one for one, app in running.replicas.apps.items() if app.state.book.holds("everybody", name)]
+    return [one for one, app in running.replicas.apps.items() if app.state.sessions.holds("everybody", name)]
 
 
 def made(running, *names):
@@ -178,9 +178,9 @@ def test_a_session_that_cannot_be_written_is_not_tried_at_each_look(two, monkeyp
         raise SnapshotError("The disk is full.")
 
     monkeypatch.setattr(Session, "close", close)
-    book = two.replicas.apps[home].state.book
+    sessions = two.replicas.apps[home].state.sessions
     for _ in range(50):
-        book.let_go()
+        sessions.let_go()
     assert len(tried) == 1
 
 
@@ -197,15 +197,15 @@ def test_changes_of_a_session_do_not_show_it_closed(two, monkeypatch):
     """A session that is let go right after a change is described as it was then."""
     home = made(two, "idle")
     assert said(turn(two, "idle"))
-    book = two.replicas.apps[home].state.book
-    let_go, keep = book.let_go, book.keep
+    sessions = two.replicas.apps[home].state.sessions
+    let_go, keep = sessions.let_go, sessions.keep
 
     def kept(entry):
         keep(entry)
         threading.Thread(target=let_go).start()
         time.sleep(0.1)
 
-    monkeypatch.setattr(book, "keep", kept)
+    monkeypatch.setattr(sessions, "keep", kept)
     for path, body in (("fork", {"id": "copy"}), ("pin", {"pins": [[0, 4]]}), ("rewind", {"turns": 1})):
         if path == "rewind":
             assert said(turn(two, "idle"))
@@ -288,7 +288,7 @@ def test_a_session_whose_file_was_removed_is_written_again(two, tmp_path):
 
 def test_a_session_that_fails_keeps_no_other_one_here(two, monkeypatch, caplog):
     home = made(two, "first", "second")
-    entry = two.replicas.apps[home].state.book.find("everybody", "first")
+    entry = two.replicas.apps[home].state.sessions.find("everybody", "first")
     with monkeypatch.context() as patch:
         patch.setattr(entry.session, "close", lambda: 1 / 0)
         two.replicas.leaving.add(home)
@@ -300,12 +300,12 @@ def test_a_session_that_fails_keeps_no_other_one_here(two, monkeypatch, caplog):
 
 def test_the_handover_goes_on_after_a_look_that_fails(two, monkeypatch, caplog):
     monkeypatch.setattr(session_registry, "_HANDOVER_AGAIN_S", 0.01)
-    looks, times, book = (
+    looks, times, sessions = (
         iter([RuntimeError("gone"), True, OSError("no locks"), False]),
         [],
-        two.replicas.apps["one"].state.book,
+        two.replicas.apps["one"].state.sessions,
     )
-    monkeypatch.setattr(book, "let_go", lambda: times.append(1))
+    monkeypatch.setattr(sessions, "let_go", lambda: times.append(1))
 
     def stays():
         found = next(looks, False)
@@ -313,7 +313,7 @@ def test_the_handover_goes_on_after_a_look_that_fails(two, monkeypatch, caplog):
             raise found
         return found
 
-    found = session_registry.Handover(book, stays)
+    found = session_registry.Handover(sessions, stays)
     until(lambda: len(times) > 1)
     found.end()
     assert caplog.text.count("could not be handed over") == 2

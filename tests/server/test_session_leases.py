@@ -91,12 +91,12 @@ class Serving:
         self.leases = SharedFolder(root, own)
         options = {"budget": 96, "rows": 1, "session_dir": self.leases.own}
         self.engine = kvkeep.Engine(model(), checkpoint().tokenizer, **options)
-        self.book = SessionRegistry(self.engine, 4, str(self.leases.own), self.leases)
+        self.sessions = SessionRegistry(self.engine, 4, str(self.leases.own), self.leases)
 
     def turn(self, entry, text="Once upon a time"):
         entry.session.ask(text, kvkeep.SamplingParams(max_new_tokens=2))
-        self.book.note(entry)
-        self.book.keep(entry)
+        self.sessions.note(entry)
+        self.sessions.keep(entry)
 
     def close(self):
         self.engine.close()
@@ -125,85 +125,85 @@ def status(work):
 
 def test_a_book_makes_no_session_that_another_server_holds(serving, other):
     assert other.take("anna--trip")
-    assert status(lambda: serving.book.make("anna", SessionBody(id="trip"))).status == 409
-    entry = serving.book.make("anna", SessionBody(id="mine"))
+    assert status(lambda: serving.sessions.make("anna", SessionBody(id="trip"))).status == 409
+    entry = serving.sessions.make("anna", SessionBody(id="mine"))
     assert not other.take("anna--mine")
     serving.turn(entry)
-    assert status(lambda: serving.book.fork("anna", "mine", "trip")).status == 409
-    serving.book.remove("anna", "mine")
+    assert status(lambda: serving.sessions.fork("anna", "mine", "trip")).status == 409
+    serving.sessions.remove("anna", "mine")
     assert other.take("anna--mine")
 
 
 def test_a_refused_session_is_held_by_nobody(serving, other):
     with pytest.raises(kvkeep.BudgetError):
-        serving.book.make("anna", SessionBody(id="trip", budget=999))
+        serving.sessions.make("anna", SessionBody(id="trip", budget=999))
     assert other.take("anna--trip")
     other.give("anna--trip")
     with pytest.raises(kvkeep.PolicyError):
-        serving.book.make("anna", SessionBody(id="trip", policy="nothing"))
+        serving.sessions.make("anna", SessionBody(id="trip", policy="nothing"))
     assert other.take("anna--trip")
 
 
 def test_a_session_goes_on_from_its_file_when_its_holder_has_ended(tmp_path, serving, other):
-    entry = serving.book.make("anna", SessionBody(id="trip"))
+    entry = serving.sessions.make("anna", SessionBody(id="trip"))
     serving.turn(entry)
     ids = entry.session.token_ids
     serving.close()  # as a replica that shall end
     assert (tmp_path / "here" / "anna--trip.kvkeep").exists()
     assert other.take("anna--trip")
     after = Serving(tmp_path, "after")
-    refusal = status(lambda: after.book.find("anna", "trip"))
+    refusal = status(lambda: after.sessions.find("anna", "trip"))
     assert (refusal.status, refusal.code, refusal.headers[HELD]) == (503, "session_elsewhere", "1")
-    assert after.book.names("anna") == ["trip"]
+    assert after.sessions.names("anna") == ["trip"]
     other.kill()
-    found = after.book.find("anna", "trip")
+    found = after.sessions.find("anna", "trip")
     assert found.session.token_ids == ids
     after.turn(found, "And then?")
     assert len(found.session.token_ids) > len(ids)
-    assert status(lambda: after.book.find("anna", "nobody")).status == 404
+    assert status(lambda: after.sessions.find("anna", "nobody")).status == 404
     after.close()
 
 
 def test_a_session_is_let_go_when_no_request_uses_it(serving, other):
     used = [threading.Event(), threading.Event()]
-    serving.turn(serving.book.make("anna", SessionBody(id="trip")))
+    serving.turn(serving.sessions.make("anna", SessionBody(id="trip")))
     for one in used:
-        assert serving.book.find("anna", "trip", one).session.token_ids
+        assert serving.sessions.find("anna", "trip", one).session.token_ids
     for one in used:
-        serving.book.let_go()
+        serving.sessions.let_go()
         assert not other.take("anna--trip")
         one.set()
-    serving.book.let_go()
-    assert not serving.book.holds("anna", "trip")
+    serving.sessions.let_go()
+    assert not serving.sessions.holds("anna", "trip")
     assert other.take("anna--trip")
-    assert status(lambda: serving.book.find("anna", "trip")).code == "session_elsewhere"
+    assert status(lambda: serving.sessions.find("anna", "trip")).code == "session_elsewhere"
 
 
 def test_a_server_that_shares_nothing_lets_no_session_go(tmp_path):
     with kvkeep.Engine(model(), checkpoint().tokenizer, budget=96, rows=1) as engine:
-        book = SessionRegistry(engine, 4)
-        book.make("anna", SessionBody(id="trip")).session.ask("Once", kvkeep.SamplingParams(max_new_tokens=1))
-        book.let_go()
-        assert book.holds("anna", "trip")
+        sessions = SessionRegistry(engine, 4)
+        sessions.make("anna", SessionBody(id="trip")).session.ask("Once", kvkeep.SamplingParams(max_new_tokens=1))
+        sessions.let_go()
+        assert sessions.holds("anna", "trip")
 
 
 def test_a_turn_is_written_only_where_servers_share_sessions(tmp_path, serving):
-    entry = serving.book.make("anna", SessionBody(id="trip"))
+    entry = serving.sessions.make("anna", SessionBody(id="trip"))
     serving.turn(entry)
     path = serving.leases.own / "anna--trip.kvkeep"
     first = path.read_bytes()
     serving.turn(entry, "And then?")
     assert path.read_bytes() != first
     with kvkeep.Engine(model(), checkpoint().tokenizer, budget=96, rows=1, session_dir=tmp_path / "alone") as engine:
-        book = SessionRegistry(engine, 4, str(tmp_path / "alone"))
-        entry = book.make("anna", SessionBody(id="trip"))
+        sessions = SessionRegistry(engine, 4, str(tmp_path / "alone"))
+        entry = sessions.make("anna", SessionBody(id="trip"))
         entry.session.ask("Once", kvkeep.SamplingParams(max_new_tokens=1))
-        book.keep(entry)
+        sessions.keep(entry)
         assert not list((tmp_path / "alone").iterdir())
 
 
 def test_a_turn_that_cannot_be_written_is_answered_and_logged(serving, caplog):
-    entry = serving.book.make("anna", SessionBody(id="trip"))
+    entry = serving.sessions.make("anna", SessionBody(id="trip"))
     (serving.leases.own / "anna--trip.kvkeep").mkdir()
     serving.turn(entry)
     assert "Session trip was not written" in caplog.text

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from kvkeep.errors import InputError, show_bytes
+from kvkeep.errors import InputError, PolicyError, show_bytes
 from kvkeep.openai.messages import MAX_DEPTH, decoded
+from kvkeep.policies.registry import available, parse
 from kvkeep.server.errors import RefusalError, parameter, refusal_of
 from kvkeep.server.settings import ServerSettings
 
@@ -71,7 +72,7 @@ _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems":
 Prompts = Annotated[
     Any,
     WithJsonSchema(
-        {"anyOf": [_TEXT, _IDS, *({"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS))]}
+        {"anyOf": [_TEXT, _IDS, *({"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, _IDS))]}
     ),
 ]
 """A text, token ids, or a list of either."""
@@ -263,9 +264,14 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
     raw = await received(request, settings)
     if empty and not raw.strip():
         raw = b"{}"
-    if len(raw) < _LARGE:
-        return checked(kind, _fields(raw))
-    return checked(kind, await asyncio.to_thread(_fields, raw))
+    fields = _fields(raw) if len(raw) < _LARGE else await asyncio.to_thread(_fields, raw)
+    for name in fields.keys() - kind.model_fields.keys():  # clients may send more, but not a misspelt name of kvkeep
+        if alike := difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE):
+            raise parameter(name[:80], f"is unknown; did you mean {alike[0]}?")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first(error) from error
 
 
 async def received(request: Request, settings: ServerSettings) -> bytes:
@@ -311,28 +317,24 @@ def _fields(raw: bytes) -> dict[str, Any]:
     raise RefusalError(400, f"The body {reason}. Send one JSON object.")
 
 
-def checked(kind: type[_B], fields: dict[str, Any]) -> _B:
-    """The fields of a body after the checks of its schema. Unknown fields are ignored, misspelt ones of kvkeep are not.
-
-    Raises:
-        RefusalError: a field has another type, or is a misspelt name of kvkeep.
-    """
-    for name in fields.keys() - kind.model_fields.keys():
-        alike = difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE)
-        if alike:
-            raise parameter(name[:80], f"is unknown; did you mean {alike[0]}?")
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _first(error) from error
-
-
 def _first(error: ValidationError) -> RefusalError:
     """The first mistake that a schema has found."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = [part for part in found["loc"] if isinstance(part, int) or part.isidentifier()]
+    mistake = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = [part for part in mistake["loc"] if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")[:80]
-    reason = found["msg"][:1].lower() + found["msg"][1:]
+    reason = mistake["msg"][:1].lower() + mistake["msg"][1:]
     if not name:
         return refusal_of(InputError(f"the body cannot be used: {reason}"))
     return parameter(name, f"is refused: {reason}")
+
+
+def check_policy(name: str) -> None:
+    """Refuse a policy that is not registered: a client must not name modules of the server's machine.
+
+    Raises:
+        PolicyError: there is no such policy, or an option of it is unknown.
+    """
+    if name.partition(":")[0] not in available():
+        parse(name.partition(":")[0])  # raises, with the names that are alike
+        raise PolicyError(f"There is no policy {name[:60]!r}.")
+    parse(name)
