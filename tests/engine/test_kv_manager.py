@@ -64,10 +64,10 @@ def test_many_requests_with_random_cancels(n):
 def test_memory_follows_from_the_rows():
     one = Engine(model("llama"), policy="h2o", budget=20, rows=1)
     many = Engine(model("llama"), policy="h2o", budget=20, rows=9)
-    assert many.memory().allocated_bytes == 9 * one.memory().allocated_bytes == 9 * many.row_bytes
+    assert many.memory_usage().allocated_bytes == 9 * one.memory_usage().allocated_bytes == 9 * many.row_bytes
     fitted = Engine(model("llama"), policy="h2o", budget=20, kv_memory=5 * one.row_bytes + 7)
     assert fitted.rows == 5
-    assert fitted.memory().allocated_bytes <= 5 * one.row_bytes + 7
+    assert fitted.memory_usage().allocated_bytes <= 5 * one.row_bytes + 7
     with pytest.raises(BudgetError, match=r"Not one row fits.* or a budget of 19 or less"):
         Engine(model("llama"), budget=20, kv_memory=one.row_bytes - 1)
 

@@ -172,9 +172,17 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     """Why an engine refuses a request of this shape; ``None`` if it does not."""
     sampling = SamplingParams(max_new_tokens=shape.max_new_tokens)
     try:
-        own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "memory": memory}
-        own["structured_outputs"] = shape.structure
-        engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
+        request = Request(
+            prompt=[0] * shape.prompt_tokens,
+            sampling=sampling,
+            policy=shape.policy,
+            budget=shape.budget,
+            guard=shape.guard,
+            snapshot=memory,
+            structured_outputs=shape.structure,
+            pins=shape.pins,
+        )
+        engine.check(request)
     except KVKeepError as error:
         return reason_of(error)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator
@@ -326,9 +325,9 @@ class Admission:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
         prompt = self.words.continued(request, past or ConversationHistory())
         if prompt is not request.prompt:
-            request = dataclasses.replace(request, prompt=prompt, messages=None, tools=())
-        if not past and request.guard is None:
-            request = dataclasses.replace(request, guard=self._guard)
+            request = request.replaced(prompt=prompt, messages=None, tools=())
+        if not past and request.guard is None and self._guard is not None:
+            request = request.replaced(guard=self._guard)
         levels = self._levels(policy, budget, request, past or ConversationHistory())
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -341,6 +342,15 @@ class Request:
             raise InputError(
                 "`prompt_logprobs` needs the whole prompt to be read, and this request continues a snapshot."
             )
+
+    def replaced(self, **fields: object) -> Request:
+        """Return a copy with other values of some fields, which have been checked already.
+
+        `dataclasses.replace` would check all fields again; the engine fills a request in after that was done.
+        """
+        made = copy.copy(self)
+        vars(made).update(fields)
+        return made
 
     def _take_text(self) -> None:
         """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers."""

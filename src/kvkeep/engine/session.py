@@ -95,7 +95,7 @@ class SessionMemory:
         past, (policy, budget) = self.state.past, self._settled
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
-        request = replace(asked.request, policy=policy, budget=budget, sequence=sequence, pins=pins)
+        request = asked.request.replaced(policy=policy, budget=budget, sequence=sequence, pins=spans(pins))
         made = self._admission.check(request, asked.id, past)
         made.times, made.reads, made.left = asked.times, asked.reads, asked.left
         made.load, made.keep = self.load, self.keep
