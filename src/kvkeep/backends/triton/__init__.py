@@ -1,4 +1,4 @@
-"""kvkeep's kernels for CUDA, in Triton; the only room that imports Triton, and only when a kernel runs.
+"""kvkeep's kernels for CUDA, in Triton; the only package that imports Triton, and only when a kernel runs.
 
 ===============================  ====================================================================================
 `launch`                         where kernels run, which tensors they take, their tile sizes and arguments
