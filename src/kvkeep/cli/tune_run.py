@@ -22,7 +22,7 @@ from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.options import ModelRequest
 from kvkeep.cli.progress import resumable
 from kvkeep.errors import InputError
-from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.forward import Setup
 from kvkeep.evals.tune import report
 from kvkeep.evals.tune.documents import read_questions
 from kvkeep.evals.tune.plan import TuneArguments, TunePlan, lay_out
