@@ -124,9 +124,8 @@ def test_another_version_of_kvkeep_on_a_node_is_refused(address, small, monkeypa
     real = cluster.scout()
     other = {**real["versions"], "kvkeep": "0.0.1"}
     with monkeypatch.context() as patch:
-        from kvkeep.cli import distributed
 
-        patch.setattr(distributed, "check_versions", lambda found: cluster.check_versions(found, other))
+        patch.setattr("kvkeep.cli.cluster.check_versions", lambda found: cluster.check_versions(found, other))
         result = run("-i", small[0], "-o", small[1], "--ray-workers", 1, "--ray-address", address[0])
     assert result.exit_code == 2
     assert "has kvkeep" in result.said
