@@ -22,7 +22,7 @@ RAY := .venv-ray/bin
 REQUESTS ?= 300
 # each has a classifier in pyproject.toml; `make package` asks whether every requirement has a build for it
 PYTHONS := 3.11 3.12 3.13 3.14
-EXTRAS := plots gpu quantised server structured summaries datasets ray lm-eval clients dev docs
+EXTRAS := plots gpu quantized server structured summaries datasets ray lm-eval clients dev docs
 LOW := .venv-lowest/bin
 DOCS := .venv-docs/bin
 
@@ -120,7 +120,7 @@ test-all: .venv/.installed  ## what `make test` leaves out: most cases of long l
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported
 	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \
-		$(addprefix tests/,parity models rotary planning engine evals cli) \
+		$(addprefix tests/,parity models test_rotary.py planning engine evals cli) \
 		$(addprefix lab/tests/,analysis cli fleet test_hindsight.py)
 	$(OLD)/python -m pytest -m "" $(addprefix tests/backends/test_triton_,compiles.py decode.py)
 
@@ -131,13 +131,13 @@ test-ray: .venv-ray/.installed  ## jobs and servers on Ray, with processes that 
 	$(RAY)/python -m pytest -m "" tests/scale lab/tests/scale
 
 test-lowest: .venv-lowest/.installed  ## the core, with the oldest version of every dependency
-	$(LOW)/python -m pytest $(SPREAD) -W ignore::DeprecationWarning $(addprefix tests/,core parity conformance/test_backends.py contracts)
+	$(LOW)/python -m pytest $(SPREAD) -W ignore::DeprecationWarning $(addprefix tests/,cache kv policies parity conformance/test_backends.py contracts)
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_house.py
+	$(BIN)/python -m pytest tests/test_architecture.py
 
 fix: .venv/.installed  ## format and repair what can be repaired
 	$(BIN)/ruff format .

@@ -1,7 +1,8 @@
 """Checks of shapes and types, one for each combination of shapes, dtypes and types that a function meets.
 
 jaxtyping and beartype look at nothing else, so a combination that has passed once passes again. Checking it anew in
-each call takes several times as long as the call.
+each call takes several times as long as the call. Annotations without shapes are beartype's alone, which is fast enough
+to look at each call.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import dataclasses
 import functools
 import inspect
 import threading
+import typing
 from collections.abc import Callable, Collection, Hashable, Iterable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import jaxtyping
 import torch
+from beartype.roar import BeartypeCallHintViolation, BeartypeDecorHintException
 
 _in_full = jaxtyping.jaxtyped
 _plain: set[type] = set()
 """Types of which annotations ask nothing more."""
+_known: dict[CodeType, tuple[bool, bool, dict[Hashable, set[Hashable]]]] = {}
+"""Whether annotations ask for values, whether it is a method, and which kinds of results passed by the arguments'."""
 
 
 class _UnknownError(Exception):
@@ -45,9 +50,9 @@ def kind(value: object) -> Hashable:
     if isinstance(value, type):
         return made, value
     if isinstance(value, tuple):
-        return made, *map(kind, tuple.__iter__(value))  # its own items: lazy slots would make copies of theirs
+        return made, _each(tuple.__iter__(value))  # its own items: lazy slots would make copies of theirs
     if made is dict and len(value) <= 64:
-        return made, *map(kind, value), *map(kind, value.values())
+        return made, _each(value), _each(value.values())
     if made in (list, set, frozenset):
         return made, _shared(value)
     if isinstance(value, Collection) and made not in (str, bytes):
@@ -56,17 +61,22 @@ def kind(value: object) -> Hashable:
     return made
 
 
+def _each(values: Iterable[object]) -> tuple[Hashable, ...]:
+    """Returns the kinds of values. Plain ones are told here: millions of calls would take longer than the tests."""
+    return tuple([made if (made := type(value)) in _plain else kind(value) for value in values])
+
+
 def _shared(values: Collection[Any]) -> Hashable:
     """Returns the kind of all items. Where items differ, beartype looks at one of them, at random."""
-    kinds = set(map(kind, values)) if len(values) <= 64 else ()
+    kinds = set(_each(values)) if len(values) <= 64 else ()
     if len(kinds) != 1 and values:
         raise _UnknownError
     return next(iter(kinds), None)
 
 
-def _kinds(values: Iterable[object]) -> tuple[Hashable, ...] | None:
+def _kind_of_result(value: object) -> Hashable | None:
     try:
-        return tuple(map(kind, values))
+        return kind(value)
     except _UnknownError:
         return None
 
@@ -83,16 +93,14 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 
 
 def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
-    signature = inspect.signature(function)
-    asks_for_values = "Literal" in str(signature)
     made: list[Callable[..., Any]] = []
-    check_result = _check_of_results(function, typechecker)
-    method = next(iter(signature.parameters), "") == "self"
-    passed: dict[Hashable, set[Hashable]] = {}  # kinds of results by kinds of arguments
+    compiling = torch.compiler.is_compiling
+    in_full = _made_later(lambda: _in_full(function, typechecker=typechecker))
 
-    def in_full() -> Callable[..., Any]:
-        if not made:  # in the first call: of all functions that an import brings, most are never called
-            made.append(_in_full(function, typechecker=typechecker))
+    def choose() -> Callable[..., Any]:
+        inner = "<locals>" in function.__qualname__  # made anew in each call of another function
+        by_types = None if inner else _by_types_alone(function, typechecker)
+        made.append(_remembered(function, typechecker, in_full) if by_types is None else by_types)
         return made[0]
 
     @functools.wraps(function)
@@ -100,26 +108,93 @@ def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
         __tracebackhide__ = True
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
-        unknown = asks_for_values or torch.compiler.is_compiling()
-        given = None if unknown else _kinds((*args[method:], *kwargs.values()))
-        if given is None:
-            return in_full()(*args, **kwargs)
-        given = (*given, *kwargs, *map(type, args[:method]))
+        if compiling():
+            return in_full(*args, **kwargs)
+        try:
+            return (made[0] if made else choose())(*args, **kwargs)
+        except BeartypeCallHintViolation as error:
+            raise jaxtyping.TypeCheckError(str(error)) from error
+
+    return _as_jaxtypings(checked)
+
+
+def _made_later(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns a function that is made in its first call: of all that an import brings, most are never called."""
+    made: list[Callable[..., Any]] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if not made:
+            made.append(make())
+        return made[0](*args, **kwargs)
+
+    return _as_jaxtypings(call)
+
+
+def _as_jaxtypings(wrapper: Any) -> Any:
+    """Returns a function whose frames are taken for jaxtyping's by who looks for a caller in a traceback."""
+    wrapper.__code__ = wrapper.__code__.replace(co_filename=jaxtyping.__file__)
+    return wrapper
+
+
+def _remembered(function: Any, typechecker: Any, in_full: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that looks only at combinations of kinds that none made of the same code has met before."""
+    if (known := _known.get(function.__code__)) is None:
+        signature = inspect.signature(function)
+        known = "Literal" in str(signature), next(iter(signature.parameters), "") == "self", {}
+        _known[function.__code__] = known
+    asks_for_values, method, passed = known
+    if asks_for_values:
+        return in_full
+    check_result = _check_of_results(function, typechecker)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            given = (_each(args[1:]), type(args[0])) if method and args else _each(args)
+            if kwargs:
+                given = (given, *kwargs, _each(kwargs.values()))
+        except _UnknownError:
+            return in_full(*args, **kwargs)
         results = passed.get(given)
         if results is None:
-            value = in_full()(*args, **kwargs)
-            passed[given] = {_kinds((value,))}
+            value = in_full(*args, **kwargs)
+            passed[given] = {_kind_of_result(value)}
             return value
         value = function(*args, **kwargs)
-        result = _kinds((value,))
+        result = _kind_of_result(value)
         if result is None or result not in results:
             check_result(value, args, kwargs)
             results.add(result)
         return value
 
-    # who looks for a caller in a traceback knows jaxtyping's frames
-    checked.__code__ = checked.__code__.replace(co_filename=jaxtyping.__file__)
-    return checked
+    return _as_jaxtypings(checked)
+
+
+def _by_types_alone(function: Any, typechecker: Any) -> Callable[..., Any] | None:
+    """Returns a function with its types checked; ``None`` if an annotation names a shape, or may do so."""
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        return None
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # names that only a type checker imports, or that are local to another function
+        return None
+    if any(map(_has_shape, hints.values())):
+        return None
+    try:
+        made: Callable[..., Any] = typechecker(function)
+    except BeartypeDecorHintException:  # what beartype itself does not take, as arguments that a wrapper passes on
+        return None
+    return _as_jaxtypings(made)
+
+
+def _has_shape(hint: Any) -> bool:
+    if isinstance(hint, list | tuple):
+        return any(map(_has_shape, hint))
+    if isinstance(hint, typing.TypeVar):
+        return _has_shape((hint.__bound__, hint.__constraints__))
+    modules = type(hint).__module__, str(getattr(hint, "__module__", ""))
+    return any(name.startswith("jaxtyping") for name in modules) or _has_shape(typing.get_args(hint))
 
 
 def _check_of_results(function: Any, typechecker: Any) -> Callable[[Any, Any, Any], None]:

@@ -13,7 +13,7 @@ from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, encode, encode_keys
 from kvkeep.types import AttentionOptions, Slots
 
 from .cases import DTYPES, NOW, backend_of, token
-from .test_codes import ask, coded
+from .test_slot_codec import ask, coded
 
 PLAIN = AttentionOptions(scaling=0.2)
 BITS = list(KV_BITS.values())

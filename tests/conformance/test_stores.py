@@ -14,13 +14,13 @@ from kvkeep.kv.block import Block
 from kvkeep.kv.pooled_store import POOLED, PooledStore, kind_of
 from kvkeep.kv.row_copy import put_row, take_row
 from kvkeep.kv.slot_codec import GREATEST, KV_BITS
-from kvkeep.kv.store import QUANTISED, DenseStore
+from kvkeep.kv.store import QUANTIZED, DenseStore
 from kvkeep.types import EMPTY, AttentionOptions
 
 from .dummy_store import DummyStore
 
 POOLS = [PooledStore, *POOLED.values()]
-STORES = [DenseStore, DummyStore, *QUANTISED.values(), *POOLS]
+STORES = [DenseStore, DummyStore, *QUANTIZED.values(), *POOLS]
 B, HK, D, E, SLOTS = 3, 2, 8, 6, 7
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

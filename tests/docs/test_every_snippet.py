@@ -23,8 +23,8 @@ RUNNERS = {
     "docs/index.md": "tests/docs/test_docs.py",
     "docs/sessions.md": "tests/docs/test_docs.py",
     "docs/server.md": "tests/server/test_page.py",
-    "docs/scale.md": "tests/scale/test_ray.py",
-    "docs/tensor-parallel.md": "tests/parallel/test_torchrun.py",
+    "docs/scale.md": "tests/scale/test_ray_data.py",
+    "docs/tensor-parallel.md": "tests/tensor_parallel/test_torchrun.py",
     "docs/tutorials/": "tests/docs/test_tutorials.py",
     "docs/": "tests/first_contact/test_snippets.py",
 }
@@ -38,8 +38,8 @@ SKIPPED = {
     "curl ": "the same request as in tests/server/test_routes.py, by a program that may be missing",
     'python3 -c "import secrets': "makes a random key for the next line only",
     "KVKEEP_MODEL=": "needs docker; tests/server/test_deploy.py reads the files that docker would",
-    "torchrun ": "starts several processes; tests/parallel/test_torchrun.py does it with a tiny model",
-    "ray start": "starts a node of a cluster; tests/scale/test_ray.py starts one of its own",
+    "torchrun ": "starts several processes; tests/tensor_parallel/test_torchrun.py does it with a tiny model",
+    "ray start": "starts a node of a cluster; tests/scale/test_ray_data.py starts one of its own",
     "python bench/": "measures for minutes to hours; its options are checked below, a small run is in tests/bench",
 }
 """Beginnings of lines that no test runs, and why."""
@@ -48,7 +48,7 @@ SHORTENED = {
     "demo": "tests/cli/test_cli_demo.py",
     "tune": "tests/cli/test_cli_tune.py",
     "bench-server": "lab/tests/loadtest/test_bench_server.py",
-    "lm-eval": "tests/evals/test_harness.py",
+    "lm-eval": "tests/evals/test_lm_eval_model.py",
 }
 """Commands of which the pages' lines only show their help in the test of snippets → the test that runs them."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_house import FLOOR, SRC, room
+from test_architecture import FLOOR, SRC, room
 
 import kvkeep
 from kvkeep import backends
@@ -26,7 +26,7 @@ def section(title):
 
 
 def test_the_map_names_every_room_and_no_other():
-    lines = re.findall(r"^  (\w+[./].*)$", section("The house"), flags=re.MULTILINE)
+    lines = re.findall(r"^  (\w+[./].*)$", section("Where things are"), flags=re.MULTILINE)
     names = {name for line in lines for name in re.split(r" {3,}", line)[0].split()}
     exist = {path.name + "/" * path.is_dir() for path in SRC.iterdir() if path.suffix in ("", ".py")}
     assert names == {name for name in exist if not name.startswith("__")} - {"version.py"}

@@ -12,7 +12,7 @@ import pytest
 
 from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
-from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.grid import Cell, GridArguments, Planned, RequestedBudget, notes, split_policies
 from kvkeep.evals.records import ROWS, Records, key_of
 from kvkeep.evals.run import TaskPart, lay_out, run

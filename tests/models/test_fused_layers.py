@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_fused import SIZES, fused_copy, generated, made
+from test_prepare import SIZES, fused_copy, generated, made
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import (

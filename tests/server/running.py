@@ -46,8 +46,8 @@ def keys(*found):
 class Running:
     """A server that runs: its address, its engine, and a client."""
 
-    def __init__(self, port, engine, desk, served=None, limits=None):
-        self.port, self.engine, self.desk, self.served, self.limits = port, engine, desk, served, limits
+    def __init__(self, port, engine, queue, served=None, limits=None):
+        self.port, self.engine, self.queue, self.served, self.limits = port, engine, queue, served, limits
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
@@ -71,8 +71,8 @@ class Running:
     def idle(self):
         """Wait until every row is back."""
         end = time.monotonic() + WAIT_S
-        while self.engine.busy or self.desk.active:
-            assert time.monotonic() < end, (self.engine.n_running, self.desk.active)
+        while self.engine.busy or self.queue.active:
+            assert time.monotonic() < end, (self.engine.n_running, self.queue.active)
             time.sleep(0.01)
         return True
 
@@ -90,7 +90,7 @@ def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, tool_form
     place = ServerAddress(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
     app = make_app(served, ServerSettings(name=NAME, **settings), origins)
     with made, listening(app, place) as port:
-        running = Running(port, made, app.state.desk, served, app.state.limits)
+        running = Running(port, made, app.state.queue, served, app.state.limits)
         try:
             yield running
         finally:

@@ -347,7 +347,7 @@ def test_a_full_queue_says_when_to_come_back():
         for sock in (one, two):
             sock.sendall(head(CHAT, len(body)) + body)
         end = time.monotonic() + 20
-        while server.desk.active < 2 and time.monotonic() < end:
+        while server.queue.active < 2 and time.monotonic() < end:
             time.sleep(0.01)
         answer = server.chat(max_tokens=1)
         assert server.refused(answer, 429)["code"] == "queue_full"

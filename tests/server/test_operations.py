@@ -128,7 +128,7 @@ def test_a_server_that_drains_says_so_and_finishes_what_runs():
         first.start()
         while not server.engine.n_running:
             time.sleep(0.005)
-        server.desk.draining = True
+        server.queue.draining = True
         refused = server.chat()
         assert server.refused(refused, 503)["message"].startswith("The server is about to end")
         assert int(refused.headers["retry-after"]) >= 1

@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep.cache.hf_layers import HandingLayer, handing_cache
+from kvkeep.attention_probe import keeps_states
 from kvkeep.calibration.head_losses import Head, Loss, LossMeter, NearWindow, Passage
 from kvkeep.errors import InputError
 from kvkeep.evals import texts
-from kvkeep.evals.attention_probe import Adding, Drive, batches, left_padded
+from kvkeep.evals.forward import Drive, batches, left_padded
 from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import Options, check_positions, past_training
@@ -407,10 +407,7 @@ def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
     """The passages, with what the model says of them under the full cache."""
     s, name = job.settings, "reading with the full cache"
     made = job.documents
-    layers = handing_cache(writer.model.config, lambda index: Adding()).layers
-    together = all(
-        isinstance(layer, HandingLayer) for layer in layers
-    )  # questions cannot share a state, as they do keys
+    together = not keeps_states(writer.model.config)  # questions cannot share a state, as they do keys
     asked: list[Passage] = []
     for index, document in enumerate(made):
         on_stage(name, index / (len(made) + 1))

@@ -60,7 +60,7 @@ class ConversationHistory:
             )
         ids, note = array("i", snapshot.tokens.tolist()), snapshot.note
         try:
-            pending = tuple(whole_within("pending", one, 0, _LARGEST) for one in note.get("pending", ()))
+            pending = tuple(whole_within("pending", token, 0, _LARGEST) for token in note.get("pending", ()))
             messages = conversation(note["messages"]) if note.get("messages") else ()
             opening = opening_of(note["opening"]) if note.get("opening") is not None else None
         except (InputError, TypeError, AttributeError) as error:

@@ -16,11 +16,11 @@ from kvkeep.kv.row_copy import (
     take_row,
     take_rows,
 )
-from kvkeep.kv.store import QUANTISED, DenseStore, QuantisedStore, Store, inference
+from kvkeep.kv.store import QUANTIZED, DenseStore, QuantizedStore, Store, inference
 
 __all__ = [
     "POOLED",
-    "QUANTISED",
+    "QUANTIZED",
     "Block",
     "Cascade",
     "DenseStore",
@@ -29,7 +29,7 @@ __all__ = [
     "Pack",
     "PartBlock",
     "PooledStore",
-    "QuantisedStore",
+    "QuantizedStore",
     "RowCopy",
     "Store",
     "add_state",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.kv.slot_codec import LazySlots, Tokens, Vectors, nothing
-from kvkeep.kv.store import QUANTISED, DenseStore, Store, by_bits
+from kvkeep.kv.store import QUANTIZED, DenseStore, Store, by_bits
 from kvkeep.types import EMPTY, Slots, View
 
 Ranges: TypeAlias = tuple[Int[Tensor, "B Hk"], Int[Tensor, "B Hk"]]
@@ -399,7 +399,7 @@ class OpenedPool(Store):
 
     def over(self, tensors: Mapping[str, Tensor]) -> Store:
         """A store of slots side by side over other tensors, named as in `per_row`."""
-        kind = next((kind for kind in QUANTISED.values() if kind.bits == self.bits), DenseStore)
+        kind = next((kind for kind in QUANTIZED.values() if kind.bits == self.bits), DenseStore)
         return kind(*self.pool.no_token(), 0).over(tensors)
 
 
@@ -418,4 +418,4 @@ def kind_of(kv_bits: str | None, *, pooled: bool) -> type[Store]:
     """
     if kv_bits is None:
         return PooledStore if pooled else DenseStore
-    return POOLED[kv_bits] if pooled else QUANTISED[kv_bits]
+    return POOLED[kv_bits] if pooled else QUANTIZED[kv_bits]

@@ -333,7 +333,7 @@ class DenseStore(Store):
 # Stores whose slots hold 8 or 4 bits per number, see `kvkeep.kv.slot_codec`. A token is coded once and never again.
 
 
-class QuantisedStore(Store):
+class QuantizedStore(Store):
     """Codes of keys and values, scales and positions of one layer, ``capacity`` slots per row and KV head.
 
     ``docs/quantised.md`` draws the layout. A token with NaN or an infinity in a head leaves its slot empty there.
@@ -363,7 +363,7 @@ class QuantisedStore(Store):
         """The model's dtype."""
         return self.vectors.dtypes[0]
 
-    def opened(self) -> QuantisedStore:
+    def opened(self) -> QuantizedStore:
         """The store during a step: `slots` is always the same object, which remembers copies of its content."""
         other = copy.copy(self)
         other._slots = self.slots()
@@ -421,11 +421,11 @@ class QuantisedStore(Store):
         shape = self.positions.shape[:2]
         return keys.shape[:2] == values.shape[:2] == shape and self.vectors.fit(keys, values)
 
-    def wider(self, capacity: int) -> QuantisedStore:
+    def wider(self, capacity: int) -> QuantizedStore:
         """An empty store with more slots, for the same rows."""
         return type(self)(*self.no_token(), capacity)
 
-    def widened(self, capacity: int) -> QuantisedStore:
+    def widened(self, capacity: int) -> QuantizedStore:
         """See `Store.widened`. The codes stay as they are."""
         wide = self.wider(capacity)
         mine, others = self.per_row(), wide.per_row()
@@ -441,12 +441,12 @@ class QuantisedStore(Store):
         """All tensors: they have one entry per slot."""
         return tuple(self.per_row())
 
-    def over(self, tensors: Mapping[str, Tensor]) -> QuantisedStore:
+    def over(self, tensors: Mapping[str, Tensor]) -> QuantizedStore:
         """A store of the same kind over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other._slots, other.vectors, other.positions = None, self.vectors.over(tensors), tensors["positions"]
         return other
 
 
-QUANTISED = by_bits(QuantisedStore)
+QUANTIZED = by_bits(QuantizedStore)
 """The stores by the name of the setting, see `kvkeep.kv.slot_codec.check_bits`."""

@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from kvkeep.errors import InputError, ModelFileError, one_line
 
-EXTRA = "kvkeep[quantised]"
+EXTRA = "kvkeep[quantized]"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kvkeep.models.checkpoint import trained_length
 from kvkeep.models.files import cached_if_unreachable, locate
 from kvkeep.models.load import build_empty, position_limit, read_config
 from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
-from kvkeep.planning.weight_bytes import Scheme, is_quantised, pack, scheme_of
+from kvkeep.planning.weight_bytes import Scheme, is_quantized, pack, scheme_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Outline:
     @property
     def quantised(self) -> bool:
         """Whether the checkpoint's weights are stored in fewer bits than their dtype has."""
-        return is_quantised(self.config)
+        return is_quantized(self.config)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Outline:

@@ -64,7 +64,7 @@ class Scheme:
         return f"{self.method}, {self.bits:g} bits{scales}"
 
 
-def is_quantised(config: PreTrainedConfig) -> bool:
+def is_quantized(config: PreTrainedConfig) -> bool:
     """Whether a configuration says that weights are stored in fewer bits than their dtype has."""
     return _fields(config) is not None
 
@@ -90,7 +90,7 @@ def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
     """
     parameters = expert_parameters = 0
     size = expert_size = 0.0
-    for tensor, is_expert in _quantised(model, scheme):
+    for tensor, is_expert in _quantized(model, scheme):
         count = math.prod(tensor.shape[:-2])
         taken = count * scheme.size(*tensor.shape[-2:])
         parameters, size = parameters + tensor.numel(), size + taken
@@ -99,7 +99,7 @@ def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
     return Packed(parameters, math.ceil(size), expert_parameters, math.ceil(expert_size))
 
 
-def _quantised(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor, bool]]:
+def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor, bool]]:
     """The matrices that a scheme quantises, and whether each belongs to experts of a fused layer."""
     head = model.get_output_embeddings()
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

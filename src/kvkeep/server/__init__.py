@@ -1,4 +1,4 @@
 """The server: OpenAI's API in front of one engine.
 
-The web side is asynchronous and never waits for a step: `app` has the routes, `desk` hands requests to the engine.
+The web side is asynchronous and never waits for a step: `app` has the routes, `queue` hands requests to the engine.
 """

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from kvkeep.errors import KVKeepError
-from kvkeep.server.errors import GoneError, RefusalError, refusal_of
+from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.generate_routes import GenerateRoutes
 from kvkeep.server.info_routes import InfoRoutes
 from kvkeep.server.metrics import Metrics
@@ -41,7 +41,7 @@ from kvkeep.server.session_leases import Leases
 from kvkeep.server.session_registry import SessionRegistry
 from kvkeep.server.session_routes import SessionRoutes
 from kvkeep.server.settings import ServerSettings
-from kvkeep.server.sse import refused
+from kvkeep.server.sse import answer_to
 from kvkeep.version import __version__
 
 _THREADS = 64
@@ -62,32 +62,15 @@ def make_app(
         leases: the rights to hold sessions, where several servers share them.
     """
     served = replace(served, longest=settings.max_model_len)
-    desk = RequestQueue(served.engine, settings)
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
-    looker, generator = InfoRoutes(served, desk, settings), GenerateRoutes(served, desk, settings)
-    book = SessionRegistry(served.engine, settings.max_sessions, settings.session_dir, leases)
-    talks = SessionRoutes(book, generator, settings)
-    limits, metrics = (
-        RateLimits(settings.key_requests, settings.key_tokens),
-        Metrics(served.engine, desk, settings.name, book),
-    )
-    limits.refused.append(metrics.note_refusal)
-    _add(app, "GET", "/metrics", metrics.show)
-    _add(app, "GET", "/health", looker.health)
-    _add(app, "GET", "/version", looker.version)
-    _add(app, "GET", "/v1/models", looker.models)
-    _add(app, "GET", "/v1/models/{name:path}", looker.model)
-    _add(app, "POST", "/v1/chat/completions", talks.chat, ChatBody)
-    _add(app, "POST", "/v1/completions", generator.completion, CompletionBody)
-    _add(app, "POST", "/tokenize", looker.tokenize, TokenizeBody)
-    _add(app, "POST", "/detokenize", looker.detokenize, DetokenizeBody)
-    _add(app, "GET", "/tokenizer_info", looker.tokenizer_info)
-    _add_sessions(app, talks)
-    responder = ResponsesRoutes(served.engine, generator, desk, settings)
-    app.state.desk, app.state.book, app.state.responder, app.state.limits = desk, book, responder, limits
-    _add(app, "POST", "/v1/responses", responder.respond, ResponseBody)
-    _add(app, "GET", "/v1/responses/{name}", responder.look)
-    _add(app, "DELETE", "/v1/responses/{name}", responder.remove)
+    queue = RequestQueue(served.engine, settings)
+    sessions = SessionRegistry(served.engine, settings.max_sessions, settings.session_dir, leases)
+    limits, metrics = _counted(served, queue, sessions, settings)
+    responses = ResponsesRoutes(served, queue, settings)
+    _add_generation(app, GenerateRoutes(served, queue, sessions, settings), responses)
+    _add_sessions(app, SessionRoutes(served, sessions, settings))
+    _add_info(app, InfoRoutes(served, queue, settings), metrics)
+    app.state.queue, app.state.sessions, app.state.responses, app.state.limits = queue, sessions, responses, limits
     if settings.page:
         add_page(app)
     for kind in (RefusalError, GoneError, ClientDisconnect, KVKeepError, HTTPException):
@@ -98,19 +81,52 @@ def make_app(
     return app
 
 
-def _add_sessions(app: FastAPI, talks: SessionRoutes) -> None:
+def _counted(
+    served: ServedModel, queue: RequestQueue, sessions: SessionRegistry, settings: ServerSettings
+) -> tuple[RateLimits, Metrics]:
+    """Make the limits of keys and the metrics, and have the metrics told of what ends and what is refused."""
+    limits = RateLimits(settings.key_requests, settings.key_tokens)
+    metrics = Metrics(served.engine, settings.name, sessions)
+    queue.ended.append(metrics.note)
+    for refused in (queue.refused, limits.refused):
+        refused.append(metrics.note_refusal)
+    return limits, metrics
+
+
+def _add_generation(app: FastAPI, generate: GenerateRoutes, responses: ResponsesRoutes) -> None:
+    """Add the routes that write text."""
+    _add(app, "POST", "/v1/chat/completions", generate.chat, ChatBody)
+    _add(app, "POST", "/v1/completions", generate.completion, CompletionBody)
+    _add(app, "POST", "/v1/responses", responses.respond, ResponseBody)
+    _add(app, "GET", "/v1/responses/{name}", responses.look)
+    _add(app, "DELETE", "/v1/responses/{name}", responses.remove)
+
+
+def _add_info(app: FastAPI, info: InfoRoutes, metrics: Metrics) -> None:
+    """Add the routes that write no text."""
+    _add(app, "GET", "/metrics", metrics.show)
+    _add(app, "GET", "/health", info.health)
+    _add(app, "GET", "/version", info.version)
+    _add(app, "GET", "/v1/models", info.models)
+    _add(app, "GET", "/v1/models/{name:path}", info.model)
+    _add(app, "POST", "/tokenize", info.tokenize, TokenizeBody)
+    _add(app, "POST", "/detokenize", info.detokenize, DetokenizeBody)
+    _add(app, "GET", "/tokenizer_info", info.tokenizer_info)
+
+
+def _add_sessions(app: FastAPI, routes: SessionRoutes) -> None:
     """Add the routes of sessions."""
-    one = "/v1/sessions/{name}"
-    _add(app, "POST", "/v1/sessions", talks.make, SessionBody)
-    _add(app, "GET", "/v1/sessions", talks.all)
-    _add(app, "GET", one, talks.one)
-    _add(app, "GET", f"{one}/positions", talks.positions)
-    _add(app, "POST", f"{one}/fork", talks.fork, ForkBody)
-    _add(app, "POST", f"{one}/rewind", talks.rewind, RewindBody)
-    _add(app, "POST", f"{one}/pin", talks.pin, PinBody)
-    _add(app, "POST", f"{one}/save", talks.save)
-    _add(app, "POST", f"{one}/restore", talks.restore)
-    _add(app, "DELETE", one, talks.remove)
+    path = "/v1/sessions/{name}"
+    _add(app, "POST", "/v1/sessions", routes.make, SessionBody)
+    _add(app, "GET", "/v1/sessions", routes.all)
+    _add(app, "GET", path, routes.one)
+    _add(app, "GET", f"{path}/positions", routes.positions)
+    _add(app, "POST", f"{path}/fork", routes.fork, ForkBody)
+    _add(app, "POST", f"{path}/rewind", routes.rewind, RewindBody)
+    _add(app, "POST", f"{path}/pin", routes.pin, PinBody)
+    _add(app, "POST", f"{path}/save", routes.save)
+    _add(app, "POST", f"{path}/restore", routes.restore)
+    _add(app, "DELETE", path, routes.remove)
 
 
 @asynccontextmanager
@@ -141,18 +157,4 @@ def _inlined(schema: Any, name: str, part: object) -> Any:
         if schema.get("$ref") == f"#/components/schemas/{name}":
             return part
         return {key: _inlined(value, name, part) for key, value in schema.items()}
-    return [_inlined(one, name, part) for one in schema] if isinstance(schema, list) else schema
-
-
-async def answer_to(request: Request, error: Exception) -> Response:
-    """The answer to a request that fails: the standard error object, never a traceback."""
-    if isinstance(error, GoneError | ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
-    if isinstance(error, KVKeepError):
-        error = refusal_of(error)
-    if isinstance(error, HTTPException):
-        paths = "see /openapi.json for all routes" if error.status_code == 404 else "see /openapi.json"
-        what = f"{request.method} {request.url.path[:80]}"
-        error = RefusalError(error.status_code, f"{what}: {error.detail}; {paths}.", headers=error.headers)
-    assert isinstance(error, RefusalError)
-    return refused(error)
+    return [_inlined(item, name, part) for item in schema] if isinstance(schema, list) else schema

@@ -1,4 +1,8 @@
-"""The routes that write text: chats and completions."""
+"""The routes that write text: chats and completions.
+
+A request's way is: its body becomes a `ParsedRequest`, that has a `Request` of the engine for each text, the engine
+makes a `Sequence` of each and tells of an `Event` for each token, and a streamed answer has a chunk for each event.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +14,38 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from kvkeep.engine import Event, Result
 from kvkeep.engine.async_stream import AsyncEvents
-from kvkeep.engine.request import Logprob
+from kvkeep.engine.request import Event, Logprob, Result
 from kvkeep.openai import responses
 from kvkeep.openai.requests import CHAT, COMPLETIONS
 from kvkeep.openai.responses import Show, calls_of, column_of, content_of, echoed, reason_of
-from kvkeep.server.errors import RefusalError, in_words_of, unknown
+from kvkeep.server.errors import RefusalError, in_words_of
 from kvkeep.server.model import ServedModel
-from kvkeep.server.request_parsing import ParsedRequest, job_of
+from kvkeep.server.request_parsing import ParsedRequest, parse_request, parse_turn
 from kvkeep.server.request_queue import RequestQueue, Run, in_thread
 from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, body_of
+from kvkeep.server.session_registry import SessionRegistry
 from kvkeep.server.settings import ServerSettings
-from kvkeep.server.sse import After, EventStream, begun, followed, meter_of, reply, unless_gone, usage_of
+from kvkeep.server.sse import After, EventStream, begun, followed, meter_of, owner_of, reply, unless_gone, usage_of
 
-# The pieces of a streamed chat or completion, made of the engine's events.
+# Events of the engine as the chunks of a streamed chat or completion.
 
 
-class Head:
-    """The fields that all pieces of an answer share.
+class AnswerHead:
+    """The fields that all chunks of an answer share.
 
     Args:
-        job: the body.
+        parsed: the request that is answered.
         model: the model's name.
     """
 
-    def __init__(self, job: ParsedRequest, model: str) -> None:
+    def __init__(self, parsed: ParsedRequest, model: str) -> None:
         self.name = secrets.token_hex(12)
         self.created, self.model = int(time.time()), model
-        self._chat = job.is_chat
+        self._chat = parsed.is_chat
 
-    def piece(self, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
-        """A piece with these choices."""
+    def chunk(self, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
+        """Return a chunk with these choices."""
         return {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{self.name}",
             "object": "chat.completion.chunk" if self._chat else "text_completion",
@@ -56,26 +60,26 @@ class _Choice:
     """One text of a streamed answer.
 
     Args:
-        job: the body.
+        parsed: the request that is answered.
         name: the answer's.
-        index: its place.
+        index: the text's, among those of the answer.
         show: returns the text of a token; ``None`` if no log-probabilities are asked for.
     """
 
-    def __init__(self, job: ParsedRequest, name: str, index: int, show: Show | None) -> None:
-        self._chat, self._index, self._show = job.is_chat, index, show
-        self._calls = calls_of(job.asked, name, index)
+    def __init__(self, parsed: ParsedRequest, name: str, index: int, show: Show | None) -> None:
+        self._chat, self._index, self._show = parsed.is_chat, index, show
+        self._calls = calls_of(parsed.parameters, name, index)
         self._before: int | None = None
         self._offset = 0
         self._pending: list[dict[str, Any]] = []
 
     def first(self, text: str = "") -> dict[str, Any]:
-        """The piece that names the role, or the prompt that is echoed."""
+        """Return the choice that names the role, or the prompt that is echoed."""
         self._offset = len(text)
-        return self._piece({"role": "assistant", "content": ""} if self._chat else text)
+        return self._choice({"role": "assistant", "content": ""} if self._chat else text)
 
     def next(self, event: Event) -> list[dict[str, Any]]:
-        """The pieces of an event, if it has some to send."""
+        """Return the choices of an event, one for each chunk; none if the event has nothing to send."""
         if self._show is not None and event.logprob is not None:
             self._pending.append(self._entry(event.logprob, self._show))
         deltas, reason = self._deltas(event), None
@@ -83,13 +87,13 @@ class _Choice:
             reason = reason_of(event.result, self._calls)
             deltas = deltas or [{} if self._chat else ""]
         if not deltas:
-            return []
-        found, self._pending = self._pending, []
+            return []  # half of a character, or of a tool's call: its log-probabilities go with the rest
+        logprobs, self._pending = self._pending, []
         *first, last = deltas
-        return [*(self._piece(one) for one in first), self._piece(last, reason, found)]
+        return [*(self._choice(delta) for delta in first), self._choice(last, reason, logprobs)]
 
     def _deltas(self, event: Event) -> list[Any]:
-        """What an event adds to the text, or to content and calls."""
+        """Return what an event adds to the text, or to content and calls."""
         if self._calls is None:
             return [{"content": event.text} if self._chat else event.text] if event.text else []
         ended = () if event.result is None else self._calls.end()
@@ -99,56 +103,57 @@ class _Choice:
         before, self._before = self._before, logprob.token_id
         if self._chat:
             return content_of(before, logprob, show)
-        found = column_of(before, logprob, show, self._offset)
-        self._offset += len(found["tokens"][0])
-        return found
+        column = column_of(before, logprob, show, self._offset)
+        self._offset += len(column["tokens"][0])
+        return column
 
-    def _piece(
-        self, delta: Mapping[str, Any] | str, reason: str | None = None, found: list[dict[str, Any]] | None = None
+    def _choice(
+        self, delta: Mapping[str, Any] | str, reason: str | None = None, entries: list[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
-        if found and self._chat:
-            logprobs = {"content": found, "refusal": None}
-        elif found:
-            logprobs = {name: [part for one in found for part in one[name]] for name in found[0]}
+        if entries and self._chat:
+            logprobs = {"content": entries, "refusal": None}
+        elif entries:
+            logprobs = {name: [value for column in entries for value in column[name]] for name in entries[0]}
         inner = {"delta": delta} if self._chat else {"text": delta}
         return {"index": self._index, **inner, "logprobs": logprobs, "finish_reason": reason}
 
 
-async def pieces(
-    job: ParsedRequest, run: Run, *, model: str, show: Show, prompts: list[str], with_usage: bool
+async def answer_chunks(
+    parsed: ParsedRequest, run: Run, *, model: str, show: Show, prompts: list[str], with_usage: bool
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """The pieces of an answer; the first one is empty and says that the request has a row.
+    """Yield the chunks of an answer; the first one is empty and says that the request has a row.
 
     Args:
-        job: the body.
-        run: the events of its requests.
+        parsed: the request that is answered.
+        run: the events of its requests to the engine.
         model: the model's name.
         show: returns the text of a token.
         prompts: texts that are echoed, one for each request; or none.
-        with_usage: whether the last piece has the numbers of tokens.
+        with_usage: whether the last chunk has the numbers of tokens.
     """
-    head = Head(job, model)
+    head = AnswerHead(parsed, model)
     more: dict[str, Any] = {"usage": None} if with_usage else {}
-    made = [_Choice(job, head.name, place, show if job.wants_logprobs else None) for place in range(len(job.requests))]
+    shown = show if parsed.wants_logprobs else None
+    choices = [_Choice(parsed, head.name, index, shown) for index in range(len(parsed.requests))]
     results: dict[int, Result] = {}
     try:
-        async for found in run:
-            if found is None:
+        async for item in run:
+            if item is None:
                 yield {}
-                for place, choice in enumerate(made):
-                    if prompts or job.is_chat:
-                        yield head.piece([choice.first(*prompts[place : place + 1])], **more)
+                for index, choice in enumerate(choices):
+                    if prompts or parsed.is_chat:
+                        yield head.chunk([choice.first(*prompts[index : index + 1])], **more)
                 continue
-            place, event = found
+            index, event = item
             if event.result is not None:
-                results[place] = event.result
-            for piece in made[place].next(event):
-                yield head.piece([piece], **more)
+                results[index] = event.result
+            for written in choices[index].next(event):
+                yield head.chunk([written], **more)
     finally:
         await run.aclose()
     if with_usage:
-        yield head.piece([], usage=usage_of([results[place] for place in sorted(results)], job.asked.n))
+        yield head.chunk([], usage=usage_of([results[index] for index in sorted(results)], parsed.parameters.n))
 
 
 class GenerateRoutes:
@@ -156,102 +161,100 @@ class GenerateRoutes:
 
     Args:
         served: the model.
-        desk: runs requests.
+        queue: runs requests.
+        sessions: the conversations that chats may continue.
         settings: of the server.
-
-    Attributes:
-        served: the model.
     """
 
-    def __init__(self, served: ServedModel, desk: RequestQueue, settings: ServerSettings) -> None:
-        self.served, self._desk, self._settings = served, desk, settings
+    def __init__(
+        self, served: ServedModel, queue: RequestQueue, sessions: SessionRegistry, settings: ServerSettings
+    ) -> None:
+        self._served, self._queue, self._sessions, self._settings = served, queue, sessions, settings
 
-    async def chat(self, request: Request, body: ChatBody) -> Response:
-        """Answer a conversation."""
-        return await self.answer(request, body, await self._job(CHAT, body))
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation, or the next turn of a session."""
+        body = await body_of(request, ChatBody, self._settings)
+        self._settings.check_model(body.model)
+        if (name := body.session_id) is None:
+            parsed = await in_thread(lambda: parse_request(CHAT, body, self._served, self._settings))
+            return await self._answer(request, body, parsed)
+        sessions, owner, until = self._sessions, owner_of(request), request.state.ended
+        entry = await in_thread(lambda: sessions.find(owner, name, until))
+        before = len(entry.session.token_ids)
+        parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, before=before))
+        streams = [entry.session.asend(parsed.requests[0])]
+        return await self._answer(request, body, parsed, streams, after=lambda: in_thread(lambda: sessions.ran(entry)))
 
     async def completion(self, request: Request) -> Response:
         """Continue texts."""
         body = await body_of(request, CompletionBody, self._settings)
-        self.check_model(body.model)
-        return await self.answer(request, body, await self._job(COMPLETIONS, body))
+        self._settings.check_model(body.model)
+        parsed = await in_thread(lambda: parse_request(COMPLETIONS, body, self._served, self._settings))
+        return await self._answer(request, body, parsed)
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model.
-
-        Raises:
-            RefusalError: the name is not that of the model that runs.
-        """
-        if name is not None and name != self._settings.name:
-            raise unknown("model", name, f"This server runs {self._settings.name}; see /v1/models.")
-
-    async def answer(
+    async def _answer(
         self,
         request: Request,
         body: Generating,
-        job: ParsedRequest,
+        parsed: ParsedRequest,
         streams: list[AsyncEvents] | None = None,
         *,
         after: After | None = None,
     ) -> Response:
-        """Run a body's requests, and answer at once or piece by piece.
+        """Run a body's requests, and answer at once or chunk by chunk.
 
         Args:
             request: the HTTP request.
             body: its body.
-            job: the requests of the body.
+            parsed: the requests of the body.
             streams: the events of these requests; by default the engine's.
             after: is done when they have ended well.
         """
-        streams = streams or [self.served.engine.astream(one) for one in job.requests]
+        streams = streams or [self._served.engine.astream(each) for each in parsed.requests]
         if not body.stream:
-            with in_words_of(job.asked.form):
-                results = await unless_gone(request, self._desk.results(streams, meter_of(request)))
+            with in_words_of(parsed.parameters.form):
+                results = await unless_gone(request, self._queue.results(streams, meter_of(request)))
             if after is not None:
                 await after()
-            return reply(self._whole(job, results))
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        if job.echo and job.wants_logprobs:
+            return reply(self._whole(parsed, results))
+        if parsed.echo and parsed.wants_logprobs:
             raise RefusalError(400, "The parameter echo with logprobs is not streamed. Leave stream out.", param="echo")
-        options: dict[str, Any] = {"show": self.served.show, "prompts": self._echoes(job), "with_usage": with_usage}
-        chunks = pieces(job, self._desk.run(streams, meter_of(request)), model=self._settings.name, **options)
-        with in_words_of(job.asked.form):
-            ready = await unless_gone(request, begun(chunks))
-        return self.stream(request, ready if after is None else followed(ready, after))
-
-    def stream(self, request: Request, chunks: Any, **options: bool) -> EventStream:
-        """The answer that sends chunks."""
-        ping_s, write_s = self._settings.ping_s, self._settings.read_timeout_s
-        return EventStream(request, chunks, ping_s=ping_s, write_s=write_s, **options)
-
-    async def _job(self, url: str, body: Generating) -> ParsedRequest:
-        found: ParsedRequest = await in_thread(lambda: job_of(url, body, self.served, self._settings))
-        return found
-
-    def _whole(self, job: ParsedRequest, results: list[Result]) -> dict[str, Any]:
-        """The body of an answer."""
-        if job.scores_only:
-            results = [
-                dataclasses.replace(one, token_ids=(), text="", logprobs=(), finish_reason="length") for one in results
-            ]
-        head, show = Head(job, self._settings.name), self.served.show
-        found = responses.answer(
-            job.asked, results, name=head.name, created=head.created, model=self._settings.name, show=show
+        chunks = answer_chunks(
+            parsed,
+            self._queue.run(streams, meter_of(request)),
+            model=self._settings.name,
+            show=self._served.show,
+            prompts=self._echoes(parsed),
+            with_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         )
-        if job.echo:
-            texts, n, wanted = self._echoes(job), job.asked.n, show if job.wants_logprobs else None
-            found["choices"] = [
-                echoed(choice, texts[place], job.prompts[place // n], results[place], wanted)
-                for place, choice in enumerate(found["choices"])
-            ]
-        return {**found, "usage": usage_of(results, job.asked.n)}
+        with in_words_of(parsed.parameters.form):
+            ready = await unless_gone(request, begun(chunks))  # what is refused now has a status of its own
+        ready = ready if after is None else followed(ready, after)
+        return EventStream(request, ready, ping_s=self._settings.ping_s, write_s=self._settings.read_timeout_s)
 
-    def _echoes(self, job: ParsedRequest) -> list[str]:
-        """The text of each request's prompt, if prompts are echoed."""
-        if not job.echo:
+    def _whole(self, parsed: ParsedRequest, results: list[Result]) -> dict[str, Any]:
+        """Return the body of an answer that is sent at once."""
+        if parsed.scores_only:  # the engine has drawn a token, and none was asked for
+            nothing: dict[str, Any] = {"token_ids": (), "text": "", "logprobs": (), "finish_reason": "length"}
+            results = [dataclasses.replace(result, **nothing) for result in results]
+        head, show, parameters = AnswerHead(parsed, self._settings.name), self._served.show, parsed.parameters
+        answer = responses.answer(
+            parameters, results, name=head.name, created=head.created, model=self._settings.name, show=show
+        )
+        if parsed.echo:
+            texts, n, wanted = self._echoes(parsed), parameters.n, show if parsed.wants_logprobs else None
+            answer["choices"] = [
+                echoed(choice, texts[index], parsed.prompts[index // n], results[index], wanted)
+                for index, choice in enumerate(answer["choices"])
+            ]
+        return {**answer, "usage": usage_of(results, parameters.n)}
+
+    def _echoes(self, parsed: ParsedRequest) -> list[str]:
+        """Return the text of each request's prompt, if prompts are echoed."""
+        if not parsed.echo:
             return []
         texts = [
-            prompt if isinstance(prompt, str) else self.served.text_of(ids)
-            for prompt, ids in zip(job.asked.prompts, job.prompts, strict=True)
+            prompt if isinstance(prompt, str) else self._served.text_of(ids)
+            for prompt, ids in zip(parsed.parameters.prompts, parsed.prompts, strict=True)
         ]
-        return [text for text in texts for _ in range(job.asked.n)]
+        return [text for text in texts for _ in range(parsed.parameters.n)]

@@ -25,12 +25,12 @@ class InfoRoutes:
 
     Args:
         served: the model.
-        desk: knows how many requests run.
+        queue: knows how many requests run.
         settings: of the server.
     """
 
-    def __init__(self, served: ServedModel, desk: RequestQueue, settings: ServerSettings) -> None:
-        self._served, self._desk, self._settings = served, desk, settings
+    def __init__(self, served: ServedModel, queue: RequestQueue, settings: ServerSettings) -> None:
+        self._served, self._queue, self._settings = served, queue, settings
 
     @property
     def _longest(self) -> int | None:
@@ -51,8 +51,8 @@ class InfoRoutes:
     async def health(self, request: Request) -> Response:
         """Say whether the server lives, and whether it takes requests; how many conversations fit at once."""
         engine = self._served.engine
-        ready = not self._desk.draining
-        found = {
+        ready = not self._queue.draining
+        state = {
             "status": "ready" if ready else "draining",
             "rows": engine.rows,
             "rows_free": max(0, engine.rows - engine.n_running),
@@ -60,7 +60,7 @@ class InfoRoutes:
             "waiting": engine.n_waiting,
         }
         live = request.query_params.get("check") == "live"
-        return reply(found, 200 if ready or live else 503)
+        return reply(state, 200 if ready or live else 503)
 
     async def version(self, request: Request) -> Response:
         """Say the version of kvkeep."""
@@ -81,17 +81,17 @@ class InfoRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Turn tokens into a text."""
         body = await body_of(request, DetokenizeBody, self._settings)
-        found = await in_thread(lambda: self._served.text_of(self._served.known(body.tokens)))
-        return reply({"prompt": found})
+        text = await in_thread(lambda: self._served.text_of(self._served.known(body.tokens)))
+        return reply({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Describe the tokenizer, as far as clients that count tokens need it."""
         tokenizer = self._served.checkpoint.tokenizer
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
-        found: dict[str, Any] = {name: _plain(getattr(tokenizer, name, None)) for name in names}
+        texts: dict[str, Any] = {name: _plain(getattr(tokenizer, name, None)) for name in names}
         limit = self._longest
         kind = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": limit, "vocab_size": len(tokenizer)}
-        return reply({**kind, **found})
+        return reply({**kind, **texts})
 
     def _card(self) -> dict[str, Any]:
         """The model as the list of models has it."""
@@ -123,5 +123,5 @@ class InfoRoutes:
         return self._served.encode(body.prompt, raw=True, bounded=False)
 
 
-def _plain(found: object) -> str | None:
-    return None if found is None else str(found)
+def _plain(token: object) -> str | None:
+    return None if token is None else str(token)

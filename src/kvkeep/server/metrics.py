@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol, runtime_checkable
 
 from fastapi import Request, Response
 from prometheus_client import (
@@ -16,10 +17,9 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvkeep.engine import Engine, Result
+from kvkeep.engine import Engine
+from kvkeep.engine.request import Result
 from kvkeep.server.errors import RefusalError
-from kvkeep.server.request_queue import RequestQueue
-from kvkeep.server.session_registry import SessionRegistry
 
 _LABEL = "model_name"
 _TIMES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -49,18 +49,30 @@ class Refusals:
         return generate_latest(self._registry).decode()
 
 
+@runtime_checkable
+class OpenSessions(Protocol):
+    """What metrics show of a server's sessions."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of open sessions."""
+
+    @property
+    def running(self) -> int:
+        """Return the number of open sessions of which a turn runs or waits."""
+
+
 class Metrics:
-    """Counts what a server does.
+    """Counts what a server does. Whoever runs requests tells it of each result and each refusal.
 
     Args:
         engine: the engine.
-        desk: tells of every result.
         name: the model's name.
-        book: the sessions.
+        sessions: the sessions.
     """
 
-    def __init__(self, engine: Engine, desk: RequestQueue, name: str, book: SessionRegistry) -> None:
-        self._engine, self._name, self._book = engine, name, book
+    def __init__(self, engine: Engine, name: str, sessions: OpenSessions) -> None:
+        self._engine, self._name, self._sessions = engine, name, sessions
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Gauges(self._gauges, name))
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
@@ -88,8 +100,6 @@ class Metrics:
         self._lost = self._histogram("kvkeep_lost_mass_prompt", "Attention that a prompt's cut lost.", _SHARES)
         self._refusals = Refusals(name, self._registry)
         ProcessCollector(registry=self._registry)
-        desk.ended.append(self.note)
-        desk.refused.append(self.note_refusal)
 
     async def show(self, request: Request) -> Response:
         """Answer with all numbers."""
@@ -109,8 +119,8 @@ class Metrics:
         whole = None if result.ttft_s is None else result.ttft_s + (decode or 0.0)
         inference = None if result.prefill_s is None else result.prefill_s + (decode or 0.0)
         parts = (result.queued_s, result.prefill_s, decode, inference)
-        found = (result.ttft_s, result.tpot_s, whole, *parts, result.tpot_s)
-        for histogram, seconds in zip(self._times.values(), found, strict=True):
+        seconds_of = (result.ttft_s, result.tpot_s, whole, *parts, result.tpot_s)
+        for histogram, seconds in zip(self._times.values(), seconds_of, strict=True):
             if seconds is not None:
                 histogram.labels(self._name).observe(seconds)
         if result.lost_mass.prompt is not None:
@@ -129,9 +139,9 @@ class Metrics:
         yield "vllm:kv_cache_usage_perc", "Rows that are taken, as a share.", min(1.0, running / rows)
         yield "kvkeep_rows", "Sequences that run at once.", engine.rows
         yield "kvkeep_row_bytes", "Bytes of a row.", engine.row_bytes
-        yield "kvkeep_sessions_open", "Sessions that are open.", self._book.count
+        yield "kvkeep_sessions_open", "Sessions that are open.", self._sessions.count
         in_memory, on_disk = engine.session_bytes
-        in_rows = engine.row_bytes * self._book.running
+        in_rows = engine.row_bytes * self._sessions.running
         yield "kvkeep_session_row_bytes", "Bytes of the rows in which turns of sessions run.", in_rows
         yield "kvkeep_session_memory_bytes", "Bytes of sessions in main memory, with turns to rewind.", in_memory
         yield "kvkeep_session_disk_bytes", "Bytes of the files of sessions.", on_disk

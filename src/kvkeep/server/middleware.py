@@ -101,4 +101,4 @@ def _note(scope: Scope, owner: str, status: int, seconds: float) -> None:
 
 
 def _shown(scope: Scope) -> str:
-    return "".join(one if one.isprintable() else "?" for one in str(scope["path"])[:200])
+    return "".join(character if character.isprintable() else "?" for character in str(scope["path"])[:200])

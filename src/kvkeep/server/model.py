@@ -71,8 +71,8 @@ class ServedModel:
             plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw)[0].tolist()
             return plain
         if isinstance(prompt[0], int):
-            return self.known([one for one in prompt if isinstance(one, int)])
-        messages = [one for one in prompt if isinstance(one, dict)]
+            return self.known([token for token in prompt if isinstance(token, int)])
+        messages = [message for message in prompt if isinstance(message, dict)]
         if self.checkpoint.tokenizer.chat_template is None and len(messages) == 1 and messages[0]["role"] == "user":
             return self.encode(
                 messages[0]["content"], bounded=bounded
@@ -91,7 +91,7 @@ class ServedModel:
         texts = (
             [prompt]
             if isinstance(prompt, str)
-            else [one.get("content") or "" for one in prompt if isinstance(one, dict)]
+            else [message.get("content") or "" for message in prompt if isinstance(message, dict)]
         )
         characters, most = sum(map(len, texts)), self.longest * self.longest_token
         if characters > most:
@@ -107,7 +107,7 @@ class ServedModel:
             InputError: it does not have one.
         """
         size = self.vocabulary
-        wrong = next((one for one in ids if not 0 <= one < size), None)
+        wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
             raise InputError(f"The prompt has token {wrong}, and the model knows 0 to {size - 1}.")
         return list(ids)
@@ -152,8 +152,8 @@ def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
     """
     if name != AUTO and name not in TOOL_FORMS:
         raise InputError(f"tool_form={name:.40} is none of {', '.join((AUTO, *TOOL_FORMS))}.")
-    told, called = (_filled(checkpoint, one) for one in (_ASKED, _CALLED))
-    written = next((one for one in TOOL_FORMS.values() if _writes(one, called)), None)
+    told, called = (_filled(checkpoint, messages) for messages in (_ASKED, _CALLED))
+    written = next((form for form in TOOL_FORMS.values() if _writes(form, called)), None)
     form = (written or HERMES) if name == AUTO else TOOL_FORMS[name]
     return ToolUse(form, form is written and _NAME in told, _token(checkpoint, form))
 
@@ -179,4 +179,4 @@ def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
     if form.next is not None and form.mark in form.next:
         return None
     added = getattr(checkpoint.tokenizer, "added_tokens_decoder", {})
-    return next((token for token, one in added.items() if one.special and one.content == form.mark), None)
+    return next((token for token, text in added.items() if text.special and text.content == form.mark), None)

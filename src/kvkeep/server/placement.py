@@ -70,18 +70,18 @@ def beginnings(body: Mapping[str, Any]) -> list[bytes]:
     """
     prompt = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), "")
     text = prompt if isinstance(prompt, str) else _written(prompt)
-    running, found = hashlib.sha256(repr((body.get("policy"), body.get("budget"))).encode("utf-8", "replace")), []
+    running, digests = hashlib.sha256(repr((body.get("policy"), body.get("budget"))).encode("utf-8", "replace")), []
     for start in range(0, min(len(text) - _PIECE + 1, _PIECE * _MOST_PIECES), _PIECE):
         running.update(text[start : start + _PIECE].encode("utf-8", "surrogatepass"))
-        found.append(running.copy().digest()[:16])
-    return found[::-1]
+        digests.append(running.copy().digest()[:16])
+    return digests[::-1]
 
 
 def _written(prompt: object) -> str:
     """A prompt as JSON, without those parts of a list that no beginning reaches."""
     text = ""
-    for one in prompt if isinstance(prompt, list) else [prompt]:
-        text += f"{json.dumps(one)}, "
+    for message in prompt if isinstance(prompt, list) else [prompt]:
+        text += f"{json.dumps(message)}, "
         if len(text) > _PIECE * _MOST_PIECES:
             break
     return text
@@ -89,8 +89,8 @@ def _written(prompt: object) -> str:
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
     """A name in a body; ``None`` for what no replica takes as one."""
-    found = body.get(name)
-    return found if isinstance(found, str) and len(found) <= _LONGEST else None
+    value = body.get(name)
+    return value if isinstance(value, str) and len(value) <= _LONGEST else None
 
 
 def _rows(body: Mapping[str, Any]) -> int:
@@ -116,11 +116,11 @@ class Places:
 
     def find(self, key: Key, here: Mapping[str, int]) -> str | None:
         """The replica that holds something, as far as it is known, and if it still runs."""
-        found = self._known.get(key)
-        if found is None or found not in here:
+        holder = self._known.get(key)
+        if holder is None or holder not in here:
             return None
         self._known.move_to_end(key)
-        return found
+        return holder
 
     def note(self, key: Any, replica: str) -> None:
         """Remember the replica that holds something."""
@@ -147,12 +147,12 @@ class Places:
 
     def choose(self, wish: PlacementRequest, here: Mapping[str, int]) -> str:
         """The replica for a request that may run on any: one that is warm and has a free row, or the emptiest one."""
-        emptiest = min(here, key=lambda one: (self.busy[one] / max(1, here[one]), self._turn.get(one, 0)))
-        warm = next((one for key in wish.beginnings if (one := self._known.get(key)) in here), None)
+        emptiest = min(here, key=lambda name: (self.busy[name] / max(1, here[name]), self._turn.get(name, 0)))
+        warm = next((name for key in wish.beginnings if (name := self._known.get(key)) in here), None)
         chosen = warm if warm is not None and self.busy[warm] < max(1, here[warm]) else emptiest
         for key in wish.beginnings:
             self.note(key, chosen)
-        self._turn = {one: turn for one, turn in self._turn.items() if one in here} | {chosen: next(self._count)}
+        self._turn = {name: turn for name, turn in self._turn.items() if name in here} | {chosen: next(self._count)}
         return chosen
 
     @contextmanager

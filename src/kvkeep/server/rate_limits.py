@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from kvkeep.engine import Event, Result
+from kvkeep.engine.request import Event, Result
 from kvkeep.server.errors import RefusalError
 
 COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

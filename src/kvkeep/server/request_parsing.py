@@ -6,19 +6,17 @@ import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from kvkeep import budget as budgets
-from kvkeep.engine import Request
+from kvkeep.engine.request import Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.errors import InputError, KVKeepError, PolicyError
+from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai import requests as openai
-from kvkeep.openai.messages import ParameterError
-from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, in_words_of
+from kvkeep.openai.messages import ParameterError, ToolUse
+from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_words_of
 from kvkeep.pins import spans
-from kvkeep.policies.registry import available, parse
-from kvkeep.server.model import ServedModel
-from kvkeep.server.schemas import CompletionBody, Generating
+from kvkeep.server.schemas import CompletionBody, Generating, check_policy
 from kvkeep.server.settings import ServerSettings
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -29,19 +27,31 @@ _FEW = 16
 _HONOURED = ("stream", "stream_options", "echo")
 
 
+@runtime_checkable
+class BodyEncoder(Protocol):
+    """What parsing needs of a model: its tokens, and how it calls tools."""
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """Return how the model uses tools."""
+
+    def encode(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = (), raw: bool = False) -> list[int]:
+        """Return the token ids of a prompt."""
+
+
 @dataclass(frozen=True)
 class ParsedRequest:
     """A body, ready to run.
 
     Attributes:
-        asked: the body as it was read.
+        parameters: the body's parameters as OpenAI's API has them.
         requests: ``n`` for each prompt, in the prompts' order.
         prompts: the token ids of each prompt; of a session's turn not known before it runs.
         echo: whether answers begin with their prompts.
         scores_only: whether no new token is asked for.
     """
 
-    asked: ParsedBody
+    parameters: ParsedBody
     requests: tuple[Request, ...]
     prompts: tuple[Sequence[int], ...] = ()
     echo: bool = False
@@ -50,34 +60,38 @@ class ParsedRequest:
     @property
     def is_chat(self) -> bool:
         """Whether the answer is a chat's."""
-        return self.asked.url == CHAT
+        return self.parameters.url == CHAT
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are asked for."""
-        return "logprobs" in self.asked.options
+        return "logprobs" in self.parameters.options
 
 
-def job_of(url: str, body: Generating, served: ServedModel, settings: ServerSettings) -> ParsedRequest:
+def parse_request(url: str, body: Generating, served: BodyEncoder, settings: ServerSettings) -> ParsedRequest:
     """The requests of a body. Tokenizing may take time, so this belongs into a thread.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or a prompt cannot be encoded.
     """
-    asked, echo, scores_only = _read(url, body, served)
-    prompts = tuple(served.encode(prompt, tools=asked.described, raw=url == COMPLETIONS) for prompt in asked.prompts)
-    defaults = sampling_of(asked, settings)
+    parameters, echo, scores_only = _read(url, body, served)
+    raw, told = url == COMPLETIONS, parameters.described
+    prompts = tuple(served.encode(prompt, tools=told, raw=raw) for prompt in parameters.prompts)
+    defaults = sampling_of(parameters, settings)
     made: list[Request] = []
     for ids in prompts:
         wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids}
-        fitting = fitted(defaults, asked, len(ids), settings)
-        if echo and "logprobs" in asked.options:
-            wishes["prompt_logprobs"] = asked.options["logprobs"]
-        made += choices(_request(asked, fitting, wishes), asked.n)
-    return ParsedRequest(asked, tuple(made), prompts, echo=echo, scores_only=scores_only)
+        fitting = fitted(defaults, parameters, len(ids), settings)
+        if echo and "logprobs" in parameters.options:
+            wishes["prompt_logprobs"] = parameters.options["logprobs"]
+        # each text of a prompt is drawn with random numbers of its own
+        made += [
+            make_request(parameters, fitting, {**wishes, "sequence": index * _APART}) for index in range(parameters.n)
+        ]
+    return ParsedRequest(parameters, tuple(made), prompts, echo=echo, scores_only=scores_only)
 
 
-def turn_of(body: Generating, served: ServedModel, settings: ServerSettings, *, before: int) -> ParsedRequest:
+def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, *, before: int) -> ParsedRequest:
     """The turn of a session: its messages continue the conversation.
 
     Args:
@@ -89,37 +103,37 @@ def turn_of(body: Generating, served: ServedModel, settings: ServerSettings, *, 
     Raises:
         KVKeepError: a parameter cannot be honoured.
     """
-    asked, *_ = _read(CHAT, body, served, tells=not before)
-    if asked.n != 1:
+    parameters, *_ = _read(CHAT, body, served, tells=not before)
+    if parameters.n != 1:
         raise ParameterError("n", "is more than 1, and a session goes on with one answer; fork it for more")
     for name in ("policy", "budget", "keep_ratio"):
         if getattr(body, name) is not None:
             raise ParameterError(name, "belongs to the session; give it when the session is made")
-    wishes = {**own_options(body, ()), **_conversation(asked)}
-    tokens = before + _counted(asked, served, settings)
-    sampling = fitted(sampling_of(asked, settings), asked, tokens, settings)
-    return ParsedRequest(asked, (_request(asked, sampling, wishes),))
+    wishes = {**own_options(body, ()), **_conversation(parameters)}
+    tokens = before + _counted(parameters, served, settings)
+    sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
+    return ParsedRequest(parameters, (make_request(parameters, sampling, wishes),))
 
 
-def _read(url: str, body: Generating, served: ServedModel, *, tells: bool = True) -> tuple[ParsedBody, bool, bool]:
+def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True) -> tuple[ParsedBody, bool, bool]:
     """A body as OpenAI's parameters; whether its prompts are echoed, and nothing else is asked for."""
     fields = body.openai_fields()
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     scores_only = echo and body.max_tokens == 0
-    if scores_only:
+    if scores_only:  # the engine scores prompts as it draws; the answer leaves the token out
         fields["max_tokens"] = 1
     if body.stream_options is not None and not body.stream:
         raise ParameterError("stream_options", "has no effect without stream: true")
     return openai.read(url, fields, honoured=_HONOURED, tells=tells, use=served.tool_use), echo, scores_only
 
 
-def sampling_of(asked: ParsedBody, settings: ServerSettings) -> SamplingParams:
+def sampling_of(parameters: ParsedBody, settings: ServerSettings) -> SamplingParams:
     """How tokens are chosen where a body does not say it: as in OpenAI's API, with a seed of its own."""
-    most = settings.max_new_tokens if asked.url == CHAT else _FEW
+    most = settings.max_new_tokens if parameters.url == CHAT else _FEW
     return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 
-def fitted(sampling: SamplingParams, asked: ParsedBody, tokens: int, settings: ServerSettings) -> SamplingParams:
+def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settings: ServerSettings) -> SamplingParams:
     """How tokens are chosen, with no more of them than the model has positions for.
 
     Raises:
@@ -128,9 +142,9 @@ def fitted(sampling: SamplingParams, asked: ParsedBody, tokens: int, settings: S
     most = settings.max_model_len
     if most is None:
         return sampling
-    wanted, room = asked.options.get("max_new_tokens", 1), most - tokens
+    wanted, room = parameters.options.get("max_new_tokens", 1), most - tokens
     if wanted > room:
-        name = asked.spelling.get("max_new_tokens", "max_tokens")
+        name = parameters.spelling.get("max_new_tokens", "max_tokens")
         remedy = f"Give {name}: {room} or less." if room > 0 else "Shorten the prompt."
         raise InputError(f"This server takes {most} tokens; the prompt has {tokens}, and {wanted} follow. {remedy}")
     return dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
@@ -142,58 +156,41 @@ def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
     Raises:
         KVKeepError: one is out of range.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if body.policy is not None:
         check_policy(body.policy)
     if body.keep_ratio is not None:
         if body.budget is not None:
             raise ParameterError("keep_ratio", "and budget both say how many tokens are kept; give one of them")
-        found["budget"] = budgets.from_ratio(body.keep_ratio, len(ids))
+        options["budget"] = budgets.from_ratio(body.keep_ratio, len(ids))
     if body.pins is not None:
-        found["pins"] = spans([(one[0], one[1]) for one in body.pins])
+        options["pins"] = spans([(start, stop) for start, stop in body.pins])
     if body.guard is not None:
-        found["guard"] = float(body.guard)
-    return found
+        options["guard"] = float(body.guard)
+    return options
 
 
-def check_policy(name: str) -> None:
-    """Refuse a policy that is not registered: a client must not name modules of the server's machine.
-
-    Raises:
-        PolicyError: there is no such policy, or an option of it is unknown.
-    """
-    if name.partition(":")[0] not in available():
-        parse(name.partition(":")[0])  # raises, with the names that are alike
-        raise PolicyError(f"There is no policy {name[:60]!r}.")
-    parse(name)
-
-
-def _request(asked: ParsedBody, defaults: SamplingParams, wishes: Mapping[str, Any]) -> Request:
+def make_request(parameters: ParsedBody, defaults: SamplingParams, wishes: Mapping[str, Any]) -> Request:
     """One request of a body.
 
     Raises:
         KVKeepError: an option is out of range, in the words of the body.
     """
-    options = asked.options
+    options = parameters.options
     chosen = {name: value for name, value in options.items() if name in _SAMPLING}
     rest = {name: value for name, value in options.items() if name not in _SAMPLING}
     if "stop" in rest:
         rest["stop"] = tuple(rest["stop"])
-    off: dict[str, Any] = dict.fromkeys(asked.unset)
+    off: dict[str, Any] = dict.fromkeys(parameters.unset)
     try:
         sampling = dataclasses.replace(defaults, **{**off, **chosen})
         return Request(sampling=sampling, **{**rest, **wishes})
     except KVKeepError as error:
-        raise in_words_of(asked, error) from error
-
-
-def choices(request: Request, n: int) -> list[Request]:
-    """As many requests as texts are asked for, each with random numbers of its own."""
-    return [dataclasses.replace(request, sequence=place * _APART) for place in range(n)]
+        raise in_words_of(parameters, error) from error
 
 
 def sampling_request(
-    served: ServedModel,
+    served: BodyEncoder,
     fields: Mapping[str, Any],
     settings: ServerSettings,
     *,
@@ -215,19 +212,19 @@ def sampling_request(
         KVKeepError: a parameter is out of range, in the words of the body.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    asked = openai.read(CHAT, given, tells=not before, use=served.tool_use)
-    spelling = {option: names.get(name, name) for option, name in asked.spelling.items()}
-    asked = dataclasses.replace(asked, spelling=spelling)
-    tokens = before + _counted(asked, served, settings)
-    sampling = fitted(sampling_of(asked, settings), asked, tokens, settings)
-    return asked, _request(asked, sampling, {**own, **_conversation(asked)})
+    parameters = openai.read(CHAT, given, tells=not before, use=served.tool_use)
+    spelling = {option: names.get(name, name) for option, name in parameters.spelling.items()}
+    parameters = dataclasses.replace(parameters, spelling=spelling)
+    tokens = before + _counted(parameters, served, settings)
+    sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
+    return parameters, make_request(parameters, sampling, {**own, **_conversation(parameters)})
 
 
-def _conversation(asked: ParsedBody) -> dict[str, Any]:
+def _conversation(parameters: ParsedBody) -> dict[str, Any]:
     """The messages of a turn, and the tools that the chat template tells."""
-    return {"messages": asked.prompts[0], "tools": asked.described}
+    return {"messages": parameters.prompts[0], "tools": parameters.described}
 
 
-def _counted(asked: ParsedBody, served: ServedModel, settings: ServerSettings) -> int:
+def _counted(parameters: ParsedBody, served: BodyEncoder, settings: ServerSettings) -> int:
     """The tokens of a turn's messages, where there is a limit."""
-    return len(served.encode(asked.prompts[0], tools=asked.described)) if settings.max_model_len else 0
+    return len(served.encode(parameters.prompts[0], tools=parameters.described)) if settings.max_model_len else 0

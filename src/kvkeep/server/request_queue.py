@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from kvkeep.engine import Engine, Event, Result
+from kvkeep.engine import Engine
 from kvkeep.engine.async_stream import AsyncEvents
 from kvkeep.engine.grammar import TOO_COMPLEX, FormError
+from kvkeep.engine.request import Event, Result
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import RefusalError, refusal_of
 from kvkeep.server.rate_limits import Meter, Spending
 from kvkeep.server.settings import ServerSettings
 
-Found: TypeAlias = "tuple[int, Event | BaseException]"
-"""The place of a request, and its event or the reason why there are no more."""
+Arrival: TypeAlias = "tuple[int, Event | BaseException]"
+"""The index of a request, and its event or the reason why there are no more."""
 Run: TypeAlias = "AsyncGenerator[tuple[int, Event] | None, None]"
-"""Yields ``None`` as soon as a request has a row, then the place of each event's request and the event."""
+"""Yields ``None`` as soon as a request has a row, then the index of each event's request and the event."""
 
+_T = TypeVar("_T")
 _LOOK_S = 0.02
 """Seconds between two looks at whether a request has got a row."""
 _LONGEST_RETRY_S = 60
@@ -60,10 +62,10 @@ class RequestQueue:
             RefusalError: the queue is full, a request waits too long for a row or takes too long, cannot run, or fails.
         """
         spending = Spending(meter)
-        with self._noted(), self._place(len(streams)):
-            events: asyncio.Queue[Found] = asyncio.Queue()
+        with self._telling(), self._admitted(len(streams)):
+            events: asyncio.Queue[Arrival] = asyncio.Queue()
             early: list[tuple[int, Event]] = []
-            begun = [asyncio.ensure_future(_begin(place, one, events)) for place, one in enumerate(streams)]
+            starts = [asyncio.ensure_future(_begin(index, stream, events)) for index, stream in enumerate(streams)]
             limit = self._settings.request_timeout_s
             timer = asyncio.get_running_loop().call_later(limit, events.put_nowait, (0, _late(limit)))
             try:
@@ -71,19 +73,19 @@ class RequestQueue:
                 yield None
                 left = len(streams)
                 while left:
-                    place, event = early.pop() if early else _opened(streams, await events.get())
-                    spending.note(place, event)
+                    index, event = early.pop() if early else _opened(streams, await events.get())
+                    spending.note(index, event)
                     if event.result is not None:
                         left -= 1
                         self._end(event.result)
                     if not left:
                         meter.end()  # before the client can know, who may then begin the next request
-                    yield place, event
+                    yield index, event
             finally:
                 timer.cancel()
-                await _stop(begun, streams)
-                for place, found in [*early, *_left(events)]:
-                    spending.note(place, found)
+                await _stop(starts, streams)
+                for index, event in [*early, *_left(events)]:  # nobody waits for them, and they count
+                    spending.note(index, event)
                 meter.end()
 
     async def results(self, streams: Sequence[AsyncEvents], meter: Meter) -> list[Result]:
@@ -92,28 +94,28 @@ class RequestQueue:
         Raises:
             RefusalError: see `run`.
         """
-        found: dict[int, Result] = {}
+        results: dict[int, Result] = {}
         run = self.run(streams, meter)
         try:
             async for item in run:
                 if item is not None and item[1].result is not None:
-                    found[item[0]] = item[1].result
+                    results[item[0]] = item[1].result
         finally:
             await run.aclose()
-        return [found[place] for place in range(len(streams))]
+        return [results[index] for index in range(len(streams))]
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _telling(self) -> Iterator[None]:
         """Tell of a refusal."""
         try:
             yield
         except RefusalError as refusal:
-            for told in self.refused:
-                told(refusal)
+            for listener in self.refused:
+                listener(refusal)
             raise
 
     @contextmanager
-    def _place(self, count: int) -> Iterator[None]:
+    def _admitted(self, count: int) -> Iterator[None]:
         """A place in the queue for some requests.
 
         Raises:
@@ -143,7 +145,7 @@ class RequestQueue:
         message = f"{why} Try again in {wait} s."
         return RefusalError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
 
-    async def _started(self, streams: Sequence[AsyncEvents], events: asyncio.Queue[Found]) -> list[tuple[int, Event]]:
+    async def _started(self, streams: Sequence[AsyncEvents], events: asyncio.Queue[Arrival]) -> list[tuple[int, Event]]:
         """Wait until the first request has a row, or an event is there; return the event."""
         limit = time.monotonic() + self._settings.queue_timeout_s
         pause, first = _LOOK_S / 16, streams[0]
@@ -162,8 +164,8 @@ class RequestQueue:
         Raises:
             RefusalError: it has failed.
         """
-        for told in self.ended:
-            told(result)
+        for listener in self.ended:
+            listener(result)
         if result.finish_reason == "error":
             status = 400 if str(result.error).startswith(TOO_COMPLEX) else 500  # the grammar is the client's
             param = FormError.param if status == 400 else None
@@ -174,19 +176,19 @@ class RequestQueue:
             )
 
 
-def _left(events: asyncio.Queue[Found]) -> Iterator[tuple[int, Event]]:
+def _left(events: asyncio.Queue[Arrival]) -> Iterator[tuple[int, Event]]:
     """The events that nobody has taken out of a queue."""
     while not events.empty():
-        place, event = events.get_nowait()
+        index, event = events.get_nowait()
         if isinstance(event, Event):
-            yield place, event
+            yield index, event
 
 
-async def _begin(place: int, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:
+async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]) -> None:
     """Send the events of one request to a queue, or the reason why there are none."""
 
-    def sink(found: Event | BaseException) -> None:
-        events.put_nowait((place, found))
+    def sink(event: Event | BaseException) -> None:
+        events.put_nowait((index, event))
 
     try:
         await stream.begin(sink)
@@ -196,17 +198,17 @@ async def _begin(place: int, stream: AsyncEvents, events: asyncio.Queue[Found]) 
         sink(error)
 
 
-def _opened(streams: Sequence[AsyncEvents], found: Found) -> tuple[int, Event]:
+def _opened(streams: Sequence[AsyncEvents], arrival: Arrival) -> tuple[int, Event]:
     """An event that was taken out of a queue.
 
     Raises:
         BaseException: it is a failure; one of kvkeep is a refusal.
     """
-    place, event = found
+    index, event = arrival
     if isinstance(event, RefusalError):
         raise event
     try:
-        return place, streams[place].taken(event)
+        return index, streams[index].taken(event)
     except KVKeepError as error:
         raise refusal_of(error) from error
 
@@ -226,14 +228,13 @@ async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEve
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def in_thread(work: Callable[[], Any]) -> Any:
+async def in_thread(work: Callable[[], _T]) -> _T:
     """Do some work that takes time in a thread.
 
     Raises:
         RefusalError: the work refuses the request.
     """
-    waiting: Awaitable[Any] = asyncio.to_thread(work)
     try:
-        return await waiting
+        return await asyncio.to_thread(work)
     except KVKeepError as error:
         raise refusal_of(error) from error

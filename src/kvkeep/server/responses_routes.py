@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,28 +12,27 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
-from kvkeep.engine import Engine, Event, Request, Result, Session
-from kvkeep.engine import Request as Turn
+from kvkeep.engine import Event, Request, Result, Session
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import ParsedBody, format_of
 from kvkeep.openai.responses import calls_of
 from kvkeep.openai.tools import ToolCallParser
 from kvkeep.server.errors import in_words_of, unknown
-from kvkeep.server.generate_routes import GenerateRoutes
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_parsing import own_options, sampling_request
 from kvkeep.server.request_queue import RequestQueue, in_thread
 from kvkeep.server.schemas import Generating, ResponseBody, body_of
+from kvkeep.server.session_registry import ServerSession, SessionTable
 from kvkeep.server.settings import ServerSettings
-from kvkeep.server.sse import begun, kept_of, meter_of, owner_of, reply, unless_gone
+from kvkeep.server.sse import EventStream, begun, kept_of, meter_of, owner_of, reply, unless_gone
 
 # Bodies of ``/v1/responses`` as requests to the engine, by way of the parameters of a chat.
 
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def turn_of(
+def parse_response_body(
     body: ResponseBody, served: ServedModel, settings: ServerSettings, *, before: int | None
 ) -> tuple[ParsedBody, Request]:
     """A body as a chat's, and its request.
@@ -71,10 +69,10 @@ def _form(body: ResponseBody) -> dict[str, Any]:
 def _tools(body: ResponseBody) -> dict[str, Any]:
     """The tools, which a chat has as functions inside of tools."""
     tools = []
-    for place, one in enumerate(body.tools or []):
-        if not isinstance(one, dict) or one.get("type") != "function":
+    for place, tool in enumerate(body.tools or []):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
             raise ParameterError(f"tools[{place}]", "is no function; only functions can be called")
-        tools.append({"type": "function", "function": {name: part for name, part in one.items() if name != "type"}})
+        tools.append({"type": "function", "function": {name: part for name, part in tool.items() if name != "type"}})
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -85,14 +83,14 @@ def _messages(given: list[Any]) -> list[dict[str, Any]]:
     """The messages of an input, whose parts are named in another way than those of a chat."""
     if not given:
         raise InputError("The input has no message.")
-    found: list[dict[str, Any]] = []
-    for place, one in enumerate(given):
-        message = _message(f"input[{place}]", one)
-        if "tool_calls" in message and found and "tool_calls" in found[-1]:
-            found[-1]["tool_calls"] += message["tool_calls"]
+    messages: list[dict[str, Any]] = []
+    for place, item in enumerate(given):
+        message = _message(f"input[{place}]", item)
+        if "tool_calls" in message and messages and "tool_calls" in messages[-1]:
+            messages[-1]["tool_calls"] += message["tool_calls"]  # a chat has the calls of one turn in one message
         else:
-            found.append(message)
-    return found
+            messages.append(message)
+    return messages
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
@@ -285,7 +283,7 @@ class ResponseStream:
             "kvkeep": kept_of([result]),
         }
         *before, last = self._items
-        items = [*(one.shown("completed") for one in before), last.shown(_status(result))]
+        items = [*(item.shown("completed") for item in before), last.shown(_status(result))]
         return {**self._whole(_status(result), items), "usage": usage}
 
     def _whole(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -324,149 +322,111 @@ def _status(result: Result) -> str:
     return "completed" if result.finish_reason == "stop" else "incomplete"
 
 
-@dataclass(eq=False)
-class StoredResponse:
-    """An answer that can be continued.
-
-    Attributes:
-        owner: whose it is.
-        session: ends with this answer.
-        body: the answer as it was sent.
-    """
-
-    owner: str
-    session: Session
-    body: dict[str, Any]
-    created: float = field(default_factory=time.time)
-
-
-class ResponseStore:
-    """The answers that can be continued, least recently used first.
-
-    Args:
-        most: how many are kept.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
-
-    def find(self, who: str, name: str) -> StoredResponse:
-        """An owner's answer.
-
-        Raises:
-            RefusalError: there is none.
-        """
-        found = self._kept.get(name)
-        if found is None or found.owner != who:
-            raise unknown("response", name, "It was never stored, or has been dropped since. Send the conversation.")
-        self._kept.move_to_end(name)
-        return found
-
-    def has(self, who: str, name: str) -> bool:
-        """Whether an owner's answer is there."""
-        return name in self._kept and self._kept[name].owner == who
-
-    def put(self, name: str, kept: StoredResponse) -> list[Session]:
-        """Keep an answer, and return the sessions of those that are dropped for it."""
-        self._kept[name] = kept
-        dropped = []
-        while len(self._kept) > self._most:
-            dropped.append(self._kept.popitem(last=False)[1].session)
-        return dropped
-
-    def drop(self, name: str) -> Session:
-        """Forget an answer."""
-        return self._kept.pop(name).session
+# The routes: an answer that is stored ends a session, from which another answer can go on.
 
 
 class ResponsesRoutes:
     """Answers ``/v1/responses``.
 
     Args:
-        engine: the engine.
-        generator: checks models and streams.
-        desk: runs requests.
+        served: the model.
+        queue: runs requests.
         settings: of the server.
     """
 
-    def __init__(self, engine: Engine, generator: GenerateRoutes, desk: RequestQueue, settings: ServerSettings) -> None:
-        self._engine, self._generator, self._desk, self._settings = engine, generator, desk, settings
-        self._shelf = ResponseStore(settings.max_responses)
+    def __init__(self, served: ServedModel, queue: RequestQueue, settings: ServerSettings) -> None:
+        self._served, self._queue, self._settings = served, queue, settings
+        self._stored = SessionTable(settings.max_responses)
 
-    def holds(self, who: str, name: str) -> bool:
-        """Whether an owner's answer is kept here."""
-        return self._shelf.has(who, name)
+    def holds(self, owner: str, name: str) -> bool:
+        """Return whether an owner's answer is kept here."""
+        return self._stored.holds(owner, name)
 
     async def respond(self, request: HttpRequest) -> Response:
         """Answer, and keep the answer so that it can be continued."""
         body = await body_of(request, ResponseBody, self._settings)
-        self._generator.check_model(body.model)
-        who = owner_of(request)
-        previous = None if body.previous_response_id is None else self._shelf.find(who, body.previous_response_id)
-        asked, turn = await in_thread(lambda: self._turn(body, previous))
+        self._settings.check_model(body.model)
+        previous: Session | None = None
+        if body.previous_response_id is not None:
+            previous = self._find(owner_of(request), body.previous_response_id).session
+        parameters, turn = await in_thread(lambda: self._parsed(body, previous))
         session = await in_thread(lambda: self._begin(body, previous))
         name = secrets.token_hex(16)
-        answer = ResponseStream(f"resp_{name}", body, self._settings.name, calls_of(asked, name, 0))
+        answer = ResponseStream(f"resp_{name}", body, self._settings.name, calls_of(parameters, name, 0))
         chunks = self._chunks(request, session, turn, answer)
-        with in_words_of({"response_format": "text.format"}.get(asked.form or "", asked.form)):
+        with in_words_of({"response_format": "text.format"}.get(parameters.form or "", parameters.form)):
             ready = await unless_gone(request, begun(chunks))
-        if body.stream:
-            return self._generator.stream(request, ready, done=False, named=True)
-        return reply(await unless_gone(request, _last(ready)))
-
-    def _turn(self, body: ResponseBody, previous: StoredResponse | None) -> tuple[ParsedBody, Turn]:
-        """A body as a chat's, and its request."""
-        before = None if previous is None else len(previous.session.token_ids)
-        return turn_of(body, self._generator.served, self._settings, before=before)
+        if not body.stream:
+            return reply(await unless_gone(request, _last(ready)))
+        ping_s, write_s = self._settings.ping_s, self._settings.read_timeout_s
+        return EventStream(request, ready, ping_s=ping_s, write_s=write_s, done=False, named=True)
 
     async def look(self, request: HttpRequest) -> Response:
         """Show an answer again."""
-        return reply(self._shelf.find(owner_of(request), request.path_params["name"]).body)
+        return reply(self._find(owner_of(request), request.path_params["name"]).answer)
 
     async def remove(self, request: HttpRequest) -> Response:
         """Forget an answer."""
-        name = request.path_params["name"]
-        self._shelf.find(owner_of(request), name)
-        session = self._shelf.drop(name)
-        await in_thread(session.close)
+        owner, name = owner_of(request), request.path_params["name"]
+        entry = self._find(owner, name)
+        self._stored.remove(owner, name)
+        await in_thread(entry.session.close)
         return reply({"id": name, "object": "response", "deleted": True})
 
-    def _begin(self, body: ResponseBody, previous: StoredResponse | None) -> Session:
-        """A session for an answer: a copy of the previous answer's, or a new one."""
+    def _find(self, owner: str, name: str) -> ServerSession:
+        """Return an owner's answer.
+
+        Raises:
+            RefusalError: there is none.
+        """
+        if (entry := self._stored.find(owner, name)) is None:
+            raise unknown("response", name, "It was never stored, or has been dropped since. Send the conversation.")
+        return entry
+
+    def _parsed(self, body: ResponseBody, previous: Session | None) -> tuple[ParsedBody, Request]:
+        """Return a body as a chat's, and its request."""
+        before = None if previous is None else len(previous.token_ids)
+        return parse_response_body(body, self._served, self._settings, before=before)
+
+    def _begin(self, body: ResponseBody, previous: Session | None) -> Session:
+        """Open a session for an answer: a copy of the previous answer's, or a new one."""
+        engine = self._served.engine
         if previous is None:
-            return self._engine.session(policy=body.policy, budget=body.budget)
-        before = previous.session  # the numbers of a fork depend on how many there were, a copy's on the seed alone
-        return self._engine.session(policy=before.policy, budget=before.budget, memory=before.snapshot())
+            return engine.session(policy=body.policy, budget=body.budget)
+        # no fork: its random numbers depend on how many forks there were, those of a copy on the seed alone
+        return engine.session(policy=previous.policy, budget=previous.budget, snapshot=previous.snapshot())
 
     async def _chunks(
-        self, request: HttpRequest, session: Session, asked: Turn, answer: ResponseStream
+        self, request: HttpRequest, session: Session, turn: Request, answer: ResponseStream
     ) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The events of an answer, after an empty one."""
-        kept = False
-        run = self._desk.run([session.asend(asked)], meter_of(request))
+        """Yield the events of an answer, after an empty one."""
+        stored = False
+        run = self._queue.run([session.asend(turn)], meter_of(request))
         try:
-            async for found in run:
-                if found is None:
+            async for item in run:
+                if item is None:
                     yield {}
-                    for event in answer.beginning():
-                        yield event
+                    for chunk in answer.beginning():
+                        yield chunk
                     continue
-                for piece in answer.more(found[1]):
-                    yield piece
-                if (result := found[1].result) is not None:
-                    if kept := answer.stored:
-                        await self._keep(answer.name, StoredResponse(owner_of(request), session, answer.body(result)))
-                    for piece in answer.end(result):
-                        yield piece
+                _, event = item
+                for chunk in answer.more(event):
+                    yield chunk
+                if event.result is not None:
+                    if stored := answer.stored:
+                        await self._store(owner_of(request), answer, session, event.result)
+                    for chunk in answer.end(event.result):
+                        yield chunk
         finally:
             await run.aclose()
-            if not kept:
+            if not stored:
                 await in_thread(session.close)
 
-    async def _keep(self, name: str, kept: StoredResponse) -> None:
-        for session in self._shelf.put(name, kept):
-            await in_thread(session.close)
+    async def _store(self, owner: str, answer: ResponseStream, session: Session, result: Result) -> None:
+        """Keep an answer and its session, and end the sessions of answers that are dropped for it."""
+        self._stored.add(owner, answer.name, ServerSession(answer.name, session, answer.body(result)))
+        for dropped in self._stored.trim():
+            await in_thread(dropped.session.close)
 
 
 async def _last(chunks: AsyncGenerator[Mapping[str, Any], None]) -> Mapping[str, Any]:
@@ -477,5 +437,5 @@ async def _last(chunks: AsyncGenerator[Mapping[str, Any], None]) -> Mapping[str,
             last = chunk
     finally:
         await chunks.aclose()
-    found: Mapping[str, Any] = last["response"]
-    return found
+    response: Mapping[str, Any] = last["response"]
+    return response

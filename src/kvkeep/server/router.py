@@ -8,146 +8,30 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import decoded
-from kvkeep.server.app import answer_to
 from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.metrics import Refusals
 from kvkeep.server.middleware import AuthMiddleware
 from kvkeep.server.placement import SESSION, PlacementRequest, Places, wish_of
 from kvkeep.server.rate_limits import Meter, RateLimits
+from kvkeep.server.replicas import USED, LostError, MissedError, Received, Replicas, Used, headers_of
 from kvkeep.server.schemas import received
 from kvkeep.server.session_leases import HELD
 from kvkeep.server.settings import ServerSettings
-from kvkeep.server.sse import DONE, ends, failed, owner_of, reply, unless_gone
-
-# A request that came to another process, run through the application of this one.
-
-
-@dataclass(frozen=True)
-class Received:
-    """A whole request, small enough to travel between processes.
-
-    Attributes:
-        method, path, query: of its first line.
-        headers: names in lower case, and values.
-        body: all of it.
-        client: the address of the client.
-    """
-
-    method: str
-    path: str
-    query: bytes = b""
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-    body: bytes = b""
-    client: tuple[str, int] | None = None
-
-    @property
-    def scope(self) -> Scope:
-        """The request as an application takes it."""
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": self.method,
-            "path": self.path,
-            "raw_path": self.path.encode("utf-8", "surrogateescape"),
-            "root_path": "",
-            "query_string": self.query,
-            "headers": list(self.headers),
-            "client": self.client,
-            "server": None,
-        }
-
-
-USED = "kvkeep.used"
-"""The type of a message, and the name in other messages, for what a request has used since the last one."""
-_MOST_UNTOLD = 16
-
-
-@dataclass(frozen=True)
-class Used:
-    """What a request has used since it was told last.
-
-    Attributes:
-        tokens: tokens that were read or written.
-        ended: whether it does not wait or run any more.
-    """
-
-    tokens: int = 0
-    ended: bool = False
-
-
-class _Away:
-    """The meter of a request that a router counts. What it is told travels with the answer.
-
-    Args:
-        put: takes the messages of the answer.
-    """
-
-    def __init__(self, put: Callable[[Message], object]) -> None:
-        self._put, self._untold = put, Used()
-
-    def spend(self, tokens: int) -> None:
-        self._untold = Used(self._untold.tokens + tokens, self._untold.ended)
-        if self._untold.tokens >= _MOST_UNTOLD:
-            self.send({"type": USED})
-
-    def end(self) -> None:
-        self._untold = Used(self._untold.tokens, ended=True)
-
-    def send(self, message: Message) -> None:
-        """Send a message, with all that was not told yet."""
-        if self._untold != Used():
-            message, self._untold = {**message, USED: self._untold}, Used()
-        self._put(message)
-
-
-async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, None]:
-    """Yield the messages with which an application answers. Whoever closes the generator is a client that leaves."""
-    messages: asyncio.Queue[Message | None] = asyncio.Queue()
-    left, parts = asyncio.Event(), iter([{"type": "http.request", "body": request.body, "more_body": False}])
-
-    async def receive() -> Message:
-        for part in parts:
-            return part
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        meter.send(message)
-
-    meter = _Away(messages.put_nowait)
-    work = asyncio.ensure_future(app({**request.scope, "state": {"meter": meter}}, receive, send))
-    work.add_done_callback(lambda _: messages.put_nowait(None))
-    try:
-        while (message := await messages.get()) is not None:
-            yield message
-        await work
-    finally:
-        left.set()
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-
-
-def headers_of(found: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
-    """The headers that travel with a request: its body is whole, and the connection is another one."""
-    dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
-    return tuple((name.lower(), value) for name, value in found if name.lower() not in dropped)
-
+from kvkeep.server.sse import DONE, answer_to, ends, failed, owner_of, reply, unless_gone
 
 # The messages of a replica's answer on their way to the client.
 
@@ -231,33 +115,33 @@ class Relay:
 # Health, metrics and sessions of several replicas as one answer.
 
 
-def health(found: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple[dict[str, Any], int]:
+def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple[dict[str, Any], int]:
     """The health of all replicas: sums of rows, and each replica's own; and the status of the answer.
 
     Args:
-        found: replica → its health.
+        answers: replica → its health.
         draining: whether the router is about to end.
     """
-    ready = any(one["status"] == "ready" for one in found.values()) and not draining
-    sums = {name: sum(one[name] for one in found.values()) for name in ("rows", "rows_free", "waiting")}
+    ready = any(replica["status"] == "ready" for replica in answers.values()) and not draining
+    sums = {name: sum(replica[name] for replica in answers.values()) for name in ("rows", "rows_free", "waiting")}
     body = {
         "status": "draining" if draining else "ready" if ready else "starting",
         **sums,
-        "row_bytes": max((one["row_bytes"] for one in found.values()), default=0),
-        "replicas": {name: dict(one) for name, one in sorted(found.items())},
+        "row_bytes": max((replica["row_bytes"] for replica in answers.values()), default=0),
+        "replicas": {name: dict(answer) for name, answer in sorted(answers.items())},
     }
     return body, 200 if ready else 503
 
 
-def metrics(found: Mapping[str, str], own: str) -> str:
+def metrics(answers: Mapping[str, str], own: str) -> str:
     """The metrics of all replicas and of the router, each sample with a label ``replica``.
 
     Args:
-        found: replica → its metrics as text for Prometheus.
+        answers: replica → its metrics as text for Prometheus.
         own: those of the router.
     """
     families: dict[str, list[str]] = {}
-    for replica, text in [*sorted(found.items()), ("router", own)]:
+    for replica, text in [*sorted(answers.items()), ("router", own)]:
         family, heads = "", list[str]()
         for line in text.splitlines():
             if line.startswith("#"):
@@ -267,7 +151,7 @@ def metrics(found: Mapping[str, str], own: str) -> str:
             families.setdefault(family, list(heads)).append(_labelled(line, replica))
     count = ["# HELP kvkeep_replicas Replicas that answer.", "# TYPE kvkeep_replicas gauge"]
     lines = [line for family in families.values() for line in family]
-    return "\n".join([*lines, *count, f"kvkeep_replicas {len(found)}"]) + "\n"
+    return "\n".join([*lines, *count, f"kvkeep_replicas {len(answers)}"]) + "\n"
 
 
 def _labelled(sample: str, replica: str) -> str:
@@ -277,45 +161,13 @@ def _labelled(sample: str, replica: str) -> str:
     return f'{name}{{replica="{replica}"' + (f",{rest[1:]}" if rest[0] == "{" else f"}}{rest}")
 
 
-def sessions(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def sessions(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The list of sessions of all replicas, each once."""
-    data = {entry["id"]: entry for one in found.values() for entry in one["data"]}
+    data = {entry["id"]: entry for listed in answers.values() for entry in listed["data"]}
     return {"object": "list", "data": [data[name] for name in sorted(data)]}
 
 
-# How a router reaches the replicas of a server; it does not know what runs them.
-
-
-class LostError(Exception):
-    """A replica has ended while it had a request."""
-
-
-class MissedError(LostError):
-    """A replica has ended, or is about to, before it had a request."""
-
-
-@runtime_checkable
-class Replicas(Protocol):
-    """The replicas of a server."""
-
-    def here(self) -> Mapping[str, int]:
-        """The replicas that take requests, and the rows of each; 0 where they are not known yet."""
-
-    def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
-        """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
-
-        Raises:
-            MissedError: the replica has ended; the request did not reach it.
-            LostError: it has ended with the request.
-        """
-
-    async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Whether a replica holds a session or an answer.
-
-        Raises:
-            LostError: it has ended.
-        """
-
+# The router itself: which replica gets a request, and what happens when that replica ends.
 
 _ANSWER_S = 5.0
 """Seconds in which a replica must answer a question about itself."""
@@ -354,9 +206,9 @@ class Router:
             return
         if self.draining:
             raise RefusalError(503, "The server is about to end: it takes no requests.", headers={"Retry-After": "5"})
-        asked = await _received(request, self._settings)
-        wish = await self._wish(asked)
-        owner, named = owner_of(request), asked.path == "/v1/responses"
+        forwarded = await _received(request, self._settings)
+        wish = await self._wish(forwarded)
+        owner, named = owner_of(request), forwarded.path == "/v1/responses"
 
         def begins(status: int) -> None:
             if status in (404, 503) and wish.held is not None:
@@ -365,23 +217,23 @@ class Router:
         meter, write_s = scope["state"].get("meter"), self._settings.read_timeout_s
         relay = Relay(send, write_s=write_s, named=named, begins=begins, meter=meter)
         try:
-            await unless_gone(request, self._answer(owner, asked, wish, relay))
+            await unless_gone(request, self._answer(owner, forwarded, wish, relay))
         except GoneError:
             if not relay.begun:
                 raise
 
-    async def _answer(self, owner: str, asked: Received, wish: PlacementRequest, relay: Relay) -> None:
+    async def _answer(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
         """Let a replica answer. One that ends with the request, or hangs, is an error for the client."""
         limit = self._settings.request_timeout_s + _LATE_S
         try:
             async with asyncio.timeout(limit):
-                await self._tried(owner, asked, wish, relay)
+                await self._tried(owner, forwarded, wish, relay)
         except (LostError, TimeoutError) as error:
             refusal = _lost() if isinstance(error, LostError) else _hung(limit)
             if not await relay.broken(refusal):
                 raise refusal from error
 
-    async def _tried(self, owner: str, asked: Received, wish: PlacementRequest, relay: Relay) -> None:
+    async def _tried(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
         """Let a replica answer. One that ends before it has the request is replaced, and a held session waited for.
 
         Raises:
@@ -392,7 +244,10 @@ class Router:
         while True:
             replica = await self._place(owner, wish)
             try:
-                async with self._taken(owner, wish, replica), aclosing(self._replicas.ask(replica, asked)) as messages:
+                async with (
+                    self._taken(owner, wish, replica),
+                    aclosing(self._replicas.ask(replica, forwarded)) as messages,
+                ):
                     if await relay.run(messages, unless=HELD if time.monotonic() < end else None):
                         break
             except MissedError:
@@ -422,14 +277,14 @@ class Router:
                 self._places.note(key, replica)
                 yield
 
-    async def _wish(self, asked: Received) -> PlacementRequest:
+    async def _wish(self, forwarded: Received) -> PlacementRequest:
         """What a request needs of its replica."""
         try:
-            many = len(asked.body) > 2**18
-            body = await asyncio.to_thread(decoded, asked.body) if many else decoded(asked.body or b"{}")
+            many = len(forwarded.body) > 2**18
+            body = await asyncio.to_thread(decoded, forwarded.body) if many else decoded(forwarded.body or b"{}")
         except (ValueError, RecursionError, InputError):
             body = {}  # its replica says what is wrong
-        return wish_of(asked.method, asked.path, body, prefixes=self._prefixes)
+        return wish_of(forwarded.method, forwarded.path, body, prefixes=self._prefixes)
 
     async def _place(self, owner: str, wish: PlacementRequest) -> str:
         """The replica for a request.
@@ -441,24 +296,24 @@ class Router:
         if wish.held is None:
             return self._places.choose(wish, here)
         kind, name = wish.held
-        found = await self._holder(kind, owner, name)
-        if found is None:
-            found = self._places.choose(wish, self._here())
-            self._places.note((kind, owner, name), found)
-        return found
+        holder = await self._holder(kind, owner, name)
+        if holder is None:
+            holder = self._places.choose(wish, self._here())
+            self._places.note((kind, owner, name), holder)
+        return holder
 
     async def _holder(self, kind: str, owner: str, name: str) -> str | None:
-        """The replica that holds something. All are asked if it is not known."""
+        """The replica that holds something. All are forwarded if it is not known."""
         key = (kind, owner, name)
-        if (found := self._places.find(key, self._here())) is not None:
-            return found
+        if (holder := self._places.find(key, self._here())) is not None:
+            return holder
         here = list(self._here())
-        answers = await asyncio.gather(*(self._holds(one, key) for one in here))
+        answers = await asyncio.gather(*(self._holds(replica, key) for replica in here))
         known = self._places.find(key, self._here())  # somebody else may have found, or chosen it meanwhile
-        found = next((one for one, holds in zip(here, answers, strict=True) if holds), known)
-        if found is not None:
-            self._places.note(key, found)
-        return found
+        holder = next((replica for replica, holds in zip(here, answers, strict=True) if holds), known)
+        if holder is not None:
+            self._places.note(key, holder)
+        return holder
 
     async def _elsewhere(self, key: tuple[str, str, str], replica: str) -> bool:
         """Whether another replica holds something now. What the router knows of it may be long gone."""
@@ -484,15 +339,15 @@ class Router:
 
     async def _health(self, request: Request) -> Response:
         """Sum the rows of all replicas up."""
-        asked = await _received(request, self._settings)
-        found = await self._all(replace(asked, query=b"check=live"))
-        body, status = health({one: json.loads(raw) for one, raw in found.items()}, draining=self.draining)
+        forwarded = await _received(request, self._settings)
+        answers = await self._all(replace(forwarded, query=b"check=live"))
+        body, status = health({replica: json.loads(raw) for replica, raw in answers.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)
 
     async def _metrics(self, request: Request) -> Response:
         """Show the metrics of all replicas, each by its name."""
-        found = await self._all(await _received(request, self._settings))
-        text = metrics({one: raw.decode() for one, raw in found.items()}, self.refusals.text())
+        answers = await self._all(await _received(request, self._settings))
+        text = metrics({replica: raw.decode() for replica, raw in answers.items()}, self.refusals.text())
         return Response(text, headers={"Content-Type": _METRICS})
 
     async def _sessions(self, request: Request) -> Response:
@@ -502,23 +357,23 @@ class Router:
             RefusalError: no replica says which it has.
         """
         self._here()
-        if not (found := await self._all(await _received(request, self._settings))):
+        if not (answers := await self._all(await _received(request, self._settings))):
             raise RefusalError(
                 503, "No replica could list its sessions. Try again in 5 s.", headers={"Retry-After": "5"}
             )
-        return reply(sessions({one: json.loads(raw) for one, raw in found.items()}))
+        return reply(sessions({replica: json.loads(raw) for replica, raw in answers.items()}))
 
-    async def _all(self, asked: Received) -> dict[str, bytes]:
+    async def _all(self, forwarded: Received) -> dict[str, bytes]:
         """Ask all replicas the same; return the bodies of those that answer."""
         here = list(self._replicas.here())
-        found = await asyncio.gather(*(self._body(one, asked) for one in here))
-        return {one: body for one, body in zip(here, found, strict=True) if body is not None}
+        bodies = await asyncio.gather(*(self._body(replica, forwarded) for replica in here))
+        return {replica: body for replica, body in zip(here, bodies, strict=True) if body is not None}
 
-    async def _body(self, replica: str, asked: Received) -> bytes | None:
+    async def _body(self, replica: str, forwarded: Received) -> bytes | None:
         """The body of a replica's answer; ``None`` if it does not answer well."""
         parts, ended = [], False
         try:
-            async with asyncio.timeout(_ANSWER_S), aclosing(self._replicas.ask(replica, asked)) as messages:
+            async with asyncio.timeout(_ANSWER_S), aclosing(self._replicas.ask(replica, forwarded)) as messages:
                 async for message in messages:
                     if message.get("status", 200) != 200:
                         return None
@@ -529,7 +384,7 @@ class Router:
         return b"".join(parts) if ended else None
 
 
-def make_front(
+def make_router(
     replicas: Replicas, settings: ServerSettings, origins: Sequence[str] = (), *, prefixes: bool = False
 ) -> FastAPI:
     """The application that sends requests to replicas.
@@ -541,12 +396,12 @@ def make_front(
         prefixes: whether replicas keep common beginnings of prompts.
     """
     app = FastAPI(title="kvkeep", docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.desk = front = Router(replicas, settings, prefixes=prefixes)
-    app.mount("/", front)
+    app.state.queue = router = Router(replicas, settings, prefixes=prefixes)
+    app.mount("/", router)
     for kind in (RefusalError, GoneError, ClientDisconnect, HTTPException):
         app.add_exception_handler(kind, answer_to)
     app.state.limits = limits = RateLimits(settings.key_requests, settings.key_tokens)
-    limits.refused.append(front.refusals.note)
+    limits.refused.append(router.refusals.note)
     app.add_middleware(AuthMiddleware, settings=settings, limits=limits)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

@@ -184,7 +184,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end, or end at once."""
-        self._app.state.desk.draining = True
+        self._app.state.queue.draining = True
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.interrupted = self.interrupted or sig == signal.SIGINT
         self.should_exit = True

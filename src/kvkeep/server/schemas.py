@@ -10,8 +10,11 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from kvkeep.errors import InputError, show_bytes
+from kvkeep import parameters
+from kvkeep.errors import InputError, PolicyError, show_bytes
 from kvkeep.openai.messages import MAX_DEPTH, decoded
+from kvkeep.parameters import Parameter
+from kvkeep.policies.registry import available, parse
 from kvkeep.server.errors import RefusalError, parameter, refusal_of
 from kvkeep.server.settings import ServerSettings
 
@@ -71,7 +74,7 @@ _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems":
 Prompts = Annotated[
     Any,
     WithJsonSchema(
-        {"anyOf": [_TEXT, _IDS, *({"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS))]}
+        {"anyOf": [_TEXT, _IDS, *({"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, _IDS))]}
     ),
 ]
 """A text, token ids, or a list of either."""
@@ -86,6 +89,11 @@ def _within(least: int | float, most: int | float | None = None, description: st
     """A number that may be left out; its range is described here, and checked where it is used."""
     limits = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
     return Field(None, description=description, json_schema_extra=cast("dict[str, Any]", limits))
+
+
+def _described(parameter: Parameter, description: str | None = None) -> Any:
+    """A number that may be left out, with the range of a parameter."""
+    return _within(parameter.least or 0, parameter.most, description)
 
 
 class Body(BaseModel):
@@ -107,17 +115,19 @@ class Generating(Body):
     own: ClassVar[tuple[str, ...]] = (*OWN, "structured_outputs")
     model: str | None = None
     max_tokens: int | None = _within(0, description="The most new tokens.")
-    min_tokens: int | None = _within(0, description="No end token and no stop text ends a text with fewer tokens.")
-    temperature: float | None = _within(0, 1000, "0: the likeliest token. By default 1.")
-    top_p: float | None = _within(1e-6, 1)
+    min_tokens: int | None = _within(0, description=parameters.MIN_NEW_TOKENS.help)
+    temperature: float | None = _described(parameters.TEMPERATURE, "0: the likeliest token. By default 1.")
+    top_p: float | None = _described(parameters.TOP_P)
     top_k: int | None = _within(-1)
-    min_p: float | None = _within(0, 1)
-    repetition_penalty: float | None = _within(0.01, 100)
-    presence_penalty: float | None = _within(-2, 2)
-    frequency_penalty: float | None = _within(-2, 2)
-    logit_bias: dict[str, float] | None = Field(None, description="Token id → what is added to its logit.")
+    min_p: float | None = _described(parameters.MIN_P)
+    repetition_penalty: float | None = _described(parameters.REPETITION_PENALTY)
+    presence_penalty: float | None = _described(parameters.PRESENCE_PENALTY)
+    frequency_penalty: float | None = _described(parameters.FREQUENCY_PENALTY)
+    logit_bias: dict[str, float] | None = Field(None, description=parameters.LOGIT_BIAS.help)
     n: int | None = _within(1, 128)
-    seed: int | None = _within(0, 2**63 - 1, "The same seed draws the same tokens. By default another one each time.")
+    seed: int | None = _described(
+        parameters.SEED, "The same seed draws the same tokens. By default another one each time."
+    )
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -127,11 +137,11 @@ class Generating(Body):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="vLLM's: one of json, json_object, regex, choice and grammar."
     )
-    budget: int | None = _within(1, description="Tokens kept per layer and KV head.")
-    keep_ratio: float | None = _within(0, 1, "The budget as a share of the prompt, in (0, 1].")
+    budget: int | None = _described(parameters.BUDGET, "Tokens kept per layer and KV head.")
+    keep_ratio: float | None = _described(parameters.KEEP_RATIO, "The budget as a share of the prompt, in (0, 1].")
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
-    pins: list[Span] | None = Field(None, description="Spans of the prompt's positions that are never evicted.")
-    guard: float | None = _within(0, 1, "The largest share of attention that the prompt's cut may lose.")
+    pins: list[Span] | None = Field(None, description=parameters.PINS.help)
+    guard: float | None = _described(parameters.GUARD, "The largest share of attention that the prompt's cut may lose.")
 
     def openai_fields(self) -> dict[str, Any]:
         """The fields that `kvkeep.openai.requests.read` knows."""
@@ -263,9 +273,14 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
     raw = await received(request, settings)
     if empty and not raw.strip():
         raw = b"{}"
-    if len(raw) < _LARGE:
-        return checked(kind, _fields(raw))
-    return checked(kind, await asyncio.to_thread(_fields, raw))
+    fields = _fields(raw) if len(raw) < _LARGE else await asyncio.to_thread(_fields, raw)
+    for name in fields.keys() - kind.model_fields.keys():  # clients may send more, but not a misspelt name of kvkeep
+        if alike := difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE):
+            raise parameter(name[:80], f"is unknown; did you mean {alike[0]}?")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first(error) from error
 
 
 async def received(request: Request, settings: ServerSettings) -> bytes:
@@ -311,28 +326,24 @@ def _fields(raw: bytes) -> dict[str, Any]:
     raise RefusalError(400, f"The body {reason}. Send one JSON object.")
 
 
-def checked(kind: type[_B], fields: dict[str, Any]) -> _B:
-    """The fields of a body after the checks of its schema. Unknown fields are ignored, misspelt ones of kvkeep are not.
-
-    Raises:
-        RefusalError: a field has another type, or is a misspelt name of kvkeep.
-    """
-    for name in fields.keys() - kind.model_fields.keys():
-        alike = difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE)
-        if alike:
-            raise parameter(name[:80], f"is unknown; did you mean {alike[0]}?")
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _first(error) from error
-
-
 def _first(error: ValidationError) -> RefusalError:
     """The first mistake that a schema has found."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = [part for part in found["loc"] if isinstance(part, int) or part.isidentifier()]
+    mistake = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = [part for part in mistake["loc"] if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")[:80]
-    reason = found["msg"][:1].lower() + found["msg"][1:]
+    reason = mistake["msg"][:1].lower() + mistake["msg"][1:]
     if not name:
         return refusal_of(InputError(f"the body cannot be used: {reason}"))
     return parameter(name, f"is refused: {reason}")
+
+
+def check_policy(name: str) -> None:
+    """Refuse a policy that is not registered: a client must not name modules of the server's machine.
+
+    Raises:
+        PolicyError: there is no such policy, or an option of it is unknown.
+    """
+    if name.partition(":")[0] not in available():
+        parse(name.partition(":")[0])  # raises, with the names that are alike
+        raise PolicyError(f"There is no policy {name[:60]!r}.")
+    parse(name)

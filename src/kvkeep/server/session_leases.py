@@ -198,8 +198,8 @@ class SharedFolder:
 
     def _folders(self) -> list[Path]:
         """The folders of all servers, and the shared one, where a single server leaves files."""
-        with os.scandir(self._root) as found:
-            return [self._root, *(self._root / one.name for one in found if one.is_dir(follow_symlinks=False))]
+        with os.scandir(self._root) as entries:
+            return [self._root, *(self._root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))]
 
     def _keep_single_servers_out(self) -> None:
         """Hold the folder, so that no engine takes it for itself; see `kvkeep.engine.session_store`.

@@ -1,4 +1,7 @@
-"""The sessions of a server: each belongs to a key, has a name, and can go back a few turns."""
+"""The sessions of a server: each belongs to a key, has a name, and can go back a few turns.
+
+The answers of ``/v1/responses`` that can be continued are sessions as well; `SessionTable` holds both kinds.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,34 @@ import re
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvkeep.engine import Engine, Session
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
-from kvkeep.server.request_parsing import check_policy
-from kvkeep.server.schemas import SessionBody
+from kvkeep.server.schemas import SessionBody, check_policy
 from kvkeep.server.session_leases import Leases, LocalLeases, elsewhere
 from kvkeep.snapshot import Snapshot
 
-# A session of the server: the engine's session, and the states to which it can go back.
-
+log = logging.getLogger("kvkeep.access")
+_NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
 _MOST_STATES = 9
 """States that a session can go back to, the present one included."""
+_MOST_BYTES = 2**30
+"""Bytes of the states to which all sessions can go back."""
 _AGAIN_S = 1.0
 """Seconds between two attempts to write a session that could not be written."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# One session, and a table of sessions.
 
 
 @dataclass(eq=False)
@@ -38,12 +48,14 @@ class ServerSession:
     Attributes:
         id: its name in the API.
         session: the engine's session.
+        answer: the answer of ``/v1/responses`` with which it ends; ``None`` for a session that a client has named.
         created: seconds since 1970 at which it was opened.
         states: its memory after its last turns, oldest first.
     """
 
     id: str
     session: Session
+    answer: Mapping[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
     _users: set[threading.Event] = field(default_factory=set)
@@ -53,12 +65,12 @@ class ServerSession:
     @property
     def nbytes(self) -> int:
         """Bytes of the states to which it can go back."""
-        return sum(one.nbytes for one in self.states)
+        return sum(state.nbytes for state in self.states)
 
     @property
     def used(self) -> bool:
         """Whether a request uses it."""
-        return any(not one.is_set() for one in self._users)
+        return any(not ended.is_set() for ended in self._users)
 
     def use(self, until: threading.Event) -> None:
         """Note that a request uses it.
@@ -66,7 +78,28 @@ class ServerSession:
         Args:
             until: is set when the request ends.
         """
-        self._users = {one for one in self._users if not one.is_set()} | {until}
+        self._users = {ended for ended in self._users if not ended.is_set()} | {until}
+
+    def note(self) -> None:
+        """Remember the present state, to which the session can go back later; without a turn there is none."""
+        if not self.session.token_ids:
+            return
+        with suppress(SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
+            self.states.append(self.session.snapshot())
+
+    def rewind(self, turns: int) -> None:
+        """Take back the last turns.
+
+        Raises:
+            RefusalError: the earlier turns are not kept.
+        """
+        if turns >= len(self.states):
+            most = max(0, len(self.states) - 1)
+            raise RefusalError(400, f"The session {self.id} can go back {most} turns, and not {turns}.", param="turns")
+        target = self.states[-1 - turns]
+        self.session.rewind(target)
+        while self.states[-1] is not target:
+            self.states.pop()
 
     def close(self) -> bool:
         """Write it to the disk and close it; ``False`` if that fails, or failed within the last second.
@@ -87,18 +120,57 @@ class ServerSession:
         return True
 
 
-log = logging.getLogger("kvkeep.access")
-_NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
-_MOST_BYTES = 2**30
-"""Bytes of the states to which all sessions can go back."""
+class SessionTable:
+    """Sessions by their owner and their name, least recently used first.
+
+    Args:
+        most: how many there may be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        # ordered, because moving an entry to the end leaves no moment in which another thread misses it
+        self._entries: OrderedDict[tuple[str, str], ServerSession] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[ServerSession]:
+        return iter(list(self._entries.values()))  # a copy, because other threads open and close sessions meanwhile
+
+    def names(self) -> list[tuple[str, str]]:
+        """Return the owner and the name of each session."""
+        return list(self._entries)
+
+    def holds(self, owner: str, name: str) -> bool:
+        """Return whether a session is here."""
+        return (owner, name) in self._entries
+
+    def find(self, owner: str, name: str) -> ServerSession | None:
+        """Return a session, which has been used now; ``None`` if it is not here."""
+        entry = self._entries.get((owner, name))
+        if entry is not None:
+            self._entries.move_to_end((owner, name))
+        return entry
+
+    def add(self, owner: str, name: str, entry: ServerSession) -> None:
+        """Add a session."""
+        self._entries[owner, name] = entry
+
+    def remove(self, owner: str, name: str) -> ServerSession | None:
+        """Take a session out and return it; ``None`` if it is not here."""
+        return self._entries.pop((owner, name), None)
+
+    def trim(self) -> list[ServerSession]:
+        """Take out the least recently used sessions that are too many, and return them."""
+        return [self._entries.popitem(last=False)[1] for _ in range(len(self._entries) - self.most)]
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+# The sessions that clients name.
 
 
 def _alone(method: Callable[Concatenate[SessionRegistry, _P], _T]) -> Callable[Concatenate[SessionRegistry, _P], _T]:
-    """Let one thread at a time into the methods of a book, so that no name is given twice."""
+    """Let one thread at a time into the methods of a registry, so that no name is given twice."""
 
     @functools.wraps(method)
     def wrapper(self: SessionRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -123,9 +195,9 @@ class SessionRegistry:
 
     def __init__(self, engine: Engine, most: int, folder: str | None = None, leases: Leases | None = None) -> None:
         self.lock = threading.RLock()
-        self._engine, self._most, self._folder = engine, most, folder
+        self._engine, self._folder = engine, folder
         self._leases = leases or LocalLeases()
-        self._open: dict[tuple[str, str], ServerSession] = {}
+        self._open = SessionTable(most)
 
     @property
     def count(self) -> int:
@@ -135,17 +207,17 @@ class SessionRegistry:
     @property
     def running(self) -> int:
         """The number of open sessions of which a turn runs or waits."""
-        return sum(one.session.running for one in list(self._open.values()))
+        return sum(entry.session.running for entry in self._open)
 
     def names(self, owner: str) -> list[str]:
         """The names of an owner's sessions, open or saved."""
         mine = f"{owner}--"
-        found = {*self._engine.session_names, *self._leases.names()}
-        return sorted(name.removeprefix(mine) for name in found if name.startswith(mine))
+        names = {*self._engine.session_names, *self._leases.names()}
+        return sorted(name.removeprefix(mine) for name in names if name.startswith(mine))
 
     def holds(self, owner: str, name: str) -> bool:
         """Whether a session is open here."""
-        return (owner, name) in self._open
+        return self._open.holds(owner, name)
 
     @_alone
     def make(self, owner: str, body: SessionBody) -> ServerSession:
@@ -157,7 +229,7 @@ class SessionRegistry:
         """
         if body.policy is not None:
             check_policy(body.policy)
-        pins = spans([(one[0], one[1]) for one in body.pins or ()])
+        pins = spans([(start, stop) for start, stop in body.pins or ()])
         return self._opened(owner, self._free(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins)
 
     @_alone
@@ -171,10 +243,10 @@ class SessionRegistry:
         Raises:
             RefusalError: there is none.
         """
-        found = self._open.get((owner, name)) or self._reopened(owner, name)
+        entry = self._open.find(owner, name) or self._reopened(owner, name)
         if until is not None:
-            found.use(until)
-        return found
+            entry.use(until)
+        return entry
 
     def _reopened(self, owner: str, name: str) -> ServerSession:
         """Open a saved session.
@@ -211,15 +283,9 @@ class SessionRegistry:
         Raises:
             RefusalError: it is not there, or its earlier turns are not kept.
         """
-        found = self.find(owner, name)
-        if turns >= len(found.states):
-            most = max(0, len(found.states) - 1)
-            raise RefusalError(400, f"The session {name} can go back {most} turns, and not {turns}.", param="turns")
-        target = found.states[-1 - turns]
-        found.session.rewind(target)
-        while found.states[-1] is not target:
-            found.states.pop()
-        return found
+        entry = self.find(owner, name)
+        entry.rewind(turns)
+        return entry
 
     @_alone
     def pin(self, owner: str, name: str, pins: Spans) -> ServerSession:
@@ -229,14 +295,14 @@ class SessionRegistry:
             RefusalError: it is not there, or has no turn yet.
             KVKeepError: the engine refuses the pins.
         """
-        found = self.find(owner, name)
-        if not found.session.token_ids:
+        entry = self.find(owner, name)
+        if not entry.session.token_ids:
             raise RefusalError(400, f"The session {name} has no turn yet, so it has no tokens to pin.", param="pins")
-        found.session.pin(pins)
-        if found.states:
-            found.states.pop()
-        self.note(found)
-        return found
+        entry.session.pin(pins)
+        if entry.states:
+            entry.states.pop()
+        self.note(entry)
+        return entry
 
     @_alone
     def save(self, owner: str, name: str) -> ServerSession:
@@ -246,11 +312,11 @@ class SessionRegistry:
             RefusalError: it is not there, or the server has no folder.
         """
         self._need_folder()
-        found = self.find(owner, name)
-        if not found.session.token_ids:
+        entry = self.find(owner, name)
+        if not entry.session.token_ids:
             raise RefusalError(400, f"The session {name} has no turn yet, so there is nothing to save.")
-        found.session.save()
-        return found
+        entry.session.save()
+        return entry
 
     @_alone
     def restore(self, owner: str, name: str) -> ServerSession:
@@ -260,13 +326,13 @@ class SessionRegistry:
             RefusalError: it is not there, or was never saved.
         """
         folder = self._need_folder()
-        found = self.find(owner, name)
+        entry = self.find(owner, name)
         path = Path(folder) / f"{_full(owner, name)}.kvkeep"
         if not path.exists():
             raise unknown("saved session", name, "Save it first.")
-        found.session.rewind(Snapshot.load(path))
-        self.note(found)
-        return found
+        entry.session.rewind(Snapshot.load(path))
+        self.note(entry)
+        return entry
 
     @_alone
     def remove(self, owner: str, name: str) -> None:
@@ -275,9 +341,9 @@ class SessionRegistry:
         Raises:
             RefusalError: it is not there.
         """
-        found = self.find(owner, name)
-        found.session.close(delete=True)
-        self._open.pop((owner, name), None)
+        entry = self.find(owner, name)
+        entry.session.close(delete=True)
+        self._open.remove(owner, name)
         self._leases.give(_full(owner, name))
 
     def let_go(self) -> None:
@@ -287,14 +353,14 @@ class SessionRegistry:
         """
         if not self._leases.shared:
             return
-        for key in list(self._open):
-            self._let_go(*key)
+        for owner, name in self._open.names():
+            self._let_go(owner, name)
 
     @_alone
     def _let_go(self, owner: str, name: str) -> None:
-        entry = self._open.get((owner, name))
+        entry = self._open.find(owner, name)
         if entry is not None and entry.session.token_ids and not entry.used and entry.close():
-            del self._open[owner, name]
+            self._open.remove(owner, name)
             self._leases.give(_full(owner, name))
 
     def keep(self, entry: ServerSession) -> None:
@@ -312,28 +378,29 @@ class SessionRegistry:
     @_alone
     def note(self, entry: ServerSession) -> None:
         """Remember the state of a session after a turn, and forget the oldest ones if they take too much memory."""
-        if not entry.session.token_ids:
-            return
-        try:
-            entry.states.append(entry.session.snapshot())
-        except (SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
-            return
-        held = sum(one.nbytes for one in self._open.values())
-        for one in sorted(self._open.values(), key=lambda one: one is entry):
-            while held > _MOST_BYTES and len(one.states) > 1:
-                held -= one.states.popleft().nbytes
+        entry.note()
+        nbytes = sum(other.nbytes for other in self._open)
+        for other in sorted(self._open, key=lambda other: other is entry):  # its own states go last
+            while nbytes > _MOST_BYTES and len(other.states) > 1:
+                nbytes -= other.states.popleft().nbytes
+
+    def ran(self, entry: ServerSession) -> None:
+        """Note that a turn of a session has ended well: it can be taken back, and other servers may go on from it."""
+        self.note(entry)
+        self.keep(entry)
 
     def _opened(self, owner: str, name: str, memory: Snapshot | None, **options: object) -> ServerSession:
         """Open a session of the engine."""
         full = _full(owner, name)
         try:
-            made = self._engine.session(name=full, memory=memory, **options)  # type: ignore[arg-type]
+            made = self._engine.session(name=full, snapshot=memory, **options)  # type: ignore[arg-type]
         except BaseException:
             self._leases.give(full)
             raise
-        found = self._open[owner, name] = ServerSession(name, made)
-        self.note(found)
-        return found
+        entry = ServerSession(name, made)
+        self._open.add(owner, name, entry)
+        self.note(entry)
+        return entry
 
     def _free(self, owner: str, name: str | None) -> str:
         """A name that no session of the owner has.
@@ -346,13 +413,15 @@ class SessionRegistry:
             name = f"sess_{secrets.token_hex(12)}"
         if _NAME.fullmatch(name) is None:
             raise RefusalError(400, "The name of a session has 1 to 64 letters, digits, - and _.", param="id")
-        if (owner, name) in self._open or name in self.names(owner) or not self._leases.take(_full(owner, name)):
+        if self._open.holds(owner, name) or name in self.names(owner) or not self._leases.take(_full(owner, name)):
             raise RefusalError(409, f"There is a session {name} already. Choose another name.", param="id")
         return name
 
     def _check_room(self) -> None:
-        if len(self._open) >= self._most:
-            message = f"{self._most} sessions are open, the most that this server has. Delete one that is not needed."
+        if len(self._open) >= self._open.most:
+            message = (
+                f"{self._open.most} sessions are open, the most that this server has. Delete one that is not needed."
+            )
             raise RefusalError(429, message, code="too_many_sessions", headers={"Retry-After": "60"})
 
     def _need_folder(self) -> str:
@@ -378,12 +447,12 @@ class Handover:
     A server may still have answers to write then. Their sessions go when the answers end.
 
     Args:
-        book: the sessions.
+        sessions: the sessions.
         stays: whether the server takes requests.
     """
 
-    def __init__(self, book: SessionRegistry, stays: Callable[[], bool]) -> None:
-        self._book, self._stays, self._ended = book, stays, threading.Event()
+    def __init__(self, sessions: SessionRegistry, stays: Callable[[], bool]) -> None:
+        self._sessions, self._stays, self._ended = sessions, stays, threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkeep-handover", daemon=True)
         self._thread.start()
 
@@ -396,7 +465,7 @@ class Handover:
         while not self._ended.wait(_LOOK_S):
             try:
                 if not self._stays():
-                    self._book.let_go()
+                    self._sessions.let_go()
             except Exception:  # whatever Ray Serve raises: without this thread all sessions would stay
                 log.exception("Sessions could not be handed over. The next attempt is in %d s.", _HANDOVER_AGAIN_S)
                 self._ended.wait(_HANDOVER_AGAIN_S)

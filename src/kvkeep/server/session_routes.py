@@ -1,4 +1,4 @@
-"""The routes of sessions: make, look at, fork, rewind, save, restore, delete; and the turns of chats."""
+"""The routes of sessions: make, look at, fork, rewind, save, restore, delete. Their turns are chats."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from fastapi import Request, Response
 from kvkeep.pins import spans
 from kvkeep.policies.registry import spec
 from kvkeep.server.errors import parameter
-from kvkeep.server.generate_routes import GenerateRoutes
 from kvkeep.server.model import ServedModel
-from kvkeep.server.request_parsing import turn_of
 from kvkeep.server.request_queue import in_thread
-from kvkeep.server.schemas import ChatBody, ForkBody, PinBody, RewindBody, SessionBody, body_of
+from kvkeep.server.schemas import ForkBody, PinBody, RewindBody, SessionBody, body_of
 from kvkeep.server.session_registry import ServerSession, SessionRegistry
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import owner_of, reply
@@ -40,106 +38,87 @@ def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
         "budget": session.budget,
         "heads": heads,
         "positions": sorted(counts),
-        "shares": [round(counts[place] / heads, 4) for place in sorted(counts)],
-        "texts": [served.show(ids[place - 1] if place else None, ids[place]) for place in sorted(counts)],
+        "shares": [round(counts[position] / heads, 4) for position in sorted(counts)],
+        "texts": [served.show(ids[position - 1] if position else None, ids[position]) for position in sorted(counts)],
         "pins": [list(span) for span in layers[0].pins] if layers else [],
     }
 
 
 class SessionRoutes:
-    """Answers what is asked about sessions, and their turns.
+    """Answers what is asked about sessions.
 
     Args:
-        book: the sessions.
-        generator: writes texts.
+        served: the model.
+        sessions: the sessions.
         settings: of the server.
     """
 
-    def __init__(self, book: SessionRegistry, generator: GenerateRoutes, settings: ServerSettings) -> None:
-        self._book, self._generator, self._settings = book, generator, settings
+    def __init__(self, served: ServedModel, sessions: SessionRegistry, settings: ServerSettings) -> None:
+        self._served, self._sessions, self._settings = served, sessions, settings
 
     async def make(self, request: Request) -> Response:
         """Begin a session."""
         body = await body_of(request, SessionBody, self._settings, empty=True)
-        return reply(await in_thread(lambda: card(self._book.make(owner_of(request), body))), 201)
+        return reply(await in_thread(lambda: card(self._sessions.make(owner_of(request), body))), 201)
 
     async def all(self, request: Request) -> Response:
         """List the sessions of a key."""
-        names = await in_thread(lambda: self._book.names(owner_of(request)))
+        names = await in_thread(lambda: self._sessions.names(owner_of(request)))
         return reply({"object": "list", "data": [{"id": name, "object": "session"} for name in names]})
 
     async def one(self, request: Request) -> Response:
         """Describe a session."""
-        return reply(await in_thread(lambda: card(self._find(request, name(request)))))
+        return reply(await in_thread(lambda: card(self._find(request))))
 
     async def positions(self, request: Request) -> Response:
         """Show what the memory of a session holds."""
-        served = self._generator.served
-        return reply(await in_thread(lambda: held(self._find(request, name(request)), served)))
+        return reply(await in_thread(lambda: held(self._find(request), self._served)))
 
     async def fork(self, request: Request) -> Response:
         """Copy a session."""
         body = await body_of(request, ForkBody, self._settings, empty=True)
-        return reply(await self._changed(lambda: self._book.fork(owner_of(request), name(request), body.id)), 201)
+        return reply(await self._changed(lambda: self._sessions.fork(owner_of(request), name(request), body.id)), 201)
 
     async def rewind(self, request: Request) -> Response:
         """Take back the last turns of a session."""
         body = await body_of(request, RewindBody, self._settings, empty=True)
-        return reply(await self._changed(lambda: self._book.rewind(owner_of(request), name(request), body.turns)))
+        return reply(await self._changed(lambda: self._sessions.rewind(owner_of(request), name(request), body.turns)))
 
     async def pin(self, request: Request) -> Response:
         """Say which tokens of a session may not be dropped."""
         body = await body_of(request, PinBody, self._settings)
         if body.pins is None:
             raise parameter("pins", "is missing: spans of positions such as [[0, 12]], or [] for none")
-        pins = spans([(one[0], one[1]) for one in body.pins])
-        return reply(await self._changed(lambda: self._book.pin(owner_of(request), name(request), pins)))
+        pins = spans([(start, stop) for start, stop in body.pins])
+        return reply(await self._changed(lambda: self._sessions.pin(owner_of(request), name(request), pins)))
 
     async def save(self, request: Request) -> Response:
         """Write a session to the disk."""
-        return reply(await self._changed(lambda: self._book.save(owner_of(request), name(request))))
+        return reply(await self._changed(lambda: self._sessions.save(owner_of(request), name(request))))
 
     async def restore(self, request: Request) -> Response:
         """Go back to the saved state of a session."""
-        return reply(await self._changed(lambda: self._book.restore(owner_of(request), name(request))))
+        return reply(await self._changed(lambda: self._sessions.restore(owner_of(request), name(request))))
 
     async def remove(self, request: Request) -> Response:
         """End a session."""
-        await in_thread(lambda: self._book.remove(owner_of(request), name(request)))
+        await in_thread(lambda: self._sessions.remove(owner_of(request), name(request)))
         return reply({"id": name(request), "object": "session.deleted", "deleted": True})
 
-    async def chat(self, request: Request) -> Response:
-        """Answer a chat: the next turn of a session, or a conversation without one."""
-        body = await body_of(request, ChatBody, self._settings)
-        self._generator.check_model(body.model)
-        if body.session_id is None:
-            return await self._generator.chat(request, body)
-        which = body.session_id
-        entry: ServerSession = await in_thread(lambda: self._find(request, which))
-        served, before = self._generator.served, len(entry.session.token_ids)
-        job = await in_thread(lambda: turn_of(body, served, self._settings, before=before))
-        streams = [entry.session.asend(job.requests[0])]
-        return await self._generator.answer(request, body, job, streams, after=lambda: self._note(entry))
-
-    async def _note(self, entry: ServerSession) -> None:
-        await in_thread(lambda: self._book.note(entry))
-        await in_thread(lambda: self._book.keep(entry))
-
-    def _find(self, request: Request, name: str) -> ServerSession:
-        """A session, which is not let go before the request ends."""
-        return self._book.find(owner_of(request), name, request.state.ended)
+    def _find(self, request: Request) -> ServerSession:
+        """The session that a path names, which is not let go before the request ends."""
+        return self._sessions.find(owner_of(request), name(request), request.state.ended)
 
     async def _changed(self, work: Callable[[], ServerSession]) -> dict[str, Any]:
         """Change a session in a thread, write it to the disk, and describe it; it is not let go meanwhile."""
 
         def changed() -> dict[str, Any]:
-            with self._book.lock:
+            with self._sessions.lock:
                 entry = work()
-                self._book.keep(entry)
+                self._sessions.keep(entry)
                 return card(entry)
 
-        found: dict[str, Any] = await in_thread(changed)
-        return found
+        return await in_thread(changed)
 
 
 def card(entry: ServerSession) -> dict[str, Any]:

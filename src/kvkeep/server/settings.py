@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvkeep.server.errors import RefusalError
+from kvkeep.server.errors import RefusalError, unknown
 
 # API keys: who may use the server, and to whom things belong.
 
@@ -42,7 +42,7 @@ class ApiKeys:
         if kind.lower() != "bearer" or not given.strip():
             raise _refused("No API key was given. Send the header Authorization: Bearer KEY.")
         shown = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
-        found = None
+        found = None  # no break below: the time must not tell which key is alike
         for key, owner in self.owners.items():
             if hmac.compare_digest(shown, hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()):
                 found = owner
@@ -94,3 +94,12 @@ class ServerSettings:
     key_requests: int | None = None
     key_tokens: int | None = None
     page: bool = True
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse the name of another model.
+
+        Raises:
+            RefusalError: the name is not that of the model that runs.
+        """
+        if name is not None and name != self.name:
+            raise unknown("model", name, f"This server runs {self.name}; see /v1/models.")

@@ -10,9 +10,11 @@ from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from kvkeep.engine import Result
+from kvkeep.engine.request import Result
 from kvkeep.errors import KVKeepError
 from kvkeep.openai import responses
 from kvkeep.server.errors import GoneError, RefusalError, refusal_of
@@ -37,6 +39,20 @@ def refused(refusal: RefusalError) -> Response:
     return reply(refusal.body, refusal.status, refusal.headers)
 
 
+async def answer_to(request: Request, error: Exception) -> Response:
+    """The answer to a request that fails: the standard error object, never a traceback."""
+    if isinstance(error, GoneError | ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    if isinstance(error, KVKeepError):
+        error = refusal_of(error)
+    if isinstance(error, HTTPException):
+        paths = "see /openapi.json for all routes" if error.status_code == 404 else "see /openapi.json"
+        what = f"{request.method} {request.url.path[:80]}"
+        error = RefusalError(error.status_code, f"{what}: {error.detail}; {paths}.", headers=error.headers)
+    assert isinstance(error, RefusalError)
+    return refused(error)
+
+
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """Do some work for a client, and cancel it when the client closes the connection.
 
@@ -50,8 +66,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
             return task.result()
         raise GoneError
     finally:
-        for one in (task, watch):
-            one.cancel()
+        for waiting in (task, watch):
+            waiting.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
@@ -62,8 +78,8 @@ def owner_of(request: Request) -> str:
 
 def meter_of(request: Request) -> Meter:
     """What a request that runs the model tells of its use."""
-    found: Meter = request.state.meter
-    return found
+    meter: Meter = request.state.meter
+    return meter
 
 
 def ends(message: Message) -> bool:
@@ -124,15 +140,15 @@ class EventStream(Response):
         """Send the answer."""
         self._sent = time.monotonic()
         work = [self._write(send), self._watch(send), gone(self._request)]
-        writing, *_ = tasks = [asyncio.ensure_future(one) for one in work]
+        writing, *_ = tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 with suppress(GoneError):
                     writing.result()
         finally:
-            for one in tasks:
-                one.cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._chunks.aclose()
 
@@ -215,12 +231,12 @@ def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
 def kept_of(results: Sequence[Result]) -> dict[str, Any]:
     """The tokens that were seen and kept, summed over texts, and the mean of the attention that was lost."""
     return {
-        "kept_tokens": sum(min(one.budget, _seen(one)) for one in results),
+        "kept_tokens": sum(min(result.budget, _seen(result)) for result in results),
         "seen_tokens": sum(map(_seen, results)),
-        "kv_bytes": sum(one.memory.allocated_bytes for one in results),
+        "kv_bytes": sum(result.memory_usage.allocated_bytes for result in results),
         "lost_mass": {
-            "prompt": _mean([one.lost_mass.prompt for one in results]),
-            "decode": _mean([one.lost_mass.decode for one in results]),
+            "prompt": _mean([result.lost_mass.prompt for result in results]),
+            "decode": _mean([result.lost_mass.decode for result in results]),
         },
     }
 
@@ -229,6 +245,6 @@ def _seen(result: Result) -> int:
     return result.prompt_tokens + len(result.token_ids)
 
 
-def _mean(found: Sequence[float | None]) -> float | None:
-    known = [one for one in found if one is not None]
+def _mean(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None

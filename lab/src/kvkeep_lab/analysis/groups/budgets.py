@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.forward import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups import budget_claims

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.cli import console
-from kvkeep.cli.distributed import PROCESS_BYTES, interruptible, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, interruptible, room_for, whole
 from kvkeep.cli.progress import counted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
@@ -26,7 +26,7 @@ from kvkeep_lab.analysis.measure import Measurement
 from kvkeep_lab.analysis.report import Folder
 from kvkeep_lab.analysis.run import Record
 from kvkeep_lab.analysis.walk import BLOCK, walk_bytes
-from kvkeep_lab.cli.analyze.request import Request
+from kvkeep_lab.cli.analyze.options import AnalyzeOptions
 
 _LESS = "`max_tokens` or `threads`"
 _MEASURING_BYTES = 400 * 10**6
@@ -45,7 +45,7 @@ class Recipe:
         words: of the tokens, by the command's tokenizer.
     """
 
-    request: Request
+    request: AnalyzeOptions
     tokens: Int[Tensor, " n"]
     words: tuple[str, ...]
 
@@ -68,7 +68,7 @@ class Recipe:
         return Bench(writer, self.tokens, asked.seed)
 
 
-def run(job: Job, request: Request, folder: Folder, held: ExitStack) -> int:
+def run(job: Job, request: AnalyzeOptions, folder: Folder, held: ExitStack) -> int:
     """Make every measurement that the folder does not hold yet on workers; return their number.
 
     Args:
@@ -107,7 +107,7 @@ def run(job: Job, request: Request, folder: Folder, held: ExitStack) -> int:
     return size
 
 
-def _crew(job: Job, request: Request, todo: Sequence[type[Measurement]], size: int) -> WorkerPool[ModelFacts]:
+def _crew(job: Job, request: AnalyzeOptions, todo: Sequence[type[Measurement]], size: int) -> WorkerPool[ModelFacts]:
     """The workers, which have not been started yet. The cluster has been joined."""
     need, device = room_for(
         size,
@@ -123,7 +123,7 @@ def _crew(job: Job, request: Request, todo: Sequence[type[Measurement]], size: i
     return WorkerPool(MEASUREMENTS, recipe, size, need, tell=console.note)
 
 
-def _bytes(job: Job, request: Request, todo: Sequence[type[Measurement]]) -> int:
+def _bytes(job: Job, request: AnalyzeOptions, todo: Sequence[type[Measurement]]) -> int:
     """Main memory of a worker: weights, those of a control, a full cache, a walk or runs; 0 if it cannot be planned."""
     n = len(job.text.tokens)
     with suppress(KVKeepError):

@@ -1,0 +1,347 @@
+"""Answers of a given form: valid under every way to run them, ended where the form ends, and refused for a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+import kvkeep
+from kvkeep.engine import grammar
+from kvkeep.errors import pip_install
+from kvkeep.models.load import embedded, find, quiet, read_weights
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+COMPLEX = "start: A\nA: /(a|b)*a(a|b){20}/ & /(a|b)*b(a|b){19}/ & ~/.*abba.*/"
+"""A grammar that the engine takes, and gives up after some tokens."""
+
+
+@pytest.fixture(scope="module")
+def parts():
+    with quiet():
+        checkpoint = find(embedded())
+        weights = read_weights(checkpoint, "float32")  # in bfloat16 texts may differ by the rounding of batch sizes
+        return weights, checkpoint.tokenizer
+
+
+@pytest.fixture(scope="module")
+def engine(parts):
+    with kvkeep.Engine(*parts, budget=128, rows=4) as made:
+        yield made
+
+
+def request(form, *, prompt="Once upon a time", n=80, temperature=1.0, **options):
+    names = kvkeep.Request.__dataclass_fields__
+    rest = {name: options.pop(name) for name in list(options) if name in names}
+    sampling = kvkeep.SamplingParams(max_new_tokens=n, temperature=temperature, **options)
+    return kvkeep.Request(prompt=prompt, structured_outputs=form, sampling=sampling, **rest)
+
+
+def is_person(text):
+    found = json.loads(text)
+    assert list(found) == ["name", "age", "tags"]
+    assert isinstance(found["name"], str)
+    assert len(found["name"]) <= 12
+    assert type(found["age"]) is int
+    assert 0 <= found["age"] <= 120
+    assert len(found["tags"]) <= 2
+    assert set(found["tags"]) <= {"a", "b"}
+    return True
+
+
+@pytest.mark.slow
+def test_forms_run_beside_each_other_and_beside_free_text(engine):
+    forms = [{"json": PERSON}, {"regex": "[a-z]{3}-[0-9]"}, None, {"choice": ["yes", "no, é"]}, {"json_object": True}]
+    forms += [{"grammar": 'root ::= "x" | "y" root'}, {"grammar": 'start: "x" | "y" start'}, {"json": True}]
+    found = engine.generate([request(form, n=60, seed=3) for form in forms])
+    person, pattern, free, choice, any_object, gbnf, lark, anything = found
+    assert is_person(person.text)
+    assert re.fullmatch("[a-z]{3}-[0-9]", pattern.text)
+    assert choice.text in ("yes", "no, é")
+    assert any_object.text.startswith("{")
+    assert re.fullmatch("y*x", gbnf.text)
+    assert re.fullmatch("y*x", lark.text)
+    assert {one.finish_reason for one in (person, pattern, choice, gbnf, lark)} == {"stop"}
+    assert anything.text
+    assert free.token_ids == engine.generate([request(None, n=60, seed=3)])[0].token_ids
+    assert [one.error for one in found] == [None] * len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+def test_any_draw_is_valid(engine, temperature):
+    asked = [request({"json": PERSON}, temperature=temperature, seed=seed, n=200) for seed in range(8)]
+    assert all(is_person(one.text) for one in engine.generate(asked))
+
+
+@pytest.mark.slow
+def test_an_answer_does_not_depend_on_what_runs_beside_it(engine, parts):
+    asked = [request({"json": PERSON}, seed=seed, prompt=f"{seed} dogs", n=90) for seed in range(3)]
+    together = engine.generate(asked)
+    with kvkeep.Engine(*parts, budget=128, rows=1) as alone:
+        assert [one.text for one in together] == [alone.generate(one)[0].text for one in asked]
+
+
+def test_texts_of_one_long_prompt_have_a_form_each(engine):
+    """They share the memory of the prompt, and draw their first tokens from the same logits."""
+    prompt = "the dog saw a cat and " * 60
+    asked = [
+        request(form, prompt=prompt, sequence=n)
+        for n, form in enumerate([{"json": PERSON}, None, {"regex": "q+z"}] * 2)
+    ]
+    found = engine.generate(asked)
+    assert is_person(found[0].text)
+    assert is_person(found[3].text)
+    assert re.fullmatch("q+z?", found[2].text)
+    assert found[1].text[0] not in "{q"
+    assert found[4].cached_tokens > 0
+
+
+def test_other_options_have_their_effect_within_the_form(engine):
+    y = engine.tokenizer.encode("y", add_special_tokens=False)[0]
+    (found,) = engine.generate(request({"choice": ["x", "y"]}, temperature=0.0, logit_bias={y: 100}, logprobs=2))
+    assert found.text == "y"
+    assert [one.token_id for one in found.logprobs] == list(found.token_ids)
+    assert found.logprobs[0].value < -1  # of the model, not of what the form leaves
+    drawn = request({"regex": "[a-z ]{20}"}, top_k=5, top_p=0.9, min_p=0.01, frequency_penalty=2.0)
+    assert re.fullmatch("[a-z ]{20}", engine.generate(drawn)[0].text)
+
+
+def test_there_may_be_many_choices_of_any_characters(engine):
+    many = [f"choice {n}/\\" for n in range(5000)]
+    odd = ["a.*", "(b)", "[c]", "é\n", "x|y", "#&~", "a b\t", '"', "{2}", "^$", "<d>", "-"]
+    found = engine.generate([request({"choice": many}), *(request({"choice": [one]}, n=20) for one in odd)])
+    assert found[0].text in many
+    assert [one.text for one in found[1:]] == odd
+
+
+def test_a_stop_text_or_the_length_ends_a_form_early(engine):
+    (stopped,) = engine.generate(request({"json": PERSON}, stop=('"age"',)))
+    assert (stopped.finish_reason, stopped.text[-3:]) == ("stop", '", ')
+    (short,) = engine.generate(request({"json": PERSON}, n=3))
+    assert (short.finish_reason, len(short.token_ids)) == ("length", 3)
+
+
+@pytest.mark.slow
+def test_the_end_token_comes_where_the_form_allows_it(engine):
+    (found,) = engine.generate(request({"regex": "[a-z]+"}, temperature=2.0, n=100, seed=1))
+    assert re.fullmatch("[a-z]+", found.text)
+    (on,) = engine.generate(request({"regex": "[a-z]{2,}"}, ignore_end=True, n=30))
+    assert (on.finish_reason, len(on.token_ids)) == ("length", 30)
+    (done,) = engine.generate(request({"regex": "[a-z]{2}"}, ignore_end=True, n=30))
+    assert (done.finish_reason, len(done.text)) == ("stop", 2)
+
+
+@pytest.mark.slow
+def test_a_stream_says_the_same(engine):
+    asked = request({"json": PERSON}, seed=7)
+    (whole,) = engine.generate(asked)
+    assert "".join(event.text for event in engine.stream(asked)) == whole.text
+
+    async def read():
+        return "".join([event.text async for event in engine.astream(asked)])
+
+    assert asyncio.run(read()) == whole.text
+
+
+@pytest.mark.slow
+def test_a_form_applies_to_one_answer_of_a_session(engine):
+    with engine.session() as session:
+        first = session.ask(request({"choice": ["yes", "no"]}, prompt="Is it a dog?"))
+        second = session.ask(request(None, prompt="Why?", n=12))
+        third = session.ask(request({"json": PERSON}, prompt="Who is it?"))
+    assert first.text in ("yes", "no")
+    assert second.text not in ("yes", "no")
+    assert is_person(third.text)
+    assert third.cached_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_form_that_becomes_too_complex_ends_its_request_alone(engine):
+    other = request({"json": PERSON}, seed=2)
+    (before,) = engine.generate(other)
+    broken, beside = engine.generate([request({"grammar": COMPLEX}, temperature=0.0), other])
+    assert (broken.finish_reason, broken.error[:45]) == ("error", "The grammar of the answer became too complex ")
+    assert "<state>" not in broken.error
+    assert beside.text == before.text
+
+
+BAD = {
+    "no mapping": (5, r"structured_outputs=5 is no mapping such as"),
+    "no form": ({}, "names 0 forms; give one of json"),
+    "two forms": ({"regex": "a", "choice": ["b"]}, "names 2 forms"),
+    "a name": ({"choise": ["b"]}, "did you mean choice"),
+    "an unknown type": ({"json": {"type": "objekt"}}, "The JSON schema cannot be used: Invalid type: objekt"),
+    "an unknown word": ({"json": {"not": {}}}, "Unimplemented keys"),
+    "another file": ({"json": {"$ref": "http://127.0.0.1:9/x.json"}}, "The JSON schema cannot be used"),
+    "nothing fits": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable"),
+    "false": ({"json": False}, "JSON schema false is no JSON object"),
+    "half a schema": ({"json": "{"}, "JSON schema cannot be read"),
+    "NaN": ({"json": {"minimum": float("nan")}}, "JSON schema cannot be read"),
+    "an object": ({"json": object()}, "JSON schema cannot be read"),
+    "options": ({"json": {"x-guidance": 3}}, "leave it out"),
+    "an unknown option": ({"json": {"x-guidance": {"nonsense": True}}}, "unknown field `nonsense`"),
+    "json_object": ({"json_object": "yes"}, "json_object='yes'; give True"),
+    "no choice": ({"choice": []}, "give a list of texts"),
+    "an empty choice": ({"choice": [""]}, "give a list of texts"),
+    "a class": ({"regex": "a["}, "unclosed character class"),
+    "looking ahead": ({"regex": "(?=a)"}, "look-ahead and look-behind, is not supported"),
+    "a number": ({"regex": 5}, "give a text that is not empty"),
+    "nonsense": ({"grammar": "nonsense"}, "The grammar cannot be used"),
+    "brackets": ({"grammar": "root ::= " + "(" * 9000}, "The grammar cannot be used"),
+    "length": ({"regex": "a" * 200_000}, "200000 characters, and there may be 131072"),
+    "half a character": ({"regex": "\ud83d"}, "has half of a character"),
+}
+
+
+@pytest.mark.parametrize(("form", "message"), BAD.values(), ids=BAD)
+def test_a_bad_form_is_refused(engine, form, message):
+    with pytest.raises(kvkeep.InputError, match=message) as caught:
+        engine.add(request(form))
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+    assert not engine.busy
+
+
+def deep(levels):
+    found = {"type": "string"}
+    for _ in range(levels):
+        found = {"type": "object", "properties": {"a": found}, "required": ["a"]}
+    return found
+
+
+BOMBS = {
+    "a multiple": {"json": {"type": "integer", "multipleOf": 1234567}},
+    "multiples": {"json": {"anyOf": [{"type": "integer", "multipleOf": 10**9 + n} for n in range(50)]}},
+    "depth": {"json": deep(180)},
+    "repetitions": {"regex": "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}b"},
+    "a large automaton": {"regex": "(a|b)*a(a|b){300}(c|d)*c(c|d){300}"},
+    "classes": {"regex": r"(\p{L}{1,100}\w{1,200}){1,50}"},
+    "branches": {
+        "json": {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(4)]} for i in range(14)]}
+    },
+    "many properties": {"json": {"type": "object", "properties": {f"p{n}": {} for n in range(5000)}}},
+    "itself": {"json": {"$ref": "#"}},
+    "an ambiguous grammar": {"grammar": "start: a\na: a a a | /x*/ | "},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", BOMBS.values(), ids=BOMBS)
+def test_a_bomb_is_refused_or_bounded(engine, form):
+    start = time.monotonic()
+    try:
+        said = engine.generate(request(form, n=6))[0].error or "no error"
+    except kvkeep.InputError as error:
+        said = str(error)
+    assert any(words in said for words in ("cannot be used", "to compile", "too complex", "no error"))
+    assert time.monotonic() - start < grammar.TIMEOUT_S + 10
+    assert engine.generate(request({"choice": ["fine"]}))[0].text == "fine"
+
+
+def test_a_grammar_that_takes_too_long_is_ended(parts, monkeypatch):
+    monkeypatch.setattr(grammar, "TIMEOUT_S", 0.001)
+    monkeypatch.setattr(grammar, "MEMORY_BYTES", 2**34)
+    with kvkeep.Engine(*parts, budget=64, rows=1) as engine:
+        with pytest.raises(kvkeep.InputError, match=r"The JSON schema takes more than .* Use a simpler one"):
+            engine.add(request({"json": {"type": "integer", "multipleOf": 300_007}}))
+        monkeypatch.undo()
+        assert engine.generate(request({"choice": ["fine"]}))[0].text == "fine"
+
+
+def test_a_slow_grammar_holds_up_no_other_request_and_few_wait(engine, monkeypatch):
+    """Neither requests with a grammar that is known, nor the steps of the engine."""
+    known = request({"choice": ["fine"]})
+    engine.generate(known)
+    slow, ask = threading.Event(), grammar.SandboxProcess.ask
+    monkeypatch.setattr(grammar.SandboxProcess, "ask", lambda *given: slow.wait(60) and ask(*given))
+    monkeypatch.setattr(grammar, "MOST_WAITING", 3)
+    found = []
+
+    def add(word):
+        try:
+            found.append(engine.generate(kvkeep.Request(prompt=[5, 6], structured_outputs={"choice": [word]}))[0].text)
+        except kvkeep.InputError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=add, args=(f"word{n}",)) for n in range(5)]
+    for thread in threads:
+        thread.start()
+    ids = dataclasses.replace(known, prompt=[5, 6])  # no chat template, whose process is slow here as well
+    assert engine.generate(ids)[0].text == "fine"
+    while len(found) < 2:
+        time.sleep(0.01)
+    assert found == ["3 new grammars wait to be compiled already. Try again in some seconds."] * 2
+    slow.set()
+    for thread in threads:
+        thread.join()
+    assert len([one for one in found if one.startswith("word")]) == 3
+
+
+def test_a_grammar_is_compiled_once_and_few_are_kept(parts, monkeypatch):
+    monkeypatch.setattr(grammar, "MOST", 2)
+    monkeypatch.setattr(grammar, "_MOST_TRIED", 2)
+    asked = []
+    ask = grammar.SandboxProcess.ask
+    monkeypatch.setattr(grammar.SandboxProcess, "ask", lambda *given: asked.append(given[1]) or ask(*given))
+    with kvkeep.Engine(*parts, budget=64, rows=2) as engine:
+        for word in ("a", "b", "b", "b", "c", "b", "a"):
+            assert engine.generate(request({"choice": [word]}))[0].text == word
+    lines = list(map(json.loads, asked))
+    assert [one["text"] for one in lines if "kind" in one] == ['["a"]', '["b"]', '["c"]', '["a"]']
+    assert len([one for one in lines if "tokenizer" in one]) == 2  # two processes
+
+
+def test_a_closed_engine_leaves_no_process(parts):
+    engine = kvkeep.Engine(*parts, budget=64, rows=1)
+    engine.generate(request({"choice": ["fine"]}))
+    process = engine._admission.grammars._worker._process
+    assert process.poll() is None
+    engine.close()
+    assert process.poll() is not None
+
+
+def test_without_the_package_the_remedy_is_named(parts, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with (
+        kvkeep.Engine(*parts, budget=64, rows=1) as engine,
+        pytest.raises(kvkeep.InputError, match=re.escape(pip_install("structured"))),
+    ):
+        engine.add(request({"choice": ["x"]}))
+
+
+def test_without_a_tokenizer_it_is_refused(parts):
+    with (
+        kvkeep.Engine(parts[0], budget=64, rows=1) as engine,
+        pytest.raises(kvkeep.InputError, match="needs a fast tokenizer"),
+    ):
+        engine.add(request({"choice": ["x"]}, prompt=[5, 6]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer versions of Python warn of forks beside threads
+def test_a_forked_process_leaves_the_workers_process_alone(engine):
+    engine.generate(request({"choice": ["fine"]}))
+    worker = engine._admission.grammars._worker
+    child = os.fork()
+    if not child:
+        worker.end()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert worker.runs

@@ -1,0 +1,288 @@
+"""Weights that are quantised while they are read, and checkpoints that are quantised already."""
+
+from __future__ import annotations
+
+import sys
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import model_folders
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.cli.main import app
+from kvkeep.errors import InputError, ModelFileError
+from kvkeep.models import quantized_weights
+from kvkeep.models.compile import compile_layers
+from kvkeep.models.fused_modules import pack_weights
+from kvkeep.models.load import embedded, find, load, quiet, read_weights
+from kvkeep.models.quantized_weights import weight_bytes
+from kvkeep.models.weight_hash import fingerprint
+
+torchao = pytest.mark.skipif(util.find_spec("torchao") is None, reason="needs torchao")
+FORMATS = ["int8", "fp8"]
+WIDE = LlamaConfig(
+    vocab_size=300,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with quiet(), model_folders.one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is wide enough for linear layers to be most of it."""
+    folder = model_folders.copy(tmp_path_factory.mktemp("wide") / "m", "config.json", "*.safetensors")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(WIDE).save_pretrained(folder)
+    return folder
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.arange(5, 45)[None] % 300).logits
+
+
+def generate(*options: object, model: Path | str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["generate", str(model), "-p", "the quick", "-n", "4", *map(str, options)])
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@torchao
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_take_less_and_answers_are_near(wide: Path, form: str):
+    plain, small = load(wide)[0], load(wide, load_in=form)[0]
+    layers = [module for module in plain.model.modules() if isinstance(module, torch.nn.Linear)]
+    linear = sum(layer.weight.numel() for layer in layers)
+    saved = weight_bytes(plain) - weight_bytes(small)
+    assert 0.97 * 3 * linear < saved < 3 * linear  # one byte instead of four, and the scales
+    expected, found = logits(plain), logits(small)
+    assert float((expected - found).norm() / expected.norm()) < (0.02 if form == "int8" else 0.1)
+
+
+@torchao
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_eviction_works_as_ever(wide: Path, dtype: str):
+    model, tokenizer = load(wide, dtype, load_in="int8")
+    engine = kvkeep.Engine(model, tokenizer, budget=8, rows=2)
+    prompts = [[5 + i, 9, 17, 40, 3, 8, 22] for i in range(3)]
+    sampling = kvkeep.SamplingParams(max_new_tokens=24)
+    results = engine.run([kvkeep.Request(prompt=p, sampling=sampling, ignore_end=True) for p in prompts])
+    assert [len(result.token_ids) for _, result in results] == [24] * 3
+    cache = kvkeep.BoundedCache(model.config, "h2o", budget=8)
+    with torch.inference_mode():
+        for part in (torch.arange(20)[None], torch.tensor([[7]])):
+            model(input_ids=part, past_key_values=cache)
+    assert int((cache.positions() >= 0).sum(-1).max()) == 8
+
+
+@torchao
+@pytest.mark.parametrize("form", FORMATS)
+def test_quantised_layers_are_never_packed(wide: Path, form: str):
+    model = load(wide, load_in=form)[0]
+    before = logits(model)
+    assert pack_weights(model, 2) <= 1  # the output layer is plain
+    assert float((logits(model) - before).norm() / before.norm()) < 1e-5
+
+
+@torchao
+def test_compiling_changes_nothing_but_the_speed(wide: Path):
+    model = load(wide, load_in="int8")[0]
+    before = logits(model)
+    compile_layers(model, backend="eager")
+    assert float((logits(model) - before).norm() / before.norm()) < 1e-5
+
+
+@torchao
+def test_the_fingerprint_tells_formats_apart_and_is_stable(wide: Path):
+    found = find(wide)
+    plain, small, again, other = (fingerprint(read_weights(found, load_in=f)) for f in (None, "int8", "int8", "fp8"))
+    assert small == again
+    assert len({plain, small, other}) == 3
+
+
+@torchao
+def test_the_embedded_model_still_answers():
+    code, out, err = generate("--load-in", "int8", "--budget", 64, model=embedded())
+    assert code == 0, err
+    assert out.strip()
+
+
+@torchao
+def test_a_job_is_not_resumed_with_other_weights(tmp_path: Path, wide: Path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "the quick"}\n')
+    job = ["generate", str(wide), "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "-n", "2"]
+    assert CliRunner().invoke(app, [*job, "--load-in", "int8"]).exit_code == 0
+    assert CliRunner().invoke(app, [*job, "--load-in", "int8"]).exit_code == 0
+    refused = CliRunner().invoke(app, job)
+    assert refused.exit_code == 2
+    assert "load_in" in refused.stderr or "load-in" in refused.stderr
+
+
+def test_a_missing_package_is_named_before_anything_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: None)
+    code, out, err = generate("--load-in", "int8", model="nowhere/at-all")
+    assert (code, out) == (2, "")
+    assert "--load-in int8 needs torchao: pip install torchao (extra: kvkeep[quantized])" in err
+    assert "bitsandbytes and accelerate" in generate("--load-in", "4bit", model="nowhere/at-all")[2]
+
+
+@pytest.mark.parametrize("form", ["4bit", "8bit"])
+def test_formats_for_cuda_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch, form: str):
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: name)
+    code, _, err = generate("--load-in", form, "--device", "cpu", model=model_folders.folder())
+    assert code == 2
+    assert f"--load-in {form} needs CUDA" in err
+    assert "--load-in int8" in err
+
+
+@pytest.mark.parametrize(("form", "field"), [("4bit", "load_in_4bit"), ("8bit", "load_in_8bit")])
+def test_formats_for_cuda_are_read_right_onto_the_card(monkeypatch: pytest.MonkeyPatch, form: str, field: str):
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: name)
+    card = torch.device("cuda", 1)
+    found = quantized_weights.options(form, WIDE, card)
+    assert found["device_map"] == {"": card}
+    assert getattr(found["quantization_config"], field)
+    if form == "4bit":
+        assert found["quantization_config"].bnb_4bit_quant_type == "nf4"
+
+
+@pytest.mark.parametrize(("form", "name"), [("int8", "Int8WeightOnlyConfig"), ("fp8", "Float8WeightOnlyConfig")])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.usefixtures("no_checked_annotations")
+def test_formats_of_torchao_go_wherever_the_model_goes(
+    monkeypatch: pytest.MonkeyPatch, form: str, name: str, device: str
+):
+    package = ModuleType("torchao.quantization")
+    setattr(package, name, lambda: name)
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", package)
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantized_weights, "TorchAoConfig", lambda kind: ("torchao", kind))
+    assert quantized_weights.options(form, WIDE, torch.device(device)) == {"quantization_config": ("torchao", name)}
+
+
+def test_the_bytes_of_a_tensor_are_those_of_its_parts():
+    layer = torch.nn.Linear(4, 3)  # 12 weights and 3 biases of 4 bytes
+    assert quantized_weights.weight_bytes(layer) == 60
+    data, scales = torch.zeros(3, 4), torch.ones(3, 4)
+    layer.weight = torch.nn.Parameter(TwoTensor(data, TwoTensor(scales, scales.clone())), requires_grad=False)
+    assert [part.data_ptr() for part in quantized_weights.parts(layer.weight)][:2] == [
+        data.data_ptr(),
+        scales.data_ptr(),
+    ]
+    assert quantized_weights.weight_bytes(layer) == 3 * 48 + 12
+
+
+@pytest.mark.parametrize("form", ["int88", "", "INT8", "5bit", "x" * 5000])
+def test_unknown_formats(form: str):
+    with pytest.raises(InputError, match="Known: 4bit, 8bit, int8, fp8") as caught:
+        load(model_folders.folder(), load_in=form)
+    assert len(str(caught.value)) < 200
+
+
+# checkpoints that are quantised already
+
+
+def already(folder: Path, fields: object) -> Path:
+    model_folders.copy(folder)
+    model_folders.edit_json(folder / "config.json", quantization_config=fields)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "packages"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "gptqmodel"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "optimum"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "accelerate bitsandbytes"),
+        ({"load_in_8bit": True}, "accelerate bitsandbytes"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "accelerate"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed_tensors"),
+        ({"quant_method": "quanto", "weights": "int8"}, "quanto"),
+    ],
+    ids=lambda value: value.get("quant_method", "8bit") if isinstance(value, dict) else None,
+)
+def test_the_package_of_a_quantised_checkpoint_is_named(tmp_path: Path, fields: dict[str, object], packages: str):
+    package = next((name for name in packages.split() if util.find_spec(name) is None), None)
+    if package is None:
+        pytest.skip(f"{packages} is installed")
+    code, out, err = generate(model=already(tmp_path / "m", fields))
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    assert package in err.replace("-", "_")
+    assert len(err) < 500
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"quant_method": "nonsense"},
+        {},
+        {"bits": 4},
+        [],
+        7,
+        "awq",
+        {"quant_method": ["awq"]},
+        {"quant_method": None},
+        {"quant_method": "gptq", "bits": "four"},
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "os.system", "_data": {}}}},
+        {"quant_method": "fp8", "weight_block_size": [0, -1]},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
+    ],
+    ids=str,
+)
+def test_configurations_that_make_no_sense_are_one_line(tmp_path: Path, fields: object):
+    code, _, err = generate(model=already(tmp_path / "m", fields))
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert len(err) < 700
+    plan = CliRunner().invoke(app, ["plan", str(tmp_path / "m"), "--budget", "8", "--json"])
+    assert plan.exit_code in (0, 2), plan.exception
+    assert "Traceback" not in plan.stderr
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantized_weights, "find_spec", lambda name: name)
+    with pytest.raises(InputError, match=r"quantised already \(awq\); leave `load_in=int8` out"):
+        load(already(tmp_path / "m", {"quant_method": "awq"}), load_in="int8")
+
+
+@torchao
+def test_a_checkpoint_of_torchao_loads(tmp_path: Path, wide: Path):
+    model_folders.copy(tmp_path / "m", "config.json", "*.safetensors")
+    small = load(wide, load_in="int8")[0]
+    try:
+        small.save_pretrained(tmp_path / "m")
+    except (ImportError, ValueError) as error:
+        pytest.skip(f"this version of torchao cannot save: {error}")
+    model = load(tmp_path / "m")[0]
+    assert weight_bytes(model) == weight_bytes(small)
+    assert torch.equal(logits(model), logits(small))
+
+
+def test_a_damaged_checkpoint_keeps_its_own_message(tmp_path: Path):
+    folder = model_folders.copy(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelFileError, match="Its weights cannot be read"):
+        load(folder)
+
+
+@pytest.mark.parametrize("form", [4, ["int8"], True])
+def test_a_format_that_is_no_text_is_refused(form: object, no_checked_annotations: None):
+    with pytest.raises(InputError, match="Weights cannot be loaded in"):
+        kvkeep.load(load_in=form)  # type: ignore[arg-type]
