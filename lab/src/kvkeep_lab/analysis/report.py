@@ -15,7 +15,19 @@ from typing import Any
 
 from kvkeep import plots
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.result_files import MANIFEST, Results, check_same, command, finite, read_object
+from kvkeep.result_files import (
+    MANIFEST,
+    Results,
+    Schema,
+    check_same,
+    command,
+    finite,
+    first_fault,
+    list_of,
+    read_object,
+    text_value,
+    whole_number,
+)
 from kvkeep_lab.analysis import page
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.measure import Claim, Measurement, Reading
@@ -34,8 +46,12 @@ _SAME = {
     "n_tokens": "the number of tokens",
     "seed": "the seed",
 }
-_NUMBERS = ("n_tokens", "n_layers", "n_heads", "n_kv_heads", "seed")
-_TEXTS = ("model", "weights", "dtype", "device", "text_name", "text", "kvkeep", "torch", "transformers", "python")
+_RUN: Schema = {
+    **dict.fromkeys(("n_tokens", "n_layers", "n_heads", "n_kv_heads", "seed"), whole_number(least=None)),
+    **dict.fromkeys(("model", "weights", "dtype", "device", "text_name", "text"), text_value()),
+    **dict.fromkeys(("kvkeep", "torch", "transformers", "python"), text_value()),
+    "notes": list_of(text_value()),
+}
 _REMEDY = "Restore it, or choose another `output` folder."
 _LONGEST = 200
 
@@ -94,14 +110,8 @@ class Folder(Results):
         if found is None or found.get("kind") != KIND:
             make = command("kvkeep analyze --text FILE --output", self.path)
             raise InputError(f"{self.path} holds no analysis. Make one with {make}.")
-        notes = found.get("notes")
-        wrong = [name for name in _NUMBERS if type(found.get(name)) is not int]
-        wrong += [name for name in _TEXTS if not isinstance(found.get(name), str)]
-        wrong += ["notes"] * (not isinstance(notes, list) or not all(isinstance(note, str) for note in notes))
-        if wrong:
-            raise InputError(
-                f"{self.path / MANIFEST} does not say what was run: {wrong[0]!r} is missing or damaged. {_REMEDY}"
-            )
+        if (wrong := first_fault(found, _RUN)) is not None:
+            raise InputError(f"{self.path / MANIFEST} does not say what was run: {wrong}. {_REMEDY}")
         return found
 
     def record(self, name: str, version: int) -> dict[str, Any] | None:
