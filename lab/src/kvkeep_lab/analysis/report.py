@@ -30,7 +30,7 @@ from kvkeep.result_files import (
 )
 from kvkeep_lab.analysis import page
 from kvkeep_lab.analysis.groups import MEASUREMENTS
-from kvkeep_lab.analysis.measure import Claim, Measurement, Reading
+from kvkeep_lab.analysis.measure import ClaimLine, Measurement, Reading
 from kvkeep_lab.analysis.recommend import Advice, advise
 
 PAGE = "index.html"
@@ -59,7 +59,7 @@ AGAIN = "Remove it, and the same command measures it again."
 """The remedy for a damaged file of a measurement."""
 
 
-class Folder(Results):
+class AnalysisFolder(Results):
     """Finished measurements, read from a folder and added to it.
 
     Args:
@@ -144,8 +144,8 @@ class Folder(Results):
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def _line(text: str, source: str, paper: str, where: str) -> Claim:
-    return Claim(text, source, paper, f"not measured here: {where}", "cannot tell")
+def _line(text: str, source: str, paper: str, where: str) -> ClaimLine:
+    return ClaimLine(text, source, paper, f"not measured here: {where}", "cannot tell")
 
 
 ELSEWHERE = (
@@ -184,7 +184,7 @@ ELSEWHERE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class MeasurementFile:
     """A measurement's file, read.
 
     Attributes:
@@ -197,10 +197,10 @@ class Found:
     kind: type[Measurement]
     record: dict[str, Any]
     reading: Reading | None = None
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[ClaimLine, ...] = ()
 
 
-def read(folder: Folder) -> list[Found]:
+def read(folder: AnalysisFolder) -> list[MeasurementFile]:
     """All finished measurements of a folder, in the page's order.
 
     Raises:
@@ -210,18 +210,18 @@ def read(folder: Folder) -> list[Found]:
     return [_read(folder, kind, record) for kind, record in records]
 
 
-def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Found:
+def _read(folder: AnalysisFolder, kind: type[Measurement], record: dict[str, Any]) -> MeasurementFile:
     """One measurement, with everything that is made of its numbers except the picture."""
     if "skipped" in record:
-        return Found(kind, record)
+        return MeasurementFile(kind, record)
     with _undamaged(folder, kind):
         result = record["result"]
         advise({kind.name: result}, "", "")  # the advice of all measurements must not fail
-        return Found(kind, record, kind.reading(result), tuple(kind.claims(result)))
+        return MeasurementFile(kind, record, kind.reading(result), tuple(kind.claims(result)))
 
 
 @contextmanager
-def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) -> Iterator[None]:
+def _undamaged(folder: AnalysisFolder, kind: type[Measurement], *, drawn: bool = False) -> Iterator[None]:
     """Blame the file for every error that its numbers cause: a measurement's own numbers cause none.
 
     Args:
@@ -246,7 +246,7 @@ def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) 
         ) from error
 
 
-def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
+def write(folder: AnalysisFolder) -> tuple[Path, dict[str, Any]]:
     """Write the page, everything as one JSON object, and the pictures if matplotlib is installed.
 
     Returns:
@@ -268,14 +268,16 @@ def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
     return written, folder.write(ALL, _everything(run, found, claims, advice))
 
 
-def _section(folder: Folder, found: Found) -> page.Section:
+def _section(folder: AnalysisFolder, found: MeasurementFile) -> page.Section:
     """The section of a measurement, with its picture."""
     pictures = plots.available()
     with _undamaged(folder, found.kind, drawn=pictures):
         return page.section(found.kind, found.record, pictures=pictures)
 
 
-def _everything(run: dict[str, Any], found: Sequence[Found], claims: Sequence[Claim], advice: Advice) -> dict[str, Any]:
+def _everything(
+    run: dict[str, Any], found: Sequence[MeasurementFile], claims: Sequence[ClaimLine], advice: Advice
+) -> dict[str, Any]:
     measured = {
         one.kind.name: {**one.record, **({} if one.reading is None else {"reading": asdict(one.reading)})}
         for one in found

@@ -24,8 +24,8 @@ from kvkeep.models.quantized_weights import check_format
 from kvkeep.models.tokenization import Writer
 from kvkeep.scale.cluster import check_ray
 from kvkeep_lab.analysis import page, report
-from kvkeep_lab.analysis.job import Job, find, read
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.job import AnalysisJob, find, read
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.analysis.run import OnStage, run
 from kvkeep_lab.cli.analyze.request import Request
 
@@ -42,7 +42,7 @@ def serve(request: Request) -> None:
     if request.workers is not None:
         check_ray(request.ray_address)
     with quiet(), threads.restored():
-        folder = Folder(request.output)
+        folder = AnalysisFolder(request.output)
         job = prepare(request)
         folder.check_free()
         folder.check(job.manifest())
@@ -55,7 +55,7 @@ def serve(request: Request) -> None:
     _show(request, written, everything, **({} if workers is None else {"workers": workers}))
 
 
-def _measure(job: Job, request: Request, folder: Folder, held: ExitStack) -> int | None:
+def _measure(job: AnalysisJob, request: Request, folder: AnalysisFolder, held: ExitStack) -> int | None:
     """Make the measurements that the folder lacks; return the number of workers of Ray.
 
     Args:
@@ -78,7 +78,7 @@ def _measure(job: Job, request: Request, folder: Folder, held: ExitStack) -> int
     return None
 
 
-def prepare(request: Request) -> Job:
+def prepare(request: Request) -> AnalysisJob:
     """Check a request, cheap tests first, without reading weights.
 
     Raises:
@@ -94,7 +94,7 @@ def prepare(request: Request) -> Job:
     checkpoint = load.find(name, allow_pickle=request.allow_pickle)
     file = "standard input" if request.text == STANDARD_INPUT else Path(request.text).name
     tokens = read(checkpoint, file, text, request.max_tokens)
-    return Job(request.model or page.EMBEDDED, checkpoint, tokens, kinds, request.seed)
+    return AnalysisJob(request.model or page.EMBEDDED, checkpoint, tokens, kinds, request.seed)
 
 
 @contextmanager
