@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from comparable_model import DTYPE
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -38,7 +39,7 @@ def checkpoint(folder=None):
 @functools.cache
 def model(folder=None):
     with quiet():
-        return read_weights(checkpoint(folder))
+        return read_weights(checkpoint(folder), DTYPE)  # answers are compared with those of requests alone
 
 
 def keys(*found):
