@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli import chat_run, chat_sessions
-from kvkeep.cli.chat_sessions import ChatFolder, complete_names
+from kvkeep.cli.chat_folder import ChatFolder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.engine.model_runner import ModelRunner

@@ -1,6 +1,6 @@
 """Backends do the work of a layer's step. `choose` alone decides which one, for a device and a dtype.
 
-`protocol` says what a backend does. `reference` is the definition that all others are tested against. `small` are the
+`base` says what a backend does. `reference` is the definition that all others are tested against. `small` are the
 operators between two attentions, for backends that have them.
 """
 

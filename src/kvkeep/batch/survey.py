@@ -172,17 +172,9 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     """Why an engine refuses a request of this shape; ``None`` if it does not."""
     sampling = SamplingParams(max_new_tokens=shape.max_new_tokens)
     try:
-        request = Request(
-            prompt=[0] * shape.prompt_tokens,
-            sampling=sampling,
-            policy=shape.policy,
-            budget=shape.budget,
-            guard=shape.guard,
-            snapshot=memory,
-            structured_outputs=shape.structure,
-            pins=shape.pins,
-        )
-        engine.check(request)
+        own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
+        own["structured_outputs"] = shape.structure
+        engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
         return reason_of(error)
     return None

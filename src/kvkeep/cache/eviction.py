@@ -158,7 +158,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
         policy: scores the slots and says how many stay.
         block: the slots, with the new token among them.
         view: the block's slots as the policy sees them.
-        window: sliding window of the layer; expired slots are emptied first, see `scores.expire`.
+        window: sliding window of the layer; expired slots are emptied first, see `ranking.expire`.
         backend: does the work.
 
     Returns:
@@ -262,12 +262,12 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
 
 
 def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """The policy's scores after `scores.protect`."""
+    """The policy's scores after `ranking.protect`."""
     return _shielded(policy, view, _scores(policy, view, state))
 
 
 def _shielded(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-    """Scores after `scores.protect`."""
+    """Scores after `ranking.protect`."""
     sinks, recent = policy.protected(view.budget)
     return ranking.protect(score, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
 

@@ -370,13 +370,16 @@ class Layer:
 
     def _replayed(self, recorded: Repeating, run: Callable[[], Tensor | None]) -> Tensor | None:
         """Return what ``run`` returns, which makes the step; ``None`` if it could not, and then nothing has changed."""
-        self.paths.forget("the backend could not replay the step")  # a step that fails is not tried again
+        self.paths.recorded = None  # a step that fails is not tried again
         check_room(self.policy, self.block, 1, None, phase=Phase.DECODE, window=self.window)
         self.broken = True  # until the step has ended
         out = run()
         if out is not None:
             self.columns, self.paths.recorded = self.columns + 1, recorded
-            self.paths.took(DecodePath.REPLAY)
+            if self.paths.path is not DecodePath.REPLAY:  # replays follow each other, and each microsecond counts
+                self.paths.took(DecodePath.REPLAY)
+        else:
+            self.paths.forget("the backend could not replay the step")
         self.broken = False
         return out
 

@@ -13,7 +13,7 @@ from kvkeep.batch.input import BadLine, InputLine, after, parse
 from kvkeep.batch.output import OutputFile
 from kvkeep.batch.progress import TokenCounts
 from kvkeep.cli import console, distributed
-from kvkeep.cli.distributed import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
 from kvkeep.cli.loading import writer_of

@@ -20,7 +20,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
-from kvkeep.cli.distributed import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
@@ -45,7 +45,7 @@ from kvkeep.scale.ray_serve_replica import ReplicaFacts, ReplicaRecipe
 from kvkeep.server.app import make_app
 from kvkeep.server.middleware import log
 from kvkeep.server.model import ServedModel, tool_use_of
-from kvkeep.server.router import make_front
+from kvkeep.server.router import make_router
 from kvkeep.server.run import Server, ServerAddress, check_tls, listen, settle
 from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of
 
@@ -98,7 +98,7 @@ def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int |
             settings = replace(settings, session_dir=str(in_full(settings.session_dir).resolve()))
         with _running(request, _recipe(request, settings, device), need) as handle:
             replicas, facts = asyncio.run(_begun(handle))
-            front = make_front(replicas, settings, request.allow_origin, prefixes=request.prefix_memory > 0)
+            front = make_router(replicas, settings, request.allow_origin, prefixes=request.prefix_memory > 0)
             more = f" on each of {console.count(least, 'replica')}"
             return answer(front, settings.name, facts.rows, facts.row_bytes, more)
 

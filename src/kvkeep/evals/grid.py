@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvkeep import budget as ratios
 from kvkeep.errors import BudgetError, PolicyError
-from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.task import Task
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.errors import InputError
 from kvkeep.evals import task
-from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches, left_padded
+from kvkeep.evals.forward import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals import grid, texts
-from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.forward import Setup
 from kvkeep.evals.grid import Cell, GridArguments, Planned
 from kvkeep.evals.records import Records
 from kvkeep.evals.report import Row

@@ -38,7 +38,7 @@ from kvkeep.models.weight_hash import WeightsOf
 from kvkeep.types import EMPTY, AttentionOptions, Slots
 
 Decoder: TypeAlias = PreTrainedModel
-"""A decoder of transformers, for rooms that do not import transformers themselves."""
+"""A decoder of transformers, for modules that do not import transformers themselves."""
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _ONE_AT_A_TIME = threading.RLock()

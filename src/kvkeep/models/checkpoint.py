@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 Model: TypeAlias = PreTrainedModel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
-"""Names for rooms that do not import transformers."""
+"""Names for modules that do not import transformers."""
 
 
 @dataclass(frozen=True)

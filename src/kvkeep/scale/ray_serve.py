@@ -9,7 +9,7 @@ from kvkeep.errors import InputError, pip_install
 from kvkeep.scale import EXTRA
 from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.ray_serve_replica import Replica, ReplicaRecipe
-from kvkeep.server.router import make_front
+from kvkeep.server.router import make_router
 from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of
 
 ENGINES, DOOR = "engines", "door"
@@ -141,7 +141,7 @@ def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
 
     handle = serve.get_deployment_handle(ENGINES, app_name=serve.get_replica_context().app_name)
     replicas = RayReplicas(handle)
-    front = make_front(replicas, settings, prefixes=prefixes)
+    front = make_router(replicas, settings, prefixes=prefixes)
 
     async def unprefixed(scope: Any, receive: Any, send: Any) -> None:
         """Take the application's own prefix off the path, which replicas do not have."""

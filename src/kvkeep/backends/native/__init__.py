@@ -1,8 +1,8 @@
 """Attention and decode steps in C++, compiled for this machine at first use.
 
-`build` compiles and loads the kernel. `ops` are its functions on tensors, `prefill_ops` those for many tokens per row,
-`slot_ops` those on slots, `small_ops` the operators between two attentions. `coding` shows it slots that hold codes.
-`native` returns the kernel, or why there is none.
+`build` compiles and loads the kernel, and its `native` returns it, or why there is none. `bindings` turn tensors into
+arguments of the kernel, and check what it relies on. `ops` are its functions on tensors and slots, `layer_ops` the
+operators between two attentions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""kvkeep's kernels for CUDA, in Triton; the only room that imports Triton, and only when a kernel runs.
+"""kvkeep's kernels for CUDA, in Triton; the only package that imports Triton, and only when a kernel runs.
 
 ===============================  ====================================================================================
-`gpu`                            where kernels run, which tensors they take, their tile sizes
-`slots`, `decode`, `merge`       kernels of a decode step; `ops` are their functions on tensors, `arguments` show them
-                                 tensors and numbers
-`codes`                          how they read and write slots of 8 or 4 bits
+`launch`                         where kernels run, which tensors they take, their tile sizes and arguments
+`slots`, `decode`                kernels of a decode step; `ops` are their functions on tensors
+`slot_codec`                     how they read and write slots of 8 or 4 bits
 `prefill`                        kernels of a prompt; `prefill_ops` are their functions on tensors
 ===============================  ====================================================================================
 

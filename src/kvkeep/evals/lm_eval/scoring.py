@@ -18,7 +18,7 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
-from kvkeep.evals.attention_probe import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
+from kvkeep.evals.forward import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy

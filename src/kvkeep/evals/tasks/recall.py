@@ -21,7 +21,7 @@ from jaxtyping import Int
 
 from kvkeep.errors import InputError
 from kvkeep.evals import qa_task, task
-from kvkeep.evals.attention_probe import PLAIN, Drive, Setup
+from kvkeep.evals.forward import PLAIN, Drive, Setup
 from kvkeep.evals.qa_task import Replies
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
 from kvkeep.kv.memory_usage import MemoryUsage

@@ -12,7 +12,7 @@ import torch
 
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import texts
-from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.grid import RequestedBudget, split_arms
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tune.documents import UserQuestion, own, planted
