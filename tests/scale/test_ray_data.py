@@ -124,7 +124,6 @@ def test_another_version_of_kvkeep_on_a_node_is_refused(address, small, monkeypa
     real = cluster.scout()
     other = {**real["versions"], "kvkeep": "0.0.1"}
     with monkeypatch.context() as patch:
-
         patch.setattr("kvkeep.cli.cluster.check_versions", lambda found: cluster.check_versions(found, other))
         result = run("-i", small[0], "-o", small[1], "--ray-workers", 1, "--ray-address", address[0])
     assert result.exit_code == 2
