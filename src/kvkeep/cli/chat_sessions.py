@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from kvkeep.cli import console
+from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
 from kvkeep.cli.memory import turns_of
 from kvkeep.engine import Engine, Result
@@ -242,22 +243,10 @@ class ChatSession:
         self.place.leave()
 
 
-class ListOptions(Protocol):
-    """The options of ``kvkeep chat --list``."""
-
-    @property
-    def sessions(self) -> str | None:
-        """``--sessions``."""
-
-    @property
-    def json(self) -> bool:
-        """``--json``."""
-
-
 # The list of saved conversations, from the headers of their files. Importing this module imports torch.
 
 
-def show(request: ListOptions) -> None:
+def show(request: ChatOptions) -> None:
     """Print all saved conversations."""
     folder = ChatFolder.of(request.sessions)
     found = [_describe(folder, name) for name in folder.names()]
