@@ -84,8 +84,9 @@ ONE_ROOM = {
 }
 
 
-ALLOWED = {"planning": {"kvkeep.backends.torch"}}
-"""Modules of single backends that a room may import: bytes are planned with the blocks that torch's backend makes."""
+ALLOWED = {"planning": {"kvkeep.backends.torch"}, "cache": {"kvkeep.backends.base"}}
+"""Modules of backends that a room may import: bytes are planned with the blocks that torch's backend makes, and the
+cache hands the records of the contract to whichever backend was chosen."""
 
 
 def inside(path):

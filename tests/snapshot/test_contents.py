@@ -8,7 +8,7 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.cache.layer import Layer
-from kvkeep.cache.row_snapshots import new_block
+from kvkeep.cache.row_snapshot import new_block
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.cascade import Cascade

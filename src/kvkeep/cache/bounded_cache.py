@@ -24,7 +24,7 @@ from kvkeep.cache.hf_layers import (
 )
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import Layout, caches_latents
-from kvkeep.cache.row_snapshots import (
+from kvkeep.cache.row_snapshot import (
     CacheSettings,
     RowSnapshots,
     Weights,

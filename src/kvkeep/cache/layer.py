@@ -244,7 +244,7 @@ class Layer:
     ) -> Layer:
         """Return a copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
         other = copy.copy(self)
-        other.paths = DecodePaths(self.policy)  # before `hold`, which looks whether steps can be fused
+        other.paths = DecodePaths(self.policy)  # before `hold`, which would otherwise change those of the original
         other.hold(block, columns=columns)
         other._together, other._shared = together, cascade or NoCascade()
         return other
@@ -363,7 +363,7 @@ class Layer:
         def run() -> Tensor | None:
             out = recorded.call(query, keys, values, block.advance(1, None, Phase.DECODE))
             if out is None:
-                block.seen.sub_(1)
+                block.seen.sub_(1)  # `advance` has counted the token, and the next path counts it again
             return out
 
         return self._replayed(recorded, run)
@@ -405,7 +405,7 @@ class Layer:
             raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
         check_room(self.policy, self.block, T, real, phase=phase, window=self.window)
         self.broken = True  # until the step has ended
-        held, self.block = self.block, self.block.opened()
+        held, self.block = self.block, self.block.opened()  # a pool is worked on side by side, and then written back
         try:
             out = self._run(query, keys, values, options=options, phase=phase, real=real)
             held.close(self.block)

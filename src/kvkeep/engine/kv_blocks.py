@@ -25,12 +25,13 @@ from kvkeep.kv.joint_block import JointBlock
 from kvkeep.kv.memory_usage import MemoryUsage, bytes_of
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
-from kvkeep.models.attention import Decoder
+from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
-from kvkeep.snapshot.contents import StateCopy, check_together, put_beside, take_beside
+from kvkeep.snapshot.contents import check_together, put_beside, take_beside
+from kvkeep.snapshot.state_copy import StateCopy
 from kvkeep.types import Slots
 
 
@@ -306,7 +307,7 @@ class RecurrentState:
         return MemoryUsage(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
 
 
-def keeps_states(model: Decoder) -> bool:
+def keeps_states(model: Model) -> bool:
     """Whether a model has layers with a state. Such a model runs one row at a time and reads every prompt whole.
 
     Raises:
@@ -315,7 +316,7 @@ def keeps_states(model: Decoder) -> bool:
     return bool(states_of(BoundedCache(model.config, "full", 1)))
 
 
-def probed(model: Decoder) -> BoundedCache:
+def probed(model: Model) -> BoundedCache:
     """A cache that one token has gone through, which shows the shapes of every layer."""
     cache = BoundedCache(model.config, "full", 1)
     with torch.inference_mode():

@@ -20,7 +20,7 @@ from kvkeep.kv.block import Block
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.row_copy import has_room
 from kvkeep.kv.store import inference
-from kvkeep.models.attention import Decoder
+from kvkeep.models.checkpoint import Model
 from kvkeep.pins import Spans, spans
 from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies.base import Policy
@@ -128,7 +128,7 @@ class KVManager:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
 
-    def __init__(self, model: Decoder, policy: Policy, budget: int, **options: Any) -> None:
+    def __init__(self, model: Model, policy: Policy, budget: int, **options: Any) -> None:
         self._config = model.config
         self._budget, self._options = budget, options
         self._layouts: dict[Policy, Layout] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -36,9 +36,6 @@ from kvkeep.models.support import (
 )
 from kvkeep.models.weight_hash import WeightsOf
 from kvkeep.types import EMPTY, AttentionOptions, Slots
-
-Decoder: TypeAlias = PreTrainedModel
-"""A decoder of transformers, for modules that do not import transformers themselves."""
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _ONE_AT_A_TIME = threading.RLock()

@@ -12,34 +12,23 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.errors import InputError
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.pins import Spans, spans
 from kvkeep.result_files import parse
-from kvkeep.snapshot.contents import Contents, Flag, Place
 from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
+from kvkeep.snapshot.state_copy import Flag, Place
 
 # The layout of a snapshot's file: names, dtypes, and the description in the header.
 #
 # A file is safetensors. Its metadata has one entry, ``kvkeep``, a JSON object: the fingerprint, and for each layer the
 # numbers that need no tensor. Only occupied slots are stored; a bit for each slot up to the last occupied one says
 # which these are. ``docs/sessions.md`` draws the layout.
-
-
-class FileParts(NamedTuple):
-    """Everything that a file holds, see `kvkeep.Snapshot`."""
-
-    contents: Contents
-    fingerprint: Fingerprint
-    tokens: Int[Tensor, " n"] | None
-    pending: int
-    note: Mapping[str, Any]
 
 
 KEY = "kvkeep"

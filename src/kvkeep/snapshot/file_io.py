@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int, UInt8
@@ -19,7 +19,7 @@ from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
-from kvkeep.snapshot.contents import Contents, Place, StateCopy
+from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.file_format import (
     KEY,
     LAYER,
@@ -30,7 +30,6 @@ from kvkeep.snapshot.file_format import (
     SHARED,
     STATE,
     TOKENS,
-    FileParts,
     LayerDescription,
     NotASnapshotError,
     TensorEntry,
@@ -45,7 +44,19 @@ from kvkeep.snapshot.file_format import (
     whole,
 )
 from kvkeep.snapshot.fingerprint import Fingerprint
+from kvkeep.snapshot.state_copy import Place, StateCopy
 from kvkeep.types import EMPTY
+
+
+class FileParts(NamedTuple):
+    """Everything that a file holds, see `kvkeep.Snapshot`."""
+
+    contents: Contents
+    fingerprint: Fingerprint
+    tokens: Int[Tensor, " n"] | None
+    pending: int
+    note: Mapping[str, Any]
+
 
 _EXPANSION, _SLACK = 256, 2**20
 """A file may describe slots of at most so many times its own bytes, or this many more."""

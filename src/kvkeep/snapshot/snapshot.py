@@ -15,7 +15,6 @@ from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Span, end, spans
 from kvkeep.snapshot import file_io
 from kvkeep.snapshot.contents import Contents
-from kvkeep.snapshot.file_format import FileParts
 from kvkeep.snapshot.fingerprint import Fingerprint
 
 
@@ -85,7 +84,7 @@ class Snapshot:
         Raises:
             SnapshotError: the file cannot be written; an older file of that name stays as it was.
         """
-        file_io.save(FileParts(self.contents, self.fingerprint, self.tokens, self.pending, self.note), path)
+        file_io.save(file_io.FileParts(self.contents, self.fingerprint, self.tokens, self.pending, self.note), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Snapshot:

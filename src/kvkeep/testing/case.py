@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep.backends import reference
 from kvkeep.cache.eviction import head_budgets, limit
 from kvkeep.cache.layer import Layer
-from kvkeep.cache.row_snapshots import new_block
+from kvkeep.cache.row_snapshot import new_block
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import ranking
 from kvkeep.kv.block import empty
