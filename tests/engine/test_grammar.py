@@ -17,7 +17,6 @@ pytest.importorskip("llguidance")
 import kvkeep
 from kvkeep.engine import grammar
 from kvkeep.errors import pip_install
-from kvkeep.models.load import embedded, find, quiet, read_weights
 
 PERSON = {
     "type": "object",
@@ -34,11 +33,8 @@ COMPLEX = "start: A\nA: /(a|b)*a(a|b){20}/ & /(a|b)*b(a|b){19}/ & ~/.*abba.*/"
 
 
 @pytest.fixture(scope="module")
-def parts():
-    with quiet():
-        checkpoint = find(embedded())
-        weights = read_weights(checkpoint, "float32")  # in bfloat16 texts may differ by the rounding of batch sizes
-        return weights, checkpoint.tokenizer
+def parts(comparable):
+    return comparable.loaded
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.errors import InputError, SnapshotError
 
@@ -29,8 +28,8 @@ TEMPLATES = {
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return kvkeep.load()
+def loaded(comparable):
+    return comparable.loaded
 
 
 def engine_of(loaded, template=None, **options):

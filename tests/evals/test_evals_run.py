@@ -14,7 +14,7 @@ from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.grid import Cell, GridArguments, Planned, RequestedBudget, notes, split_policies
-from kvkeep.evals.records import ROWS, Records, key_of
+from kvkeep.evals.records import Records, key_of
 from kvkeep.evals.run import TaskPart, lay_out, run
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import find
@@ -22,7 +22,7 @@ from kvkeep.head_profile import Profile
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import Writer
-from kvkeep.result_files import MANIFEST
+from kvkeep.result_files import MANIFEST, ROWS
 
 OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)
 BUDGETS = (RequestedBudget(ratio=0.2), RequestedBudget(tokens=12))

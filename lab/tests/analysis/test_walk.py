@@ -193,7 +193,7 @@ def test_units_of_a_function_that_is_called_twice_are_not_shown(monkeypatch, ids
 
 def test_a_block_whose_projections_are_no_modules_is_not_understood():
     x = torch.randn(3, 4)
-    trace = mlp_blocks.Trace([mlp_blocks.Call(torch.nn.ReLU(), x @ torch.ones(4, 4), x.relu())])
+    trace = mlp_blocks.CallTrace([mlp_blocks.Call(torch.nn.ReLU(), x @ torch.ones(4, 4), x.relu())])
     with pytest.raises(mlp_blocks.NotUnderstood, match="projections around a layer's activation function"):
         mlp_blocks.find_block(trace, x)
 

@@ -13,7 +13,6 @@ from kvkeep.cli import console, progress
 from kvkeep.cli.main import app
 from kvkeep.errors import pip_install
 from kvkeep_lab.analysis import run as running
-from kvkeep_lab.cli.analyze import analysis
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--only", "sparsity,budgets", "--max-tokens", 80)

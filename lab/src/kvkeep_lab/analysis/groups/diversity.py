@@ -51,7 +51,7 @@ SURE = 2.0
 
 
 @final
-class Diversity(Measurement):
+class WrittenDiversity(Measurement):
     """Self-BLEU, distinct n-grams and repetition of short continuations under each policy."""
 
     name: ClassVar[str] = "diversity"

@@ -22,7 +22,7 @@ from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._shared import lines, mean, percent, show
 from kvkeep_lab.analysis.measure import (
     Axes,
-    Claim,
+    ClaimLine,
     Context,
     Measurement,
     Progress,
@@ -149,18 +149,18 @@ class ScoreChange(Measurement):
         )
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """Kept keys hardly change, and dropped keys were small."""
         free = result["free"]
         return (
-            Claim(
+            ClaimLine(
                 "The scores of kept keys hardly change",
                 cls.source,
                 "Centred at 0 for OPT-13B at threefold compression.",
                 f"Median {show(free['median'])} of the score; with the same inputs {show(result['forced']['median'])}.",
                 _verdict(free["median"], 0.0),
             ),
-            Claim(
+            ClaimLine(
                 "Dropped keys had little attention",
                 cls.source,
                 "A small part of the keys at -1.",

@@ -21,8 +21,8 @@ from kvkeep.models.quantized_weights import check_format
 from kvkeep.models.tokenization import Writer
 from kvkeep.scale.cluster import check_ray
 from kvkeep_lab.analysis import page, report
-from kvkeep_lab.analysis.job import Job, find, read
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.job import AnalysisJob, find, read
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.analysis.run import run
 from kvkeep_lab.cli.analyze.options import AnalyzeOptions
 
@@ -39,7 +39,7 @@ def serve(request: AnalyzeOptions) -> None:
     if request.workers is not None:
         check_ray(request.ray_address)
     with quiet(), threads.restored():
-        folder = Folder(request.output)
+        folder = AnalysisFolder(request.output)
         job = prepare(request)
         folder.check_free()
         folder.check(job.manifest())
@@ -52,7 +52,7 @@ def serve(request: AnalyzeOptions) -> None:
     _show(request, written, everything, **({} if workers is None else {"workers": workers}))
 
 
-def _measure(job: Job, request: AnalyzeOptions, folder: Folder, held: ExitStack) -> int | None:
+def _measure(job: AnalysisJob, request: AnalyzeOptions, folder: AnalysisFolder, held: ExitStack) -> int | None:
     """Make the measurements that the folder lacks; return the number of workers of Ray.
 
     Args:
@@ -75,7 +75,7 @@ def _measure(job: Job, request: AnalyzeOptions, folder: Folder, held: ExitStack)
     return None
 
 
-def prepare(request: AnalyzeOptions) -> Job:
+def prepare(request: AnalyzeOptions) -> AnalysisJob:
     """Check a request, cheap tests first, without reading weights.
 
     Raises:
@@ -91,7 +91,7 @@ def prepare(request: AnalyzeOptions) -> Job:
     checkpoint = load.find(name, allow_pickle=request.allow_pickle)
     file = "standard input" if request.text == STANDARD_INPUT else Path(request.text).name
     tokens = read(checkpoint, file, text, request.max_tokens)
-    return Job(request.model or page.EMBEDDED, checkpoint, tokens, kinds, request.seed)
+    return AnalysisJob(request.model or page.EMBEDDED, checkpoint, tokens, kinds, request.seed)
 
 
 def _show(request: AnalyzeOptions, written: Path, everything: dict[str, Any], **more: Any) -> None:

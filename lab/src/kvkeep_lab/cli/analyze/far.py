@@ -21,9 +21,9 @@ from kvkeep.scale.cluster import joined, own_cpus
 from kvkeep.scale.worker import MEASUREMENTS, ModelFacts, Refusal
 from kvkeep.scale.worker_pool import WorkerPool, WorkResult
 from kvkeep_lab.analysis.apart import Bench, Piece, cut
-from kvkeep_lab.analysis.job import Job, left, words
+from kvkeep_lab.analysis.job import AnalysisJob, left, words
 from kvkeep_lab.analysis.measure import Measurement
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.analysis.run import Record
 from kvkeep_lab.analysis.walk import BLOCK, walk_bytes
 from kvkeep_lab.cli.analyze.options import AnalyzeOptions
@@ -68,7 +68,7 @@ class Recipe:
         return Bench(writer, self.tokens, asked.seed)
 
 
-def run(job: Job, request: AnalyzeOptions, folder: Folder, held: ExitStack) -> int:
+def run(job: AnalysisJob, request: AnalyzeOptions, folder: AnalysisFolder, held: ExitStack) -> int:
     """Make every measurement that the folder does not hold yet on workers; return their number.
 
     Args:
@@ -107,7 +107,9 @@ def run(job: Job, request: AnalyzeOptions, folder: Folder, held: ExitStack) -> i
     return size
 
 
-def _crew(job: Job, request: AnalyzeOptions, todo: Sequence[type[Measurement]], size: int) -> WorkerPool[ModelFacts]:
+def _crew(
+    job: AnalysisJob, request: AnalyzeOptions, todo: Sequence[type[Measurement]], size: int
+) -> WorkerPool[ModelFacts]:
     """The workers, which have not been started yet. The cluster has been joined."""
     need, device = room_for(
         size,
@@ -123,7 +125,7 @@ def _crew(job: Job, request: AnalyzeOptions, todo: Sequence[type[Measurement]], 
     return WorkerPool(MEASUREMENTS, recipe, size, need, tell=console.note)
 
 
-def _bytes(job: Job, request: AnalyzeOptions, todo: Sequence[type[Measurement]]) -> int:
+def _bytes(job: AnalysisJob, request: AnalyzeOptions, todo: Sequence[type[Measurement]]) -> int:
     """Main memory of a worker: weights, those of a control, a full cache, a walk or runs; 0 if it cannot be planned."""
     n = len(job.text.tokens)
     with suppress(KVKeepError):
@@ -137,8 +139,8 @@ def _bytes(job: Job, request: AnalyzeOptions, todo: Sequence[type[Measurement]])
 
 
 def _fill(
-    job: Job,
-    folder: Folder,
+    job: AnalysisJob,
+    folder: AnalysisFolder,
     crew: WorkerPool[ModelFacts],
     show: Callable[[str, int], None],
     stopped: Callable[[], bool],
@@ -169,7 +171,7 @@ class _Desk:
         done: number of measurements that have been written.
     """
 
-    folder: Folder
+    folder: AnalysisFolder
     pieces: Mapping[int, Piece]
     show: Callable[[str, int], None]
     refusal: str | None = None

@@ -15,7 +15,7 @@ from kvkeep.cli import console
 from kvkeep.errors import InputError, three_digits
 from kvkeep.result_files import in_full
 from kvkeep_lab.cli.bench_server.options import BenchServerOptions
-from kvkeep_lab.loadtest.client import Outcome, Target, base_url, model_of
+from kvkeep_lab.loadtest.client import RequestOutcome, Target, base_url, model_of
 from kvkeep_lab.loadtest.lengths import Lengths
 from kvkeep_lab.loadtest.percentiles import SHARES
 from kvkeep_lab.loadtest.plan import Load, arrivals, read_lines
@@ -78,7 +78,7 @@ def run(target: Target, load: Load, *, sessions: bool, warmup: int, output: str 
 
 async def _measured(
     target: Target, load: Load, *, sessions: bool, warmup: int
-) -> tuple[dict[str, Any], Sequence[Outcome]]:
+) -> tuple[dict[str, Any], Sequence[RequestOutcome]]:
     """The numbers of a run, and its outcomes in the order in which they ended."""
     target = replace(target, model=target.model or await model_of(target))
     if warmup:
@@ -95,7 +95,7 @@ async def _measured(
     return {**asked, "load": settings, **summary(outcomes, seconds=end - start)}, outcomes
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: RequestOutcome) -> str:
     return jsons.dumps({name: value for name, value in asdict(outcome).items() if name != "text"}) + "\n"
 
 
