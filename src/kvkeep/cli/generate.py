@@ -14,10 +14,12 @@ from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, not_empty, place, 
 from kvkeep.cli.options import (
     BUDGET,
     JSON,
+    MAX_NEW_TOKENS,
     NO_DEFAULT,
     POLICY,
     RAY_ADDRESS,
-    SamplingOptions,
+    TEMPERATURE,
+    CacheOptions,
     described,
     parse_bytes,
     parse_system,
@@ -182,7 +184,7 @@ def _check_no_file(prompt: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions(SamplingOptions):
+class GenerationOptions(CacheOptions):
     """The options of a command that continues text, whether prompts or a conversation.
 
     Attributes:
@@ -201,6 +203,13 @@ class GenerationOptions(SamplingOptions):
     budget: int | None = None
     pin_system: bool = False
     guard: float | None = None
+    max_new_tokens: int = option(MAX_NEW_TOKENS)
+    temperature: float = option(TEMPERATURE)
+    top_p: float | None = option(described(parameters.TOP_P))
+    top_k: int | None = option(described(parameters.TOP_K))
+    min_p: float | None = option(described(parameters.MIN_P))
+    repetition_penalty: float = option(described(parameters.REPETITION_PENALTY))
+    seed: int = option(described(parameters.SEED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +303,10 @@ class GenerateOptions(GenerationOptions):
         "full.",
         read=parse_budget,
     )
-    keep_ratio: float | None = option(described(parameters.KEEP_RATIO))
+    keep_ratio: float | None = option(
+        described(parameters.KEEP_RATIO),
+        help="Instead of --budget: the share of the prompt's tokens that is kept, in (0, 1].",
+    )
     pin_system: bool = option(
         "Never evict the system message: that of --system, or those of a file's messages.", default=False, group=MEMORY
     )

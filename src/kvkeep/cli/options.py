@@ -313,19 +313,6 @@ class CacheOptions(ModelOptions):
     positions: Literal["true", "slot"] | None = option(POSITIONS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions(CacheOptions):
-    """The options of a command that generates text."""
-
-    max_new_tokens: int = option(MAX_NEW_TOKENS)
-    temperature: float = option(TEMPERATURE)
-    top_p: float | None = option(described(parameters.TOP_P))
-    top_k: int | None = option(described(parameters.TOP_K))
-    min_p: float | None = option(described(parameters.MIN_P))
-    repetition_penalty: float = option(described(parameters.REPETITION_PENALTY))
-    seed: int = option(described(parameters.SEED))
-
-
 # ``--ray-workers`` and ``--ray-address``: how many workers of Ray share the work of a command, and where they run.
 
 MOST_WORKERS = 1024

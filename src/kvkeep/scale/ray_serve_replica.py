@@ -19,7 +19,7 @@ from kvkeep.scale import ray_serve_replicas
 from kvkeep.server.app import make_app, use_threads
 from kvkeep.server.model import ServedModel, tool_use_of
 from kvkeep.server.placement import SESSION
-from kvkeep.server.router import Received, replay
+from kvkeep.server.replicas import Received, replay
 from kvkeep.server.run import settle
 from kvkeep.server.session_leases import SharedFolder
 from kvkeep.server.session_registry import Handover

@@ -13,7 +13,7 @@ from ray.serve.request_router import RequestRouter
 
 from kvkeep.scale import ray_serve_replicas
 from kvkeep.scale.ray_serve_replica import ReplicaFacts
-from kvkeep.server.router import LostError, MissedError, Received
+from kvkeep.server.replicas import LostError, MissedError, Received
 
 
 class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
