@@ -36,7 +36,7 @@ import kvkeep
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.server.app import make_app
 from kvkeep.server.model import ServedModel
-from kvkeep.server.run import Server, ServerAddress, listen, settle
+from kvkeep.server.run import HttpServer, ServerAddress, listen, settle
 from kvkeep.server.settings import ServerSettings
 
 _CLIENT = Path(__file__).parent / "lib" / "streams.py"
@@ -135,7 +135,7 @@ def both(options: argparse.Namespace) -> Iterator[Both]:
     place = ServerAddress(port=0)
     with kvkeep.Engine(model, checkpoint.tokenizer, rows=max(options.streams), **settings) as engine:
         ready = threading.Event()
-        server = Server(make_app(ServedModel(engine, checkpoint), ServerSettings(name="bench")), place, ready.set)
+        server = HttpServer(make_app(ServedModel(engine, checkpoint), ServerSettings(name="bench")), place, ready.set)
         with listen(place) as sock:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
             thread.start()

@@ -9,7 +9,7 @@ import contextlib
 import model_folders
 import pytest
 
-from kvkeep.scale import worker_pool
+from kvkeep.scale import driver, worker_pool
 from kvkeep.scale.cluster import Need
 
 
@@ -40,7 +40,7 @@ def one_thread():
 def put_cluster(monkeypatch, command, far):
     """Return a function that puts a cluster in the place of Ray, for a command and its work on Ray."""
     monkeypatch.setattr(command, "check_ray", lambda address: None)
-    monkeypatch.setattr(far, "joined", lambda address, cpus: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "joined", lambda address, cpus: contextlib.nullcontext())
     monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
     monkeypatch.setattr(worker_pool, "DEATHS", 10**6)
 

@@ -12,7 +12,6 @@ from raycells import CELLS, Real, invoke, rows
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvkeep.cli import eval_run
 from kvkeep.cli.main import app
 from kvkeep.errors import CapacityError, InputError, pip_install
 from kvkeep.evals.forward import PLAIN
@@ -24,6 +23,7 @@ from kvkeep.evals.tasks import TASKS
 from kvkeep.head_profile import Profile
 from kvkeep.models import load as loading
 from kvkeep.models.tokenization import Writer
+from kvkeep.scale import driver
 from kvkeep.scale.worker import ModelFacts, ModelWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -175,7 +175,7 @@ def test_a_model_that_a_worker_cannot_load_is_said(on, tmp_path, monkeypatch):
     def read_weights(*arguments, **options):
         raise InputError("There are no weights here.")
 
-    monkeypatch.setattr(eval_run, "read_weights", read_weights)
+    monkeypatch.setattr(driver, "read_weights", read_weights)
     on(Real(0))
     found = invoke(tmp_path / "out", "--ray-workers", 2)
     assert (found.exit_code, found.stderr.splitlines()[-1]) == (2, "error: There are no weights here.")

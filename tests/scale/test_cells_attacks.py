@@ -15,7 +15,8 @@ from kvkeep.evals.forward import PLAIN
 from kvkeep.evals.records import Records
 from kvkeep.evals.tasks import TASKS
 from kvkeep.result_files import Lock
-from kvkeep.scale import worker_pool
+from kvkeep.scale import driver, worker_pool
+from kvkeep.scale.driver import Outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -155,8 +156,8 @@ def test_answers_beside_a_refusal_are_written(on, whole, tmp_path, monkeypatch):
             raise CapacityError("There is no room.")
         return run(self, writer, case, policy, budgets, setup=setup)
 
-    taken, take = [], eval_run._CellWriter.take
-    monkeypatch.setattr(eval_run._CellWriter, "take", lambda self, answer: (taken.append(answer), take(self, answer)))
+    taken, take = [], Outcome.take
+    monkeypatch.setattr(Outcome, "take", lambda self, answer, write: (taken.append(answer), take(self, answer, write)))
     monkeypatch.setattr(TASKS["agreement"], "run", some)
     for seed in range(4):
         taken.clear()
@@ -235,7 +236,7 @@ def test_ctrl_c_in_any_phase_ends_with_130_and_loses_nothing(on, whole, tmp_path
 
     on(cluster)
     if phase in ("joined", "room_for"):
-        before(eval_run, phase)
+        before(driver if phase == "joined" else eval_run, phase)
     elif phase == "begin first":
         before(cluster, "begun")
     elif phase == "begin":
@@ -262,14 +263,14 @@ def test_ctrl_c_after_a_cell_has_failed_does_not_say_that_all_others_are_written
         append(self, row)
         signal.raise_signal(signal.SIGINT)
 
-    take = eval_run._CellWriter.take
+    take = Outcome.take
 
-    def failing(self, answer):
+    def failing(self, answer, write):
         self.failed[1] = "its worker died 4 times"
-        return take(self, answer)
+        return take(self, answer, write)
 
     monkeypatch.setattr(Records, "append", stop)
-    monkeypatch.setattr(eval_run._CellWriter, "take", failing)
+    monkeypatch.setattr(Outcome, "take", failing)
     on(Real(7))
     found = invoke(tmp_path, *RAY)
     assert len(rows(tmp_path)) < CELLS - 1

@@ -11,9 +11,9 @@ from kvkeep.cli.main import app
 from kvkeep.cli.serve import parse_replicas
 from kvkeep.errors import InputError, pip_install
 from kvkeep.scale import cluster, ray_serve, ray_serve_replicas
-from kvkeep.scale.autoscaling import by_free_rows
 from kvkeep.scale.cluster import Need, Node, check_room
 from kvkeep.scale.ray_serve import application, need_serve
+from kvkeep.scale.ray_serve_replicas import by_free_rows
 
 
 def node():

@@ -11,7 +11,7 @@ from kvkeep.errors import InputError
 from kvkeep.scale import ray_serve_replica
 from kvkeep.scale.ray_serve_replica import Replica, ReplicaRecipe
 from kvkeep.server.placement import RESPONSE, SESSION
-from kvkeep.server.router import Received
+from kvkeep.server.replicas import Received
 from kvkeep.server.settings import ServerSettings
 
 OWNER = "everybody"

@@ -16,7 +16,7 @@ from kvkeep.cli import generate_batch, generate_batch_workers
 from kvkeep.engine import Engine
 from kvkeep.errors import InputError, pip_install
 from kvkeep.models import chat_templates
-from kvkeep.scale import cluster
+from kvkeep.scale import cluster, driver
 from kvkeep.scale.cluster import Need, Node, check_ray, check_room, check_versions, last_words, share
 from kvkeep.scale.worker import Built, EngineFacts, LineWorker
 
@@ -209,7 +209,7 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
         raise InputError("This is enough.")
 
     monkeypatch.setattr(generate_batch, "check_ray", lambda address: None)
-    monkeypatch.setattr(generate_batch, "joined", lambda address, cpus: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "joined", lambda address, cpus: contextlib.nullcontext())
     monkeypatch.setattr(generate_batch_workers, "room_for", lambda *args, **options: (Need(), "cpu"))
     monkeypatch.setattr(generate_batch_workers, "WorkerPool", crew)
     assert "This is enough." in run("-i", lines[0], "-o", lines[1], "--ray-workers", 1).said

@@ -17,7 +17,7 @@ import kvkeep
 from kvkeep.server.app import make_app
 from kvkeep.server.model import ServedModel
 from kvkeep.server.placement import SESSION
-from kvkeep.server.replicas import LostError, MissedError, replay
+from kvkeep.server.replicas import LostError, replay
 from kvkeep.server.router import make_router
 from kvkeep.server.run import ServerAddress
 from kvkeep.server.session_leases import SharedFolder
@@ -81,7 +81,7 @@ class Local:
         if replica in self.gone:
             self.gone.discard(replica)
             self.dead.add(replica)
-            raise MissedError(replica)
+            raise LostError(replica, reached=False)
         messages = replay(self.apps[replica], request)
         try:
             while True:

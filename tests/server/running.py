@@ -20,7 +20,7 @@ import kvkeep  # noqa: E402
 from kvkeep.models.load import embedded, find, quiet, read_weights  # noqa: E402
 from kvkeep.server.app import make_app  # noqa: E402
 from kvkeep.server.model import ServedModel, tool_use_of  # noqa: E402
-from kvkeep.server.run import Server, ServerAddress, listen  # noqa: E402
+from kvkeep.server.run import HttpServer, ServerAddress, listen  # noqa: E402
 from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of  # noqa: E402
 
 NAME = "tiny"
@@ -102,7 +102,7 @@ def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, tool_form
 def listening(app, place):
     """The port of a server that runs an application in a thread until the block ends."""
     ready = threading.Event()
-    server = Server(app, place, ready.set)
+    server = HttpServer(app, place, ready.set)
     with listen(place) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()

@@ -16,7 +16,7 @@ from kvkeep.server.router import make_router  # isort: skip
 from kvkeep.server.middleware import AuthMiddleware  # isort: skip
 from kvkeep.server.rate_limits import RateLimits  # isort: skip
 from kvkeep.server.replicas import replay  # isort: skip
-from kvkeep.server.replicas import LostError, MissedError  # isort: skip
+from kvkeep.server.replicas import LostError  # isort: skip
 from kvkeep.server.settings import ServerSettings  # isort: skip
 
 SPELLINGS = [f"{COMPLETE}{end}" for end in ("/", "//", "?a=b", "%0A", "%0D%0A", "%00", "%20", "%2F", ";a", "/.", "#a")]
@@ -207,7 +207,7 @@ class Mortal:
 
     async def ask(self, replica, request):
         if self.die.draw.random() < 0.1:
-            raise MissedError(replica)
+            raise LostError(replica, reached=False)
         messages = replay(self.app, request)
         try:
             async for message in messages:

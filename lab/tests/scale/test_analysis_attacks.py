@@ -13,7 +13,8 @@ from raycells import Real
 from kvkeep import result_files
 from kvkeep.errors import InputError
 from kvkeep.result_files import Lock
-from kvkeep.scale import worker_pool
+from kvkeep.scale import driver, worker_pool
+from kvkeep.scale.driver import Outcome
 from kvkeep_lab.analysis.groups.removal import Removal
 from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.cli.analyze import far
@@ -108,7 +109,7 @@ def test_ctrl_c_in_any_phase_ends_with_130_and_loses_nothing(on, text, analysed,
 
     on(cluster)
     if phase in ("joined", "room_for"):
-        before(far, phase)
+        before(driver if phase == "joined" else far, phase)
     elif phase == "begin first":
         before(cluster, "begun")
     elif phase == "begin":
@@ -117,7 +118,7 @@ def test_ctrl_c_in_any_phase_ends_with_130_and_loses_nothing(on, text, analysed,
     elif phase == "run":
         before(cluster, "answered")
     else:
-        before(far._Desk, "take")
+        before(Outcome, "take")
     found = invoke(text, tmp_path, *RAY, *words)
     assert pressed
     assert (found.exit_code, found.stdout) == (130, "")
@@ -131,16 +132,17 @@ def test_ctrl_c_in_any_phase_ends_with_130_and_loses_nothing(on, text, analysed,
 def test_ctrl_c_after_measurements_have_failed_does_not_say_that_all_others_are_written(
     on, text, tmp_path, monkeypatch
 ):
-    take = far._Desk.take
+    take = Outcome.take
 
-    def failing(self, answer):
+    def failing(self, answer, write):
         self.failed[1] = "its worker died 4 times"
-        take(self, answer)
-        if not self.show.pressed:
-            self.show.pressed = True
+        take(self, answer, write)
+        if not shown.pressed:
+            shown.pressed = True
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(far._Desk, "take", failing)
+    monkeypatch.setattr(shown, "pressed", False)
+    monkeypatch.setattr(Outcome, "take", failing)
     monkeypatch.setattr(far, "counted", shown)
     on(Real(7))
     found = invoke(text, tmp_path, *RAY)

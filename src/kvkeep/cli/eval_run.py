@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,9 @@ from kvkeep.planning.bandwidth import measure_bandwidth
 from kvkeep.planning.model_shapes import Outline, outline
 from kvkeep.planning.plan import plan
 from kvkeep.result_files import as_text, command
-from kvkeep.scale.cluster import check_ray, joined, own_cpus
-from kvkeep.scale.worker import CELLS, ModelFacts, Refusal
+from kvkeep.scale.cluster import check_ray
+from kvkeep.scale.driver import ModelRecipe, pool_size, run_pieces, running
+from kvkeep.scale.worker import CELLS, ModelFacts
 from kvkeep.scale.worker_pool import Item, WorkerPool, WorkResult
 
 # ``kvkeep eval --dry-run``: what a grid costs, before weights are read.
@@ -406,12 +407,12 @@ class CellRecipe:
     """What a worker needs to run cells; see `kvkeep.scale.worker.MakeModelWorker`.
 
     Attributes:
-        request: the options of the command, with the model's whole path.
-        name: the model's name in results.
+        model: the model.
+        name: its name in results.
         sources: what the parts of the grid are made from.
     """
 
-    request: EvalOptions
+    model: ModelRecipe
     name: str
     sources: tuple[PartSource, ...]
 
@@ -421,12 +422,7 @@ class CellRecipe:
         Raises:
             KVKeepError: it cannot be used here.
         """
-        asked = self.request
-        with quiet():
-            checkpoint = find(asked.model or embedded(), allow_pickle=asked.allow_pickle)
-            writer = Writer(checkpoint, read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in))
-        threads.use(writer.model, asked.threads)
-        return CellRunner(writer, self.name, self.sources)
+        return CellRunner(self.model.load(), self.name, self.sources)
 
 
 def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
@@ -439,36 +435,44 @@ def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
     """
     assert request.workers is not None
     todo = sum(planned.cell not in records.done for planned in grid.planned)
-    size = min(request.workers, max(1, todo))
-    if size < request.workers:
-        console.note(f"{console.count(size, 'worker')} for {console.count(todo, 'cell')} that {_are(todo)} not done")
+    size = pool_size(request.workers, todo, piece="cell", tell=console.note)
     console.progress(f"starting {console.count(size, 'worker')} …")
-    cpus = own_cpus(size, request.threads)
     with (
         interruptible() as stopped,
-        joined(request.ray_address, cpus=cpus * size),
-        closing(_crew(grid, request, size)) as crew,
+        running(
+            lambda: _pool(grid, request, size),
+            size,
+            threads=request.threads,
+            address=request.ray_address,
+            stopped=stopped,
+        ) as pool,
         eval_progress(todo) as bar,
     ):
-        crew.begin(stopped)
         if not stopped():
-            _fill(grid, records, crew, bar, stopped)
+            _fill(grid, records, pool, bar, stopped)
         if stopped():
             raise KeyboardInterrupt
     return size
 
 
-def _crew(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]:
-    """The workers, which have not been started yet. The cluster has been joined."""
+def _pool(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]:
+    """Make the workers, which have not been started yet. The cluster has been joined."""
     need, device = room_for(
         size, _bytes(grid, request), device=request.device, threads=request.threads, address=request.ray_address
     )
-    asked = replace(request, model=whole(request.model), device=device)
+    model = ModelRecipe(
+        model=whole(request.model),
+        dtype=request.dtype,
+        device=device,
+        load_in=request.load_in,
+        threads=request.threads,
+        allow_pickle=request.allow_pickle,
+    )
     sources = tuple(
         PartSource(type(part.task), replace(part.options, data=_folder(part.options.data)), part.task.settings())
         for part in grid.parts
     )
-    return WorkerPool(CELLS, CellRecipe(request=asked, name=grid.name, sources=sources), size, need, tell=console.note)
+    return WorkerPool(CELLS, CellRecipe(model=model, name=grid.name, sources=sources), size, need, tell=console.note)
 
 
 def _bytes(grid: Grid, request: EvalOptions) -> int:
@@ -485,20 +489,25 @@ def _folder(data: str | None) -> str | None:
 
 
 def _fill(
-    grid: Grid, records: Records, crew: WorkerPool[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]
+    grid: Grid, records: Records, pool: WorkerPool[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]
 ) -> None:
     """Run the cells without a row, write the rows as they come, and put them into the grid's order at the end."""
-    about = crew.facts.about
+    about = pool.facts.about
+    cells = dict(enumerate(grid.planned, start=1))
+
+    def write(answer: WorkResult) -> str | None:
+        if answer.whole["dtype"] != about["dtype"]:
+            return f"A worker computes in {answer.whole['dtype']}, others in {about['dtype']}. Give `dtype`."
+        planned = cells[answer.number]
+        records.append(as_planned(answer.whole, planned))
+        bar.end(planned)
+        return None
+
     with records.locked():
         records.open({**manifest(grid), **about})
-        cells = dict(enumerate(grid.planned, start=1))
-        desk = _CellWriter(records, cells, about["dtype"], bar)
-        crew.run(_handing(grid, cells, records), (), desk.take, lambda: stopped() or desk.refusal is not None)
+        outcome = run_pieces(pool, _handing(grid, cells, records), write, stopped)
         records.arrange([planned.cell for planned in grid.planned])
-    if desk.refusal is not None:
-        raise InputError(desk.refusal)
-    if desk.failed and not stopped():
-        raise InputError(_unfinished(desk.failed, cells))
+    outcome.check(lambda failed: _unfinished(failed, cells))
 
 
 def _handing(grid: Grid, cells: Mapping[int, Planned], records: Records) -> Callable[[int], Item | None]:
@@ -527,40 +536,6 @@ def _with_whole_path(setup: Setup) -> Setup:
     return replace(setup, head_budget=f"{rule}:{whole(file)}") if rule == "profile" and colon else setup
 
 
-@dataclass
-class _CellWriter:
-    """Takes the answers of workers, and writes each row once.
-
-    Attributes:
-        records: the folder.
-        cells: number → cell.
-        dtype: that of all rows in the folder.
-        bar: shows the progress.
-        refusal: why no cell can be run any more.
-        failed: number of a cell → why it has no row.
-    """
-
-    records: Records
-    cells: Mapping[int, Planned]
-    dtype: str
-    bar: EvalBar
-    refusal: str | None = None
-    failed: dict[int, str] = field(default_factory=dict)
-
-    def take(self, answer: WorkResult) -> None:
-        """Write a row, or note why there is none. The crew gives one answer for each cell."""
-        if isinstance(answer, Refusal):
-            self.refusal = self.refusal or str(answer.reason)
-        elif answer.whole is None:
-            self.failed[answer.number] = str(answer.reason)
-        elif answer.whole["dtype"] != self.dtype:
-            self.refusal = f"A worker computes in {answer.whole['dtype']}, others in {self.dtype}. Give `dtype`."
-        else:
-            planned = self.cells[answer.number]
-            self.records.append(as_planned(answer.whole, planned))
-            self.bar.end(planned)
-
-
 def _unfinished(failed: Mapping[int, str], cells: Mapping[int, Planned]) -> str:
     """The message for cells whose workers have died."""
     first = min(failed)
@@ -569,7 +544,3 @@ def _unfinished(failed: Mapping[int, str], cells: Mapping[int, Planned]) -> str:
         f"{cells[first].cell}: {failed[first]}. Perhaps a node has too little memory for it. All other rows are "
         "written; the same command tries again."
     )
-
-
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -45,7 +46,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.policies.registry import spec
 from kvkeep.scale import remote_files
-from kvkeep.scale.cluster import check_ray, joined, own_cpus
+from kvkeep.scale.cluster import check_ray
 from kvkeep.scale.remote_files import Destination, is_foreign_output
 
 # A batch job's lines on their way through the engine, with a progress bar, and a summary at the end.
@@ -478,26 +479,34 @@ def _near(job: _Job, budget: int) -> None:
 
 def _far(job: _Job, budget: int, memory: str | None) -> None:
     """Run a job on workers of Ray."""
-    from kvkeep.cli.generate_batch_workers import Far, crew_of
+    from kvkeep.cli.generate_batch_workers import RayRunner, pool_of
+    from kvkeep.scale.driver import running
 
     batch, survey = job.batch, job.survey
     assert batch.workers is not None
-    cpus = own_cpus(batch.workers, job.request.threads)
     console.progress(f"starting {console.count(batch.workers, 'worker')} …")
-    with interruptible() as stopped, joined(batch.address, cpus=cpus * batch.workers):
-        lengths = {"requests": survey.requests, "longest": survey.longest}
-        like = job.output.weight_layout
-        crew = crew_of(job.request, batch, **lengths, budget=budget, memory=memory, like=like)
-        with closing(crew):
-            crew.begin(stopped)
-            if stopped():
-                raise typer.Exit(console.INTERRUPTED)
-            job.output.agree({**job.settings, "weights": crew.facts.weights, LAYOUT: crew.facts.layout})
-            _remark(survey, job.checkpoint, job.request.model or "embedded")
-            todo = _todo(job, lambda shapes: crew.ask("judge", list(shapes)))
-            each = f"{console.count(batch.workers, 'worker')}, each with "
-            job.announce(budget, crew.facts.rows, crew.facts.row_bytes, each)
-            job.run(Far(crew, _lines(job.source, todo), lambda number: survey.work([number])), todo)
+    make = partial(
+        pool_of,
+        job.request,
+        batch,
+        requests=survey.requests,
+        longest=survey.longest,
+        budget=budget,
+        memory=memory,
+        like=job.output.weight_layout,
+    )
+    with (
+        interruptible() as stopped,
+        running(make, batch.workers, threads=job.request.threads, address=batch.address, stopped=stopped) as pool,
+    ):
+        if stopped():
+            raise typer.Exit(console.INTERRUPTED)
+        job.output.agree({**job.settings, "weights": pool.facts.weights, LAYOUT: pool.facts.layout})
+        _remark(survey, job.checkpoint, job.request.model or "embedded")
+        todo = _todo(job, lambda shapes: pool.ask("judge", list(shapes)))
+        each = f"{console.count(batch.workers, 'worker')}, each with "
+        job.announce(budget, pool.facts.rows, pool.facts.row_bytes, each)
+        job.run(RayRunner(pool, _lines(job.source, todo), lambda number: survey.work([number])), todo)
 
 
 def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:

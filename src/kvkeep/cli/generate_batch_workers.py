@@ -38,6 +38,7 @@ from kvkeep.openai.requests import Prompt
 from kvkeep.openai.responses import Show
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
+from kvkeep.scale.driver import run_pieces
 from kvkeep.scale.worker import LINES, Built, EngineFacts
 from kvkeep.scale.worker_pool import Item, Layout, WorkerPool, WorkResult
 
@@ -238,7 +239,7 @@ class EngineRecipe:
 # A batch job on workers of Ray: this process reads the lines, hands them out, and writes the answers.
 
 
-def crew_of(
+def pool_of(
     request: GenerateOptions,
     batch: BatchOptions,
     *,
@@ -289,11 +290,11 @@ def _bytes(request: GenerateOptions, batch: BatchOptions, most: int, longest: in
     return 0
 
 
-class Far:
+class RayRunner:
     """The lines of a job on their way through workers.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         lines: the lines that are not done yet, while they are read.
         work_of: returns the tokens of a line's requests.
     """
@@ -301,30 +302,30 @@ class Far:
     engine: Engine | None = None
 
     def __init__(
-        self, crew: WorkerPool[EngineFacts], lines: Iterator[Item], work_of: Callable[[int], TokenCounts]
+        self, pool: WorkerPool[EngineFacts], lines: Iterator[Item], work_of: Callable[[int], TokenCounts]
     ) -> None:
-        self._crew, self._lines, self._work_of = crew, lines, work_of
+        self._pool, self._lines, self._work_of = pool, lines, work_of
         self.size: Mapping[str, int] = {
-            "rows": crew.facts.rows,
-            "row_bytes": crew.facts.row_bytes,
-            "workers": crew.size,
+            "rows": pool.facts.rows,
+            "row_bytes": pool.facts.row_bytes,
+            "workers": pool.size,
         }
 
     def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
         """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
-        new, failed = 0, dict[int, str]()
+        new = 0
 
-        def take(answer: WorkResult) -> None:
+        def write(answer: WorkResult) -> None:
             nonlocal new
-            if answer.number in output.done or answer.number in failed:
-                return
-            if answer.whole is None:
-                failed[answer.number] = str(answer.reason)
-                bar.whole(self._work_of(answer.number), None)
-                return
             output.put(answer.number, answer.digest, answer.whole)
             new += answer.new
             bar.whole(self._work_of(answer.number), answer.new)
 
-        self._crew.run(lambda place: next(self._lines, None), [output.own], take, stopped)
-        return new, failed
+        def fail(answer: WorkResult) -> None:
+            bar.whole(self._work_of(answer.number), None)
+
+        lines = self._lines
+        outcome = run_pieces(
+            self._pool, lambda worker: next(lines, None), write, stopped, told=[output.own], on_failure=fail
+        )
+        return new, outcome.failed

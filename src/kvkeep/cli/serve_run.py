@@ -41,12 +41,13 @@ from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, check_ray, joined, last_words, own_cpus
 from kvkeep.scale.ray_serve import deployment, need_serve
-from kvkeep.scale.ray_serve_replica import ReplicaFacts, ReplicaRecipe
+from kvkeep.scale.ray_serve_replica import ReplicaRecipe
+from kvkeep.scale.ray_serve_replicas import ReplicaFacts
 from kvkeep.server.app import make_app
 from kvkeep.server.middleware import log
 from kvkeep.server.model import ServedModel, tool_use_of
 from kvkeep.server.router import make_router
-from kvkeep.server.run import Server, ServerAddress, check_tls, listen, settle
+from kvkeep.server.run import HttpServer, ServerAddress, check_tls, listen, settle
 from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of
 
 # ``kvkeep serve --ray-replicas``: engines are replicas on Ray Serve, and this process is the router before them.
@@ -98,9 +99,9 @@ def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int |
             settings = replace(settings, session_dir=str(in_full(settings.session_dir).resolve()))
         with _running(request, _recipe(request, settings, device), need) as handle:
             replicas, facts = asyncio.run(_begun(handle))
-            front = make_router(replicas, settings, request.allow_origin, prefixes=request.prefix_memory > 0)
+            router = make_router(replicas, settings, request.allow_origin, prefixes=request.prefix_memory > 0)
             more = f" on each of {console.count(least, 'replica')}"
-            return answer(front, settings.name, facts.rows, facts.row_bytes, more)
+            return answer(router, settings.name, facts.rows, facts.row_bytes, more)
 
 
 def _need(request: ServeOptions, longest: int | None) -> tuple[Need, str]:
@@ -308,7 +309,7 @@ def _answer(place: ServerAddress, socket: Any, request: ServeOptions) -> Answeri
             size = f"{console.count(rows, 'conversation')} of {console.show_bytes(row_bytes)} at once{more}"
             console.err().print(f"{name} at {place.url(port)}/v1: {size}. Ctrl-C ends.", soft_wrap=True)
 
-        server = Server(app, place, ready)
+        server = HttpServer(app, place, ready)
         settle()
         asyncio.run(server.serve([socket]))
         return server.interrupted

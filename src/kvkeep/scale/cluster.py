@@ -254,7 +254,7 @@ def nodes() -> list[Node]:
         .remote()
         for node in alive
     ]
-    found = []
+    machines = []
     for node, reference in zip(alive, asked, strict=True):
         name, resources = node["NodeManagerAddress"], node["Resources"]
         try:
@@ -266,18 +266,18 @@ def nodes() -> list[Node]:
             ) from error
         memory = min(int(resources.get("memory", 0)), said["free"] if said["free"] is not None else 2**62)
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
-        found.append(Node(name, cpus, gpus, memory, said["versions"]))
-    return found
+        machines.append(Node(name, cpus, gpus, memory, said["versions"]))
+    return machines
 
 
-def check_versions(found: Sequence[Node], own: dict[str, str] | None = None) -> None:
+def check_versions(machines: Sequence[Node], own: dict[str, str] | None = None) -> None:
     """Refuse nodes whose packages are not those of this process: the tokens would depend on who made them.
 
     Raises:
         InputError: a version differs.
     """
     own = own or scout()["versions"]
-    for node in found:
+    for node in machines:
         for name, mine in own.items():
             if node.versions.get(name) != mine:
                 raise InputError(
@@ -287,7 +287,7 @@ def check_versions(found: Sequence[Node], own: dict[str, str] | None = None) -> 
 
 
 def check_room(
-    found: Sequence[Node],
+    machines: Sequence[Node],
     need: Need,
     workers: int,
     *,
@@ -298,7 +298,7 @@ def check_room(
     """Refuse more workers than fit, and say how many would.
 
     Args:
-        found: the machines of the cluster.
+        machines: the machines of the cluster.
         need: what each worker takes.
         workers: their number.
         what: a word for a worker.
@@ -308,14 +308,14 @@ def check_room(
     Raises:
         InputError: they do not fit.
     """
-    fits = sum(node.fits(need) for node in found)
+    fits = sum(node.fits(need) for node in machines)
     if fits >= workers:
         return
     have = "; ".join(
         f"{node.name} has {node.cpus} CPUs" + (f", {node.gpus} GPUs" if need.gpus else "") + _memory(node, need)
-        for node in found[:5]
+        for node in machines[:5]
     )
-    more = f"; and {len(found) - 5} more nodes" if len(found) > 5 else ""
+    more = f"; and {len(machines) - 5} more nodes" if len(machines) > 5 else ""
     remedy = f"Give `{option}={fits}`, or less to each: lower {less}." if fits else f"Lower {less}, or add nodes."
     each = "each" if workers > 1 else ""
     raise InputError(

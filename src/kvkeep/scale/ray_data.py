@@ -107,7 +107,7 @@ class Stage:
             raise InputError(f'The dataset has a column "{COMPLETION}", the name of the result; rename it.')
         names = [name for name in _READ if name in batch.column_names]
         waiting = [self._begun(row) for row in batch.select(names).to_pylist()]
-        answers = [_completion(one if isinstance(one, str) else one.result()) for one in waiting]
+        answers = [_completion(answer if isinstance(answer, str) else answer.result()) for answer in waiting]
         kinds = {name: pyarrow.string() for name in _TEXTS} | {name: pyarrow.int64() for name in _NUMBERS}
         return batch.append_column(COMPLETION, pyarrow.array(answers, pyarrow.struct(list(kinds.items()))))
 
@@ -141,14 +141,14 @@ def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> 
 
 def _sequence(*content: Any) -> int:
     """A number by which the tokens of a row are drawn: 62 bits of a fingerprint of its content."""
-    found = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(found[:8], "big") >> 2
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") >> 2
 
 
 def _completion(answer: list[Result] | str) -> dict[str, Any]:
     """The fields of a row's completion. All rows have the same fields, as Arrow wants it."""
     if isinstance(answer, str):
         return {**dict.fromkeys((*_TEXTS, *_NUMBERS)), "error": answer}
-    (one,) = answer
-    numbers = dict(zip(_NUMBERS, (one.prompt_tokens, len(one.token_ids)), strict=True))
-    return {"text": one.text, "finish_reason": one.finish_reason, **numbers, "error": None}
+    (result,) = answer
+    numbers = dict(zip(_NUMBERS, (result.prompt_tokens, len(result.token_ids)), strict=True))
+    return {"text": result.text, "finish_reason": result.finish_reason, **numbers, "error": None}

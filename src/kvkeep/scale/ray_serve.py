@@ -57,7 +57,7 @@ def application(
 
     Args:
         model: a hub name or a folder that every node has; the embedded model by default.
-        replicas: their number, or the least and the most of them; see `kvkeep.scale.autoscaling.by_free_rows`.
+        replicas: their number, or the least and the most of them; see `kvkeep.scale.ray_serve_replicas.by_free_rows`.
         name: the model's name in the API; ``model`` by default.
         keys: that clients must show; without any, everybody is served.
         session_dir: a folder that all nodes see under this path. With it, sessions outlive their replica.
@@ -118,7 +118,7 @@ def deployment(
     )
     number: dict[str, Any] = {"num_replicas": least}
     if least < most:
-        policy = AutoscalingPolicy(policy_function="kvkeep.scale.autoscaling:by_free_rows")
+        policy = AutoscalingPolicy(policy_function="kvkeep.scale.ray_serve_replicas:by_free_rows")
         limits = {"min_replicas": least, "max_replicas": most, "upscale_delay_s": _UP_S}
         number = {"autoscaling_config": AutoscalingConfig(**limits, metrics_interval_s=_TOLD_S, policy=policy)}
     return serve.deployment(Replica).options(
@@ -141,7 +141,7 @@ def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
 
     handle = serve.get_deployment_handle(ENGINES, app_name=serve.get_replica_context().app_name)
     replicas = RayReplicas(handle)
-    front = make_router(replicas, settings, prefixes=prefixes)
+    router = make_router(replicas, settings, prefixes=prefixes)
 
     async def unprefixed(scope: Any, receive: Any, send: Any) -> None:
         """Take the application's own prefix off the path, which replicas do not have."""
@@ -150,6 +150,6 @@ def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
         prefix = scope.get("root_path", "")
         if prefix and scope["path"].startswith(prefix):
             scope = {**scope, "path": scope["path"].removeprefix(prefix) or "/", "root_path": ""}
-        await front(scope, receive, send)
+        await router(scope, receive, send)
 
     return unprefixed

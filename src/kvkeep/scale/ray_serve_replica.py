@@ -16,6 +16,7 @@ from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.scale import ray_serve_replicas
+from kvkeep.scale.ray_serve_replicas import ReplicaFacts
 from kvkeep.server.app import make_app, use_threads
 from kvkeep.server.model import ServedModel, tool_use_of
 from kvkeep.server.placement import SESSION
@@ -51,23 +52,6 @@ class ReplicaRecipe:
     tool_form: str = "auto"
 
 
-@dataclass(frozen=True)
-class ReplicaFacts:
-    """What a replica says of itself.
-
-    Attributes:
-        weights: a fingerprint of the model's weights.
-        rows: number of sequences that it runs at once.
-        row_bytes: bytes of a row.
-        pid: number of its process.
-    """
-
-    weights: str
-    rows: int
-    row_bytes: int
-    pid: int
-
-
 class Replica:
     """Answers requests that a router sends, with an engine of its own.
 
@@ -101,7 +85,7 @@ class Replica:
         self._app = make_app(served, settings, leases=self._leases)
         settle()
         if self._leases is not None and name is None:
-            self._handover = Handover(self._app.state.book, _staying(self._name))
+            self._handover = Handover(self._app.state.sessions, _staying(self._name))
 
     async def ask(self, to: str, request: Received) -> AsyncGenerator[Any, None]:
         """Yield the messages of an answer; ``None`` alone if the request is for another replica, which has ended.
@@ -125,7 +109,7 @@ class Replica:
 
     async def holds(self, to: str, kind: str, owner: str, name: str) -> bool:
         """Whether a session or an answer is held here."""
-        holder = self._app.state.book if kind == SESSION else self._app.state.responder
+        holder = self._app.state.sessions if kind == SESSION else self._app.state.responses
         return to == self._name and bool(holder.holds(owner, name))
 
     async def facts(self) -> ReplicaFacts:
@@ -137,7 +121,7 @@ class Replica:
         return {"rows": self._engine.rows}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Ray Serve tells `rows_policy`."""
+        """What Ray Serve tells `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
         return {"rows": self._engine.rows, "busy": self._engine.n_running + self._engine.n_waiting}
 
     def __del__(self) -> None:

@@ -1,8 +1,35 @@
-"""The replicas of which Ray Serve has told this process. Ray Serve copies `ByName`, so they lie in a module apart."""
+"""The replicas of which Ray Serve has told this process, what one says of itself, and how many a load needs.
+
+Ray Serve copies `kvkeep.scale.ray_serve_router.ByName` into processes, and its controller imports `by_free_rows`. So
+this is a module apart that imports nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FULL = 0.8
+"""The share of rows that may be taken before another replica is started."""
+
+
+@dataclass(frozen=True)
+class ReplicaFacts:
+    """What a replica says of itself.
+
+    Attributes:
+        weights: a fingerprint of the model's weights.
+        rows: number of sequences that it runs at once.
+        row_bytes: bytes of a row.
+        pid: number of its process.
+    """
+
+    weights: str
+    rows: int
+    row_bytes: int
+    pid: int
+
 
 _KNOWN: dict[str, Mapping[str, int]] = {}
 
@@ -20,3 +47,19 @@ def drop(place: str, replica: str) -> None:
 def of(place: str) -> Mapping[str, int]:
     """The replicas of a deployment, and their rows."""
     return _KNOWN.get(place, {})
+
+
+def by_free_rows(context: Any) -> tuple[int | float, dict[str, Any]]:
+    """The number of replicas with which a fifth of all rows would be free. Requests that wait count as rows.
+
+    Ray Serve rounds it up, keeps it within its limits, and waits before it changes anything.
+
+    Args:
+        context: a ``ray.serve.config.AutoscalingContext`` with the numbers of
+            `kvkeep.scale.ray_serve_replica.Replica.record_autoscaling_stats`.
+    """
+    told = context.aggregated_metrics or {}
+    rows, busy = (list(told.get(name, {}).values()) for name in ("rows", "busy"))
+    if not rows or not sum(rows):  # no replica has told yet
+        return context.target_num_replicas, {}
+    return sum(busy) / FULL / (sum(rows) / len(rows)), {}

@@ -12,8 +12,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import RequestRouter
 
 from kvkeep.scale import ray_serve_replicas
-from kvkeep.scale.ray_serve_replica import ReplicaFacts
-from kvkeep.server.replicas import LostError, MissedError, Received
+from kvkeep.scale.ray_serve_replicas import ReplicaFacts
+from kvkeep.server.replicas import LostError, Received
 
 
 class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
@@ -30,7 +30,7 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
     def update_replicas(self, replicas: Any) -> None:
         """Note the replicas that run."""
         super().update_replicas(replicas)
-        rows = {one.replica_id.unique_id: int(one.routing_stats.get("rows", 0)) for one in replicas}
+        rows = {replica.replica_id.unique_id: int(replica.routing_stats.get("rows", 0)) for replica in replicas}
         ray_serve_replicas.note(self._place, rows)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
@@ -41,7 +41,8 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
         """The named replica, or all."""
         wanted = pending_request.metadata.multiplexed_model_id if pending_request else ""
-        return [[one for one in candidate_replicas if one.replica_id.unique_id == wanted] or candidate_replicas]
+        named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
+        return [named or candidate_replicas]
 
 
 # How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve.
@@ -50,7 +51,7 @@ _STARTING_S = 0.1
 
 
 class RayReplicas:
-    """The replicas of a deployment of Ray Serve, see `kvkeep.server.router.Replicas`.
+    """The replicas of a deployment of Ray Serve, see `kvkeep.server.replicas.Replicas`.
 
     Args:
         handle: of the deployment, whose replicas are `kvkeep.scale.ray_serve_replica.Replica`.
@@ -65,28 +66,27 @@ class RayReplicas:
         await self._handle.facts.remote()
         while not self.here():
             await asyncio.sleep(_STARTING_S)
-        return list(await asyncio.gather(*(self._send(one, "facts") for one in self.here())))
+        return list(await asyncio.gather(*(self._send(replica, "facts") for replica in self.here())))
 
     def here(self) -> Mapping[str, int]:
         """The replicas that take requests, and the rows of each."""
-        found = ray_serve_replicas.of(self._place)
-        self._ended &= found.keys()
-        return {name: rows for name, rows in found.items() if name not in self._ended}
+        told = ray_serve_replicas.of(self._place)
+        self._ended &= told.keys()
+        return {name: rows for name, rows in told.items() if name not in self._ended}
 
     async def ask(self, replica: str, request: Received) -> AsyncGenerator[Any, None]:
         """Yield the messages with which a replica answers.
 
         Raises:
-            MissedError: the replica has ended; the request did not reach it.
-            LostError: it has ended with the request.
+            LostError: the replica has ended, with the request or before it had it.
         """
         messages = self._send(replica, "ask", replica, request, stream=True)
         try:
             async for message in messages:
                 if message is None:
-                    raise MissedError(replica)
+                    raise LostError(replica, reached=False)
                 yield message
-        except MissedError:
+        except LostError:
             self._ended.add(replica)
             raise
         except (ray.exceptions.RayError, RayServeException) as error:

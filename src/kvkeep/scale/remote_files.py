@@ -93,13 +93,13 @@ def _files(system: Any, path: str, source: str) -> list[str]:
     """The file, or the files of a folder in the order of their names."""
     from pyarrow import fs
 
-    found = system.get_file_info(path)
-    if found.type == fs.FileType.NotFound:
+    info = system.get_file_info(path)
+    if info.type == fs.FileType.NotFound:
         raise InputError(f"The input {source} does not exist.")
-    if found.type != fs.FileType.Directory:
+    if info.type != fs.FileType.Directory:
         return [path]
     inside = system.get_file_info(fs.FileSelector(path, recursive=True))
-    names = sorted(one.path for one in inside if one.is_file and one.path.lower().endswith((*_PARQUET, *_LINES)))
+    names = sorted(file.path for file in inside if file.is_file and file.path.lower().endswith((*_PARQUET, *_LINES)))
     if not names:
         raise InputError(f"The folder {source} has no file that ends with {', '.join((*_LINES, *_PARQUET))}.")
     return names
@@ -135,8 +135,8 @@ def line_of(row: dict[str, Any], name: str) -> bytes:
 def bare(value: Any) -> Any:
     """A value without the fields of its objects that are null: a column of structures has every field in every row."""
     if isinstance(value, dict):
-        return {key: bare(one) for key, one in value.items() if one is not None}
-    return [bare(one) for one in value] if isinstance(value, list) else value
+        return {key: bare(part) for key, part in value.items() if part is not None}
+    return [bare(part) for part in value] if isinstance(value, list) else value
 
 
 # Outputs of jobs that are not a local JSONL file: Parquet, and the remote paths that pyarrow knows.
@@ -266,10 +266,10 @@ class Destination:
         from pyarrow import fs
 
         with self._explained("cannot be read"):
-            found = self._system.get_file_info(self._at).type
-        if found == fs.FileType.Directory:
+            kind = self._system.get_file_info(self._at).type
+        if kind == fs.FileType.Directory:
             raise InputError(f"The output {self.target} is a folder. Give the name of a file in that folder.")
-        return bool(found != fs.FileType.NotFound)
+        return bool(kind != fs.FileType.NotFound)
 
     def _take_up(self) -> None:
         if is_parquet(self.target):
@@ -343,14 +343,14 @@ def _row(fields: dict[str, Any]) -> dict[str, Any]:
     completion = fields.get(COMPLETION)
     if isinstance(completion, dict) and "options" in completion:
         fields = {**fields, COMPLETION: {**completion, "options": json.dumps(completion["options"])}}
-    found: dict[str, Any] = _filled(fields)
-    return found
+    filled: dict[str, Any] = _filled(fields)
+    return filled
 
 
 def _filled(value: Any) -> Any:
     """A value without objects that are empty, or become so: Parquet has no form for them. In a list they are null."""
     if isinstance(value, dict):
-        return {key: found for key, one in value.items() if (found := _filled(one)) != {}}
+        return {key: filled for key, part in value.items() if (filled := _filled(part)) != {}}
     if isinstance(value, list):
-        return [None if (found := _filled(one)) == {} else found for one in value]
+        return [None if (filled := _filled(part)) == {} else filled for part in value]
     return value

@@ -124,11 +124,11 @@ class LineWorker:
         line = built.read(number, raw)
         if isinstance(line, BadLine):
             return WorkResult(number, reason=line.reason)
-        found = await asyncio.wrap_future(loop.put(line))
-        if isinstance(found, str):
-            return WorkResult(number, line.digest, reason=found)
-        whole = as_line(record(line, found, made_by, built.show))
-        return WorkResult(number, line.digest, whole, new=sum(len(one.token_ids) for one in found))
+        results = await asyncio.wrap_future(loop.put(line))
+        if isinstance(results, str):
+            return WorkResult(number, line.digest, reason=results)
+        whole = as_line(record(line, results, made_by, built.show))
+        return WorkResult(number, line.digest, whole, new=sum(len(result.token_ids) for result in results))
 
 
 @dataclass
@@ -150,7 +150,7 @@ class _Task:
         self.results[place] = result
         if len(self.results) < len(self.line.requests):
             return
-        problems = [str(one.error) for one in self.results.values() if one.finish_reason == "error"]
+        problems = [str(result.error) for result in self.results.values() if result.finish_reason == "error"]
         self.future.set_result(problems[0] if problems else [self.results[at] for at in sorted(self.results)])
 
 
@@ -260,15 +260,10 @@ class ModelFacts(WorkerFacts):
     """What a worker says of itself once its model is there.
 
     Attributes:
-        about: see `Bench.about`.
+        about: see `PieceRunner.about`.
     """
 
     about: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Refusal(WorkResult):
-    """The answer of a worker that cannot run a piece, and perhaps no other one either."""
 
 
 class ModelWorker:
@@ -280,7 +275,7 @@ class ModelWorker:
 
     def __init__(self, make: MakeModelWorker) -> None:
         self._make = make
-        self._bench: PieceRunner | None = None
+        self._runner: PieceRunner | None = None
 
     def begin(self, like: Layout | None) -> ModelFacts | str:
         """Load the model; return facts, or the message of an error.
@@ -289,17 +284,17 @@ class ModelWorker:
             like: of no effect: evaluations and analyses leave weights as they are.
         """
         try:
-            self._bench = self._make()
-            about = self._bench.about()
+            self._runner = self._make()
+            about = self._runner.about()
         except KVKeepError as error:
             return str(error)
         return ModelFacts(about["weights"], (False, False), platform.node(), os.getpid(), about)
 
     def run(self, number: int, piece: Any) -> WorkResult:
         """Run a piece. What fails here would fail in every worker, so it is no reason to start another one."""
-        assert self._bench is not None
+        assert self._runner is not None
         try:
-            return WorkResult(number, whole=self._bench.run(piece))
+            return WorkResult(number, whole=self._runner.run(piece))
         except KVKeepError as error:
             return _refusal(number, str(error))
         except Exception as error:  # a defect, or a file that cannot be read
@@ -307,8 +302,8 @@ class ModelWorker:
             return _refusal(number, f"{type(error).__name__}: {error}")
 
 
-def _refusal(number: int, why: str) -> Refusal:
-    return Refusal(number, reason=f"On {platform.node()}: {why}")
+def _refusal(number: int, why: str) -> WorkResult:
+    return WorkResult(number, refused=True, reason=f"On {platform.node()}: {why}")
 
 
 CELLS = WorkKind[ModelFacts](ModelWorker, "cell", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)

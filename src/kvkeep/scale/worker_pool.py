@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from kvkeep.errors import InputError
 from kvkeep.scale.cluster import LostClusterError, Need, check_alive, last_words, need_ray
 
-# A kind of work that a crew does in pieces, and what each of its workers says of itself. Nothing here knows Ray.
+# A kind of work that a pool does in pieces, and what each of its workers says of itself. Nothing here knows Ray.
 
 Layout: TypeAlias = tuple[bool, bool]
 """How weights were laid out for speed, see `kvkeep.models.prepare.chosen`. It changes the last digits of products."""
@@ -88,6 +88,7 @@ class WorkResult:
         whole: its result, such as a line of the output; ``None`` if it failed.
         reason: why it failed.
         new: tokens that were generated for a line.
+        refused: whether the worker cannot run it, and perhaps no other piece either.
     """
 
     number: int
@@ -95,6 +96,7 @@ class WorkResult:
     whole: Any = None
     reason: str | None = None
     new: int = 0
+    refused: bool = False
 
 
 class Pieces:
@@ -136,7 +138,7 @@ class Pieces:
         return None
 
 
-# A place for a worker in a crew: who works there, at which pieces, and how long it has been silent.
+# A slot for a worker in a pool: who works there, at which pieces, and how long it has been silent.
 
 
 @dataclass(eq=False)
@@ -197,10 +199,10 @@ _LOST = 8  # waits without a worker, after which the cluster is asked for
 
 
 class WorkerPool(Generic[F]):
-    """Some workers of one trade.
+    """Some workers for one kind of work.
 
     Args:
-        trade: what they do.
+        kind: what they do.
         make: makes a worker's tools, such as its engine. It travels to the worker's process.
         size: the number of workers.
         need: what each takes.
@@ -213,7 +215,7 @@ class WorkerPool(Generic[F]):
 
     def __init__(
         self,
-        trade: WorkKind[F],
+        kind: WorkKind[F],
         make: Callable[..., Any],
         size: int,
         need: Need,
@@ -221,12 +223,12 @@ class WorkerPool(Generic[F]):
         like: Layout | None = None,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self._ray, self._trade, self._make, self._like, self._tell = need_ray(), trade, make, like, tell
-        options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": trade.at_once}
+        self._ray, self._kind, self._make, self._like, self._tell = need_ray(), kind, make, like, tell
+        options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": kind.at_once}
         options |= {"memory": need.memory} if need.memory else {}
-        self._remote = self._ray.remote(trade.worker).options(**options, max_restarts=0, max_task_retries=0)
-        self._places = [WorkerSlot(number, trade.patience_s) for number in range(1, size + 1)]
-        self._pieces = Pieces(lambda place: None)
+        self._remote = self._ray.remote(kind.worker).options(**options, max_restarts=0, max_task_retries=0)
+        self._slots = [WorkerSlot(number, kind.patience_s) for number in range(1, size + 1)]
+        self._pieces = Pieces(lambda slot: None)
         self._facts: F | None = None
         self._lost, self._last = False, ""
         self.size = size
@@ -243,27 +245,27 @@ class WorkerPool(Generic[F]):
         Raises:
             InputError: a worker cannot make its tools, dies, or has other weights than the others.
         """
-        first, *others = self._places
+        first, *others = self._slots
         self._await([first], stopped)
         self._await(others, stopped)  # they lay out the weights as the first one has
 
-    def _await(self, places: Sequence[WorkerSlot], stopped: Stopped) -> None:
+    def _await(self, slots: Sequence[WorkerSlot], stopped: Stopped) -> None:
         """Start workers and wait until they can work."""
         if stopped():
             return
-        for place in places:
-            self._hire(place)
+        for slot in slots:
+            self._hire(slot)
         waits = 0
-        while (waiting := [place for place in places if place.starting is not None]) and not stopped():
-            ready, _ = self._ray.wait([place.starting for place in waiting], timeout=_PATIENCE_S)
+        while (waiting := [slot for slot in slots if slot.starting is not None]) and not stopped():
+            ready, _ = self._ray.wait([slot.starting for slot in waiting], timeout=_PATIENCE_S)
             waits += 1
             if waits % _SLOW == 0:
-                self._tell(f"waiting for {len(waiting)} of {len(self._places)} workers to start")
-            for place in [place for place in waiting if place.starting in ready]:
+                self._tell(f"waiting for {len(waiting)} of {len(self._slots)} workers to start")
+            for slot in [slot for slot in waiting if slot.starting in ready]:
                 try:
-                    problem = self._welcome(place, self._ray.get(place.starting))
+                    problem = self._welcome(slot, self._ray.get(slot.starting))
                 except Exception as error:
-                    raise InputError(f"Worker {place.number} died while it began: {last_words(error)}.") from error
+                    raise InputError(f"Worker {slot.number} died while it began: {last_words(error)}.") from error
                 if problem:
                     raise InputError(problem)
 
@@ -273,12 +275,12 @@ class WorkerPool(Generic[F]):
         Raises:
             InputError: it dies.
         """
-        first = self._places[0]
+        first = self._slots[0]
         try:
             return self._ray.get(getattr(first.handle, what).remote(*arguments))
         except Exception as error:
             raise InputError(
-                f"Worker {first.number} died while it checked {self._trade.piece}s: {last_words(error)}."
+                f"Worker {first.number} died while it checked {self._kind.piece}s: {last_words(error)}."
             ) from error
 
     def run(
@@ -303,16 +305,16 @@ class WorkerPool(Generic[F]):
         self._pieces, waits = Pieces(source), 0
         while not stopped():
             self._feed(told)
-            running = [reference for place in self._places for reference in place.running]
-            if not running and not self._pieces.any_left(self._places[0].number):
+            running = [reference for slot in self._slots for reference in slot.running]
+            if not running and not self._pieces.any_left(self._slots[0].number):
                 return
-            if all(place.handle is None for place in self._places):
+            if all(slot.handle is None for slot in self._slots):
                 raise InputError(
                     f"No worker is left: each died {DEATHS} times without an answer, at last of this: {self._last}. "
                     "Perhaps they need more than their nodes have; the nodes' logs of Ray say more. The same command "
                     "goes on from here."
                 )
-            starting = [place.starting for place in self._places if place.starting is not None]
+            starting = [slot.starting for slot in self._slots if slot.starting is not None]
             ready, rest = self._ray.wait(running + starting, timeout=_PATIENCE_S)
             more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0) if ready and rest else ([], [])
             waits = 0 if running or ready else waits + 1
@@ -329,13 +331,13 @@ class WorkerPool(Generic[F]):
             self._check_alive()
         if waits and waits % _SLOW == 0:
             self._tell("no worker runs; waiting for the cluster to start one")
-        for silence in filter(None, [place.silence(self._trade.piece) for place in self._places]):
+        for silence in filter(None, [slot.silence(self._kind.piece) for slot in self._slots]):
             self._tell(silence)
 
     def close(self) -> None:
         """End all workers, unless the cluster has gone away."""
-        for place in self._places if not self._lost else ():
-            self._dismiss(place)
+        for slot in self._slots if not self._lost else ():
+            self._dismiss(slot)
 
     def _check_alive(self) -> None:
         try:
@@ -344,19 +346,19 @@ class WorkerPool(Generic[F]):
             self._lost = True
             raise
 
-    def _hire(self, place: WorkerSlot) -> None:
-        place.handle = self._remote.remote(self._make)
-        place.starting = place.handle.begin.remote(self._like if self._facts is None else self._facts.layout)
+    def _hire(self, slot: WorkerSlot) -> None:
+        slot.handle = self._remote.remote(self._make)
+        slot.starting = slot.handle.begin.remote(self._like if self._facts is None else self._facts.layout)
 
-    def _dismiss(self, place: WorkerSlot) -> None:
-        if place.handle is not None:
+    def _dismiss(self, slot: WorkerSlot) -> None:
+        if slot.handle is not None:
             with suppress(Exception):  # it is gone, or the cluster is
-                self._ray.kill(place.handle, no_restart=True)
-        place.handle = place.starting = None
-        place.alone = False
-        place.running.clear()
+                self._ray.kill(slot.handle, no_restart=True)
+        slot.handle = slot.starting = None
+        slot.alone = False
+        slot.running.clear()
 
-    def _welcome(self, place: WorkerSlot, said: F | str) -> str | None:
+    def _welcome(self, slot: WorkerSlot, said: F | str) -> str | None:
         """Take the facts of a new worker; return what is wrong with it."""
         if isinstance(said, str):
             return said
@@ -366,77 +368,75 @@ class WorkerPool(Generic[F]):
                 f"Workers have different weights under one name: those on {said.host} are not those on {known.host}. "
                 "Give every node the same files."
             )
-        place.starting, place.facts = None, said
+        slot.starting, slot.facts = None, said
         return None
 
     def _feed(self, told: Sequence[Any]) -> None:
         """Hand pieces to the workers with the fewest, as long as one has less than it should have."""
-        most = self._trade.ahead(self.facts)
+        most = self._kind.ahead(self.facts)
         while free := [
-            place
-            for place in self._places
-            if place.handle is not None and place.starting is None and not place.alone and len(place.running) < most
+            slot
+            for slot in self._slots
+            if slot.handle is not None and slot.starting is None and not slot.alone and len(slot.running) < most
         ]:
-            place = min(free, key=lambda one: len(one.running))
-            item = self._pieces.take(place.number)
-            if item is None and not place.running and (item := self._pieces.suspect()) is not None:
-                place.alone = True
+            slot = min(free, key=lambda slot: len(slot.running))
+            item = self._pieces.take(slot.number)
+            if item is None and not slot.running and (item := self._pieces.suspect()) is not None:
+                slot.alone = True
             if item is None:
                 return
-            if not place.running:
-                place.hear()
-            place.running[place.handle.run.remote(*item, *told)] = item
+            if not slot.running:
+                slot.hear()
+            slot.running[slot.handle.run.remote(*item, *told)] = item
 
     def _collect(self, ready: set[Any], take: Take) -> None:
         """Take what has come: answers, facts of new workers, deaths."""
-        for place in self._places:
-            for reference in [one for one in (place.starting, *place.running) if one is not None and one in ready]:
-                if reference is not place.starting and reference not in place.running:
+        for slot in self._slots:
+            for reference in [call for call in (slot.starting, *slot.running) if call is not None and call in ready]:
+                if reference is not slot.starting and reference not in slot.running:
                     break  # its worker was found dead before
                 try:
                     said = self._ray.get(reference)
                 except Exception as error:
-                    self._replace(place, last_words(error), take)
+                    self._replace(slot, last_words(error), take)
                     break
-                if reference is place.starting:
-                    if problem := self._welcome(place, said):
-                        self._dismiss(place)
-                        self._tell(f"worker {place.number} is given up: {problem}")
+                if reference is slot.starting:
+                    if problem := self._welcome(slot, said):
+                        self._dismiss(slot)
+                        self._tell(f"worker {slot.number} is given up: {problem}")
                 else:
-                    del place.running[reference]
-                    place.deaths, place.alone = 0, False
-                    place.hear()
+                    del slot.running[reference]
+                    slot.deaths, slot.alone = 0, False
+                    slot.hear()
                     take(said)
 
-    def _replace(self, place: WorkerSlot, reason: str, take: Take) -> None:
+    def _replace(self, slot: WorkerSlot, reason: str, take: Take) -> None:
         """Start a worker in place of a dead one, and give its pieces back."""
-        lost, alone, self._last = list(place.running.values()), place.alone, reason
-        finished = self._finished(place, take)
-        self._dismiss(place)
+        lost, alone, self._last = list(slot.running.values()), slot.alone, reason
+        finished = self._finished(slot, take)
+        self._dismiss(slot)
         lost = [item for item in lost if item[0] not in finished]
         for item in lost:
             if (failed := self._pieces.give_back(item, alone=alone)) is not None:
                 take(failed)
-        place.deaths += 0 if alone else 1
-        again = f"; {len(lost)} of its {self._trade.piece}s run again" if lost else ""
-        if place.deaths >= DEATHS:
-            self._tell(f"worker {place.number} is given up after {DEATHS} deaths without an answer{again}: {reason}")
+        slot.deaths += 0 if alone else 1
+        again = f"; {len(lost)} of its {self._kind.piece}s run again" if lost else ""
+        if slot.deaths >= DEATHS:
+            self._tell(f"worker {slot.number} is given up after {DEATHS} deaths without an answer{again}: {reason}")
             return
-        self._tell(f"worker {place.number} died and is replaced{again}: {reason}")
-        self._hire(place)
+        self._tell(f"worker {slot.number} died and is replaced{again}: {reason}")
+        self._hire(slot)
 
-    def _finished(self, place: WorkerSlot, take: Take) -> set[int]:
+    def _finished(self, slot: WorkerSlot, take: Take) -> set[int]:
         """Take the answers that a worker gave before it died; return their numbers."""
-        found = set()
-        ready = (
-            self._ray.wait(list(place.running), num_returns=len(place.running), timeout=0)[0] if place.running else []
-        )
+        finished = set()
+        ready = self._ray.wait(list(slot.running), num_returns=len(slot.running), timeout=0)[0] if slot.running else []
         for reference in ready:
             try:
                 said = self._ray.get(reference)
             except Exception:  # it died before this answer
                 continue
-            found.add(place.running.pop(reference)[0])
-            place.deaths = 0
+            finished.add(slot.running.pop(reference)[0])
+            slot.deaths = 0
             take(said)
-        return found
+        return finished

@@ -14,11 +14,15 @@ from starlette.types import ASGIApp, Message, Scope
 
 
 class LostError(Exception):
-    """A replica has ended while it had a request."""
+    """A replica has ended, or is about to.
 
+    Attributes:
+        reached: whether it had the request, which may then have had effects.
+    """
 
-class MissedError(LostError):
-    """A replica has ended, or is about to, before it had a request."""
+    def __init__(self, replica: str, *, reached: bool = True) -> None:
+        super().__init__(replica)
+        self.reached = reached
 
 
 @runtime_checkable
@@ -32,8 +36,7 @@ class Replicas(Protocol):
         """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
 
         Raises:
-            MissedError: the replica has ended; the request did not reach it.
-            LostError: it has ended with the request.
+            LostError: the replica has ended, with the request or before it had it.
         """
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:

@@ -27,7 +27,7 @@ from kvkeep.server.metrics import Refusals
 from kvkeep.server.middleware import AuthMiddleware
 from kvkeep.server.placement import SESSION, PlacementRequest, Places, wish_of
 from kvkeep.server.rate_limits import Meter, RateLimits
-from kvkeep.server.replicas import USED, LostError, MissedError, Received, Replicas, Used, headers_of
+from kvkeep.server.replicas import USED, LostError, Received, Replicas, Used, headers_of
 from kvkeep.server.schemas import received
 from kvkeep.server.session_leases import HELD
 from kvkeep.server.settings import ServerSettings
@@ -250,9 +250,9 @@ class Router:
                 ):
                     if await relay.run(messages, unless=HELD if time.monotonic() < end else None):
                         break
-            except MissedError:
+            except LostError as error:
                 tries += 1
-                if tries == _TRIES:
+                if error.reached or tries == _TRIES:  # what it has done for the request cannot be known
                     raise
             await asyncio.sleep(_PAUSE_S)
         if not relay.ended:

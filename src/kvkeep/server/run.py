@@ -133,7 +133,7 @@ def settle() -> None:
     sys.setswitchinterval(_SWITCH_S)
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server that ends after SIGTERM or Ctrl-C when running requests have ended, and at once after a second Ctrl-C.
 
     Args:
@@ -146,13 +146,12 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, place: ServerAddress, started: Callable[[], object] = lambda: None) -> None:
-        class Http(_Http):
-            timeout_s = place.read_timeout_s
-
+        # uvicorn takes a class and makes a protocol for each connection, so the time-out is a class's attribute
+        protocol = type("Http", (_Http,), {"timeout_s": place.read_timeout_s})
         config = uvicorn.Config(
             app,
             log_config=None,
-            http=Http,
+            http=protocol,
             ws="none",
             lifespan="on",
             proxy_headers=False,

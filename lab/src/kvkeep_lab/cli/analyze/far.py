@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 from jaxtyping import Int
 from torch import Tensor
@@ -13,18 +14,15 @@ from kvkeep.cli import console
 from kvkeep.cli.cluster import PROCESS_BYTES, interruptible, room_for, whole
 from kvkeep.cli.progress import counted
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.models import threads
-from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep.models.tokenization import Writer
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.planning.plan import plan
-from kvkeep.scale.cluster import joined, own_cpus
-from kvkeep.scale.worker import MEASUREMENTS, ModelFacts, Refusal
+from kvkeep.scale.driver import ModelRecipe, pool_size, run_pieces, running
+from kvkeep.scale.worker import MEASUREMENTS, ModelFacts
 from kvkeep.scale.worker_pool import WorkerPool, WorkResult
 from kvkeep_lab.analysis.apart import Bench, Piece, cut
 from kvkeep_lab.analysis.job import AnalysisJob, left, words
 from kvkeep_lab.analysis.measure import Measurement
 from kvkeep_lab.analysis.report import AnalysisFolder
-from kvkeep_lab.analysis.run import Record
 from kvkeep_lab.analysis.walk import BLOCK, walk_bytes
 from kvkeep_lab.cli.analyze.options import AnalyzeOptions
 
@@ -40,12 +38,14 @@ class Recipe:
     """What a worker needs to make measurements; see `kvkeep.scale.worker.MakeModelWorker`.
 
     Attributes:
-        request: the options of the command, with the model's whole path.
+        model: the model.
+        seed: seed of random choices.
         tokens: the text.
         words: of the tokens, by the command's tokenizer.
     """
 
-    request: AnalyzeOptions
+    model: ModelRecipe
+    seed: int
     tokens: Int[Tensor, " n"]
     words: tuple[str, ...]
 
@@ -55,17 +55,14 @@ class Recipe:
         Raises:
             KVKeepError: it cannot be used here, or has another tokenizer.
         """
-        asked = self.request
-        with quiet():
-            checkpoint = find(asked.model or embedded(), allow_pickle=asked.allow_pickle)
-            if words(checkpoint, self.tokens) != self.words:
-                raise InputError(
-                    "A worker has another tokenizer under the model's name than the command: it writes the text's "
-                    "tokens differently. Give every node the same files."
-                )
-            writer = Writer(checkpoint, read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in))
-        threads.use(writer.model, asked.threads)
-        return Bench(writer, self.tokens, asked.seed)
+        return Bench(self.model.load(self._check_words), self.tokens, self.seed)
+
+    def _check_words(self, checkpoint: Checkpoint) -> None:
+        if words(checkpoint, self.tokens) != self.words:
+            raise InputError(
+                "A worker has another tokenizer under the model's name than the command: it writes the text's "
+                "tokens differently. Give every node the same files."
+            )
 
 
 def run(job: AnalysisJob, request: AnalyzeOptions, folder: AnalysisFolder, held: ExitStack) -> int:
@@ -84,33 +81,31 @@ def run(job: AnalysisJob, request: AnalyzeOptions, folder: AnalysisFolder, held:
     """
     assert request.workers is not None
     todo = left(job, folder)
-    size = min(request.workers, max(1, len(todo)))
-    if size < request.workers:
-        are = "is" if len(todo) == 1 else "are"
-        console.note(
-            f"{console.count(size, 'worker')} for {console.count(len(todo), 'measurement')} that {are} not done"
-        )
+    size = pool_size(request.workers, len(todo), piece="measurement", tell=console.note)
     console.progress(f"starting {console.count(size, 'worker')} …")
-    cpus = own_cpus(size, request.threads)
     with (
         interruptible() as stopped,
-        joined(request.ray_address, cpus=cpus * size),
-        closing(_crew(job, request, todo, size)) as crew,
+        running(
+            lambda: _pool(job, request, todo, size),
+            size,
+            threads=request.threads,
+            address=request.ray_address,
+            stopped=stopped,
+        ) as pool,
         counted(len(todo)) as show,
     ):
-        crew.begin(stopped)
         if not stopped():
             held.enter_context(folder.locked())
-            _fill(job, folder, crew, show, stopped)
+            _fill(job, folder, pool, show, stopped)
         if stopped():
             raise KeyboardInterrupt
     return size
 
 
-def _crew(
+def _pool(
     job: AnalysisJob, request: AnalyzeOptions, todo: Sequence[type[Measurement]], size: int
 ) -> WorkerPool[ModelFacts]:
-    """The workers, which have not been started yet. The cluster has been joined."""
+    """Make the workers, which have not been started yet. The cluster has been joined."""
     need, device = room_for(
         size,
         _bytes(job, request, todo),
@@ -119,9 +114,16 @@ def _crew(
         address=request.ray_address,
         less=_LESS,
     )
-    asked = replace(request, model=whole(request.model), device=device)
+    model = ModelRecipe(
+        model=whole(request.model),
+        dtype=request.dtype,
+        device=device,
+        load_in=request.load_in,
+        threads=request.threads,
+        allow_pickle=request.allow_pickle,
+    )
     tokens = job.text.tokens
-    recipe = Recipe(request=asked, tokens=tokens, words=words(job.checkpoint, tokens))
+    recipe = Recipe(model=model, seed=request.seed, tokens=tokens, words=words(job.checkpoint, tokens))
     return WorkerPool(MEASUREMENTS, recipe, size, need, tell=console.note)
 
 
@@ -141,57 +143,24 @@ def _bytes(job: AnalysisJob, request: AnalyzeOptions, todo: Sequence[type[Measur
 def _fill(
     job: AnalysisJob,
     folder: AnalysisFolder,
-    crew: WorkerPool[ModelFacts],
+    pool: WorkerPool[ModelFacts],
     show: Callable[[str, int], None],
     stopped: Callable[[], bool],
 ) -> None:
     """Make the measurements that the folder lacks, and write them as they come. The folder is locked."""
-    about = crew.facts.about
+    about = pool.facts.about
     folder.open({**job.manifest(), **about})
-    groups = enumerate(cut(left(job, folder), len(job.text.tokens), crew.size), start=1)
+    groups = enumerate(cut(left(job, folder), len(job.text.tokens), pool.size), start=1)
     pieces = {number: Piece(tuple(kind.name for kind in group), about["dtype"]) for number, group in groups}
-    desk, waiting = _Desk(folder, pieces, show), iter(pieces.items())
-    crew.run(lambda worker: next(waiting, None), (), desk.take, lambda: stopped() or desk.refusal is not None)
-    if desk.refusal is not None:
-        raise InputError(desk.refusal)
-    if desk.failed and not stopped():
-        raise InputError(_unfinished(desk.failed, pieces))
+    waiting, numbers = iter(pieces.items()), itertools.count(1)
 
+    def write(answer: WorkResult) -> None:
+        for record in answer.whole:
+            folder.write(f"{record['name']}.json", record)
+            show(record["title"], next(numbers))
 
-@dataclass
-class _Desk:
-    """Takes the answers of workers, and writes each result once.
-
-    Attributes:
-        folder: gets the results.
-        pieces: number → measurements.
-        show: shows the progress.
-        refusal: why nothing can be measured any more.
-        failed: number of a piece → why it has no result.
-        done: number of measurements that have been written.
-    """
-
-    folder: AnalysisFolder
-    pieces: Mapping[int, Piece]
-    show: Callable[[str, int], None]
-    refusal: str | None = None
-    failed: dict[int, str] = field(default_factory=dict)
-    done: int = 0
-
-    def take(self, answer: WorkResult) -> None:
-        """Write the results of a piece, or note why there are none. The crew gives one answer for each piece."""
-        if isinstance(answer, Refusal):
-            self.refusal = self.refusal or str(answer.reason)
-        elif answer.whole is None:
-            self.failed[answer.number] = str(answer.reason)
-        else:
-            for record in answer.whole:
-                self._write(record)
-
-    def _write(self, record: Record) -> None:
-        self.folder.write(f"{record['name']}.json", record)
-        self.done += 1
-        self.show(record["title"], self.done)
+    outcome = run_pieces(pool, lambda worker: next(waiting, None), write, stopped)
+    outcome.check(lambda failed: _unfinished(failed, pieces))
 
 
 def _unfinished(failed: Mapping[int, str], pieces: Mapping[int, Piece]) -> str:
