@@ -17,7 +17,7 @@ from kvkeep.errors import CapacityError, InputError, pip_install
 from kvkeep.evals.forward import PLAIN
 from kvkeep.evals.grid import Cell
 from kvkeep.evals.records import Records
-from kvkeep.evals.run import CellPiece, CellRunner, PartSource, Queue, versions
+from kvkeep.evals.run import CellPiece, CellRunner, PartQueue, PartSource, versions
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS
 from kvkeep.head_profile import Profile
@@ -308,7 +308,7 @@ def test_each_cell_is_handed_out_once_and_parts_stay_together(seed):
     numbers = itertools.count(1)
     parts = [[next(numbers) for _ in range(size)] for size in sizes]
     part_of = {number: at for at, part in enumerate(parts) for number in part}
-    queue, workers = Queue(parts), draw.randrange(1, 5)
+    queue, workers = PartQueue(parts), draw.randrange(1, 5)
     got, prepared, last = [], Counter(), {}
     while (number := queue.take(worker := draw.randrange(workers))) is not None:
         got.append(number)
@@ -323,7 +323,7 @@ def test_each_cell_is_handed_out_once_and_parts_stay_together(seed):
 
 
 def test_workers_begin_with_parts_of_their_own_and_help_the_longest_at_the_end():
-    queue = Queue([[1, 2], [3, 4, 5, 6], [7, 8, 9]])
+    queue = PartQueue([[1, 2], [3, 4, 5, 6], [7, 8, 9]])
     assert [queue.take(worker) for worker in (1, 2, 3)] == [1, 3, 7]
     assert [queue.take(1), queue.take(1)] == [2, 4]  # three are left of the second part, and two of the third
     assert [queue.take(4), queue.take(2), queue.take(3), queue.take(3)] == [8, 5, 9, 6]
@@ -331,5 +331,5 @@ def test_workers_begin_with_parts_of_their_own_and_help_the_longest_at_the_end()
 
 
 def test_a_worker_stays_with_the_part_that_it_helps():
-    queue = Queue([range(1, 7), range(7, 13)])
+    queue = PartQueue([range(1, 7), range(7, 13)])
     assert [queue.take(worker) for worker in (1, 2, 3, 3, 3)] == [1, 7, 2, 3, 4]

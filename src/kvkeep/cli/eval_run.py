@@ -31,7 +31,7 @@ from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders
 from kvkeep.evals.records import read as read_folders
 from kvkeep.evals.report import grouped
-from kvkeep.evals.run import CellPiece, CellRunner, Grid, PartSource, Queue, as_planned, lay_out, manifest, run
+from kvkeep.evals.run import CellPiece, CellQueue, CellRunner, Grid, PartSource, as_planned, lay_out, manifest, run
 from kvkeep.evals.task import Options
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
@@ -505,27 +505,20 @@ def _fill(
 
     with records.locked():
         records.open({**manifest(grid), **about})
-        outcome = run_pieces(pool, _handing(grid, cells, records), write, stopped)
+        outcome = run_pieces(pool, _handing(CellQueue(grid, records.done)), write, stopped)
         records.arrange([planned.cell for planned in grid.planned])
     outcome.check(lambda failed: _unfinished(failed, cells))
 
 
-def _handing(grid: Grid, cells: Mapping[int, Planned], records: Records) -> Callable[[int], Item | None]:
+def _handing(queue: CellQueue) -> Callable[[int], Item | None]:
     """A function that returns the next cell for a worker."""
-    numbers, parts = iter(cells), dict[int, int]()
-    done, todo = records.done, list[Sequence[int]]()
-    for at, part in enumerate(grid.parts):
-        own = [number for planned, number in zip(part.planned, numbers, strict=False) if planned.cell not in done]
-        parts |= dict.fromkeys(own, at)
-        todo.append(own)
-    queue = Queue(todo)
 
     def take(worker: int) -> Item | None:
         if (number := queue.take(worker)) is None:
             return None
-        planned = cells[number]
+        planned = queue.cells[number]
         setup = _with_whole_path(planned.setup)
-        return number, CellPiece(parts[number], planned.cell, setup, planned.budgets, planned.lengths)
+        return number, CellPiece(queue.parts[number], planned.cell, setup, planned.budgets, planned.lengths)
 
     return take
 

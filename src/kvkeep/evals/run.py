@@ -7,10 +7,10 @@ import itertools
 import platform
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals import grid, texts
@@ -42,6 +42,10 @@ class TaskPart:
     task: Task
     planned: list[Planned]
     options: Options
+
+    def load(self, checkpoint: Checkpoint) -> Task:
+        """Return a copy of the task: the data that it prepares are large and are freed with the copy."""
+        return copy.copy(self.task)
 
 
 @dataclass(frozen=True)
@@ -122,18 +126,14 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
     """
     with records.locked():
         records.open({**manifest(grid), "weights": fingerprint(writer), "dtype": writer.dtype})
-        common = about(grid.name, writer)
-        for part in grid.parts:
-            todo = [planned for planned in part.planned if planned.cell not in records.done]
-            if not todo:
-                continue
-            on_cell(todo[0])
-            task = copy.copy(part.task)  # the data that it prepares is large and is freed with the copy
-            with enough_memory(writer.model.device):
-                task.prepare(writer)
-                for planned in todo:
-                    on_cell(planned)
-                    records.append({**measure(task, writer, planned), **common})
+        queue, runner = CellQueue(grid, records.done), CellRunner(writer, grid.name, grid.parts)
+        while (number := queue.take(0)) is not None:
+            part, planned = queue.parts[number], queue.cells[number]
+            if not runner.has_prepared(part):
+                on_cell(planned)
+                runner.prepare(part)
+            on_cell(planned)
+            records.append(runner.measure(part, planned))
 
 
 def measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
@@ -190,10 +190,18 @@ def fingerprint(writer: Writer) -> str:
     return weight_hash.fingerprint(writer.model)
 
 
-# Cells that are run in other processes than the one that has planned the grid and writes the rows.
+# Cells one by one, in this process or in others than the one that has planned the grid and writes the rows.
 #
-# The planning process sends a `Piece` of a few hundred bytes for each cell. The others make a task's data themselves,
-# as a resumed run does, and both compare what they have.
+# To other processes the planning one sends a `CellPiece` of a few hundred bytes for each cell. They make a task's data
+# themselves, as a resumed run does, and both compare what they have.
+
+
+@runtime_checkable
+class TaskSource(Protocol):
+    """Something that a task comes from: a `TaskPart` in the process that has planned it, else a `PartSource`."""
+
+    def load(self, checkpoint: Checkpoint) -> Task:
+        """Return the task, before it has prepared anything."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +217,17 @@ class PartSource:
     kind: type[Task]
     options: Options
     settings: Mapping[str, Any]
+
+    def load(self, checkpoint: Checkpoint) -> Task:
+        """Make the data anew.
+
+        Raises:
+            InputError: this process has other data.
+        """
+        task = self.kind.load(checkpoint, self.options)
+        if task.settings() != self.settings:
+            raise _other(task, f"{task.settings()} instead of {self.settings}")
+        return task
 
 
 @dataclass(frozen=True)
@@ -236,10 +255,10 @@ class CellRunner:
     Args:
         writer: the model.
         name: its name in results.
-        sources: what the parts are made from, by their numbers.
+        sources: where the tasks of the parts come from, by their numbers.
     """
 
-    def __init__(self, writer: Writer, name: str, sources: Sequence[PartSource]) -> None:
+    def __init__(self, writer: Writer, name: str, sources: Sequence[TaskSource]) -> None:
         self.writer, self._name, self._sources = writer, name, sources
         self._part = -1
         self._task: Task | None = None
@@ -249,27 +268,36 @@ class CellRunner:
         return {"weights": fingerprint(self.writer), "dtype": self.writer.dtype}
 
     def run(self, piece: CellPiece) -> Row:
-        """The row of a cell.
+        """Run a cell that another process has planned, and return its row.
 
         Raises:
             KVKeepError: the cell cannot be run, or this process has other data.
         """
-        task = self._prepared(piece.part)
+        task = self.prepare(piece.part)
         if tuple(task.cases().get(piece.cell.case, ())) != piece.lengths:
             raise _other(task, "rows of another number or length")
         policy = parse(piece.cell.policy)
-        planned = Planned(piece.cell, policy, piece.setup, piece.budgets, piece.lengths)
+        return self.measure(piece.part, Planned(piece.cell, policy, piece.setup, piece.budgets, piece.lengths))
+
+    def measure(self, part: int, planned: Planned) -> Row:
+        """Run a cell of a part, and return its row.
+
+        Raises:
+            KVKeepError: the cell cannot be run.
+        """
+        task = self.prepare(part)
         with enough_memory(self.writer.model.device):
             return {**measure(task, self.writer, planned), **about(self._name, self.writer)}
 
-    def _prepared(self, part: int) -> Task:
-        """The task of a part, with what it has made with the full cache."""
+    def has_prepared(self, part: int) -> bool:
+        """Return whether the task of a part has already run the full cache."""
+        return self._task is not None and self._part == part
+
+    def prepare(self, part: int) -> Task:
+        """Return the task of a part, with what it has made with the full cache."""
         if self._task is None or self._part != part:
             self._task = None  # its data are large
-            source = self._sources[part]
-            task = source.kind.load(self.writer.checkpoint, source.options)
-            if task.settings() != source.settings:
-                raise _other(task, f"{task.settings()} instead of {source.settings}")
+            task = self._sources[part].load(self.writer.checkpoint)
             with enough_memory(self.writer.model.device):
                 task.prepare(self.writer)
             self._part, self._task = part, task
@@ -280,8 +308,8 @@ def _other(task: Task, what: str) -> InputError:
     return InputError(f"The data of {task.name} are not those of the command: {what}. Give every node the same files.")
 
 
-class Queue:
-    """The cells that wait to be run, by part.
+class PartQueue:
+    """The numbers of the cells that wait to be run, by part.
 
     A process goes on with the part that it has prepared. Once nothing is left of it, it takes a part that nobody works
     at, and otherwise helps where most cells are left for each.
@@ -302,10 +330,36 @@ class Queue:
             busy, waiting = Counter(self._at.values()), [part for part, left in enumerate(self._left) if left]
             if not waiting:
                 return None
-            part = self._at[process] = min(
-                waiting, key=lambda one: (busy[one] > 0, -len(self._left[one]) / (busy[one] + 1) if busy[one] else 0)
-            )
+
+            def crowded(part: int) -> tuple[bool, float]:
+                """A part that nobody works at comes first; else the one with the most cells left for each."""
+                return busy[part] > 0, -len(self._left[part]) / (busy[part] + 1) if busy[part] else 0.0
+
+            part = self._at[process] = min(waiting, key=crowded)
         return self._left[part].popleft()
+
+
+class CellQueue(PartQueue):
+    """The cells of a grid that have no row yet, for one or more processes.
+
+    Args:
+        grid: the grid.
+        done: the cells that have a row.
+
+    Attributes:
+        cells: number → cell, of all cells of the grid, from 1 on.
+        parts: number of a cell → number of its part, of the cells without a row.
+    """
+
+    def __init__(self, grid: Grid, done: Collection[Cell]) -> None:
+        self.cells = dict(enumerate(grid.planned, start=1))
+        self.parts: dict[int, int] = {}
+        numbers, left = iter(self.cells), list[list[int]]()
+        for index, part in enumerate(grid.parts):
+            own = [number for planned, number in zip(part.planned, numbers, strict=False) if planned.cell not in done]
+            self.parts |= dict.fromkeys(own, index)
+            left.append(own)
+        super().__init__(left)
 
 
 def as_planned(row: Row, planned: Planned) -> Row:
