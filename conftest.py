@@ -6,6 +6,7 @@ import os
 import signal
 
 import annotations
+import comparable_model
 import jaxtyping
 import pytest
 import sweeps
@@ -66,3 +67,13 @@ def no_checked_annotations():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def comparable():
+    """The embedded model in float32, for tests that compare a text of many with the same text alone.
+
+    In bfloat16, which the checkpoint has, a processor without bfloat16 instructions lets the rounding of a product
+    depend on the number of rows, so a text depends on what runs beside it, and on how a process lays out its weights.
+    """
+    return comparable_model.Comparable()

@@ -24,7 +24,7 @@ from typing import Any
 from lib import report
 
 from kvkeep.evals.confidence import Answers, answers, difference, kept
-from kvkeep.evals.records import ROWS
+from kvkeep.result_files import ROWS
 
 POLICIES = ("h2o", "snapkv")
 BITS = ("16", "8", "k8v4", "4")

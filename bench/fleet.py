@@ -26,7 +26,7 @@ from lib.real import Real, fitted, steps_alone
 import kvkeep
 from kvkeep.engine.scheduler import MIXED_TOKENS, pace_of
 from kvkeep.models.load import embedded, find, quiet, read_weights
-from kvkeep_lab.fleet.bounded import Bounded, Rows
+from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
 from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn
 from kvkeep_lab.fleet.steps import Fitted, fit
 from kvkeep_lab.loadtest.lengths import Lengths
@@ -55,7 +55,7 @@ def simulated(turns: list[Turn], lines: Fitted, options: argparse.Namespace) -> 
     one = Lengths(1, 1)
     load = FleetLoad(rate=1.0, prompt_tokens=one, new_tokens=one, trace=tuple((turn,) for turn in turns))
     rules = {"chunk": options.chunk, "decode_every": pace_of("cpu"), "mixed_tokens": MIXED_TOKENS["cpu"]}
-    log = Bounded(lines, Arrivals(load), Rows(count=options.rows, slots=options.budget + 1, **rules)).run()
+    log = Bounded(lines, Arrivals(load), DeviceRows(count=options.rows, slots=options.budget + 1, **rules)).run()
     return log.first_s, log.token_s, log.new_tokens / log.seconds
 
 

@@ -23,8 +23,8 @@ from lib import report
 from quality import rows_of
 
 from kvkeep import parse
-from kvkeep.evals.attention_probe import Setup
 from kvkeep.evals.confidence import Answers, PolicyDifference, answers, difference, kept
+from kvkeep.evals.forward import Setup
 from kvkeep.evals.report import FULL, Row, grouped
 from kvkeep.models.load import embedded, find
 

@@ -21,7 +21,7 @@ from lib import report
 from kvkeep import Policy, parse
 from kvkeep.cache.hf_layers import handed
 from kvkeep.evals import task
-from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.forward import Drive
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.mass import RetainedMass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces

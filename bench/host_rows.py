@@ -55,7 +55,7 @@ def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows:
     engine = kvkeep.Engine(
         model, policy=options.policy, budget=options.budget, rows=options.rows, host_rows=host_rows, graphs=False
     )
-    if (staging := engine._rotation.staging) is not None and not staged:
+    if (staging := engine._swapper.staging) is not None and not staged:
         staging.most_bytes = 0
     ids = torch.randint(0, model.config.vocab_size, (options.requests, options.prompt), generator=seeded())
     sampling = kvkeep.SamplingParams(max_new_tokens=options.new)
@@ -68,7 +68,7 @@ def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows:
     while engine.busy:
         found += [event.result for event in engine.step() if event.result]
         steps += 1
-    took, turns = time.perf_counter() - began, engine._rotation
+    took, turns = time.perf_counter() - began, engine._swapper
     first = sorted(one.ttft_s or 0.0 for one in found)
     copy_s = turns.copied_s / turns.swaps if turns.swaps else 0.0
     share = turns.copied_s / (turns.copied_s + turns.worked_s)

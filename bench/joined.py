@@ -59,7 +59,7 @@ def ways(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
     def runs(*found: list[InputBatch]) -> Callable[[], None]:
         def go() -> None:
             for batches in found:
-                engine._runner.run(ModelRun(batches), engine._rows)
+                engine._runner.run(ModelRun(batches), engine._kv)
 
         return go
 

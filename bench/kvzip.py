@@ -19,8 +19,8 @@ from torch import Tensor
 from kvkeep import BoundedCache, parse
 from kvkeep.budget import from_ratio
 from kvkeep.evals import qa_task
-from kvkeep.evals.attention_probe import Drive
 from kvkeep.evals.confidence import Answers, difference, kept
+from kvkeep.evals.forward import Drive
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Recall, right
 from kvkeep.models import tiny

@@ -24,9 +24,9 @@ from pathlib import Path
 from lib import report
 
 from kvkeep.evals.confidence import Answers, KeptShare, answers, difference, kept, of_mean
-from kvkeep.evals.records import ROWS
 from kvkeep.evals.report import FULL, Row, grouped, over
 from kvkeep.policies import DEFAULT, LATER
+from kvkeep.result_files import ROWS
 
 MAIN = (
     "full",

@@ -38,7 +38,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvkeep
 from kvkeep.cache.hf_layers import handed
-from kvkeep.models.prepare import fuse_if_slow
+from kvkeep.models.fused_modules import fuse_if_slow
 from kvkeep.types import Phase
 
 BASE = "transformers whole"

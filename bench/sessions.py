@@ -85,7 +85,7 @@ class Bench:
         """A row from main memory, against a plain copy of as many bytes."""
         budget = 16 * self.options.budget
         engine = kvkeep.Engine(self.model, policy=self.options.policy, budget=budget, rows=1, prefill_chunk=512)
-        memory, rows, policy = engine.prefix(self.tokens(budget)).contents, engine._rows, engine.policy
+        memory, rows, policy = engine.prefix(self.tokens(budget)).contents, engine._kv, engine.policy
         source = torch.ones(memory.nbytes, dtype=torch.uint8)  # zeros would be one page, which is read from the cache
         target = torch.zeros_like(source)
         times = interleaved(
@@ -109,7 +109,7 @@ class Bench:
         )
         memory = self.engine.prefix(text)
         again = [seconds(lambda: self.engine.generate(kvkeep.Request(prompt=text + question, sampling=one)))]
-        asked = kvkeep.Request(prompt=question, memory=memory, sampling=one)
+        asked = kvkeep.Request(prompt=question, snapshot=memory, sampling=one)
         known = [seconds(lambda: self.engine.generate(asked)) for _ in range(3 * self.options.repeats)]
         detail = f"{self.sizes.text} tokens: {median_ms(known):.1f} ms, read again {1e3 * again[0]:.0f} ms"
         return Finding("first token of a question, times faster", again[0] / statistics.median(known), ">= 100", detail)
@@ -119,7 +119,7 @@ class Bench:
         text = self.tokens(2 * self.options.budget)
         memory = self.engine.generate(kvkeep.Request(prompt=text, sampling=kvkeep.SamplingParams(max_new_tokens=1)))[
             0
-        ].memory
+        ].memory_usage
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "text.kvkeep"
             self.engine.prefix(text).save(path)
@@ -138,7 +138,7 @@ class Bench:
         random.Random(1).shuffle(order)
         texts = [self.tokens(QUESTION) for _ in order]
         sessions = [self.engine.session() for _ in range(sizes.sessions)]
-        before = self.engine.memory().allocated_bytes
+        before = self.engine.memory_usage().allocated_bytes
 
         async def one(gate: asyncio.Semaphore, answer: Callable[[], AsyncEvents]) -> None:
             async with gate:
@@ -157,7 +157,7 @@ class Bench:
         plain, held = seconds(lambda: asyncio.run(all_of(alone))), seconds(lambda: asyncio.run(all_of(turns)))
         stateless = seconds(lambda: asyncio.run(all_of(whole)))
         bytes_each = max(session.nbytes for session in sessions)
-        grown = self.engine.memory().allocated_bytes / before
+        grown = self.engine.memory_usage().allocated_bytes / before
         detail = f"{len(order)} turns of {sizes.sessions} sessions, {bytes_each / 1e6:.2f} MB each, {sizes.rows} rows"
         return [
             Finding("throughput of sessions, of whole conversations", stateless / held, ">= 0.9", detail),

@@ -235,7 +235,7 @@ def converse(folder, policy):
         memory = engine.prefix(prompts(50)["input_ids"][0].tolist())
         told = [_request({"length": n, "memory": memory, "sampling": {"max_new_tokens": 9}}) for n in (5, 7, 5)]
         found = [one.token_ids for one in engine.generate(told)]
-        with engine.session(memory=memory) as session:
+        with engine.session(snapshot=memory) as session:
             found += [session.ask(_request({"length": n, "sampling": {"max_new_tokens": 8}})).token_ids for n in (4, 6)]
     return {"tokens": found, "weights": memory.fingerprint.weights, "config": memory.fingerprint.config}
 

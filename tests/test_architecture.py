@@ -38,7 +38,7 @@ PLUG_INS = ("kvkeep.policies.", "kvkeep.evals.tasks.", "kvkeep.cli.")
 
 # the lower floor first; packages on one floor never import each other
 FLOORS = [
-    {"version", "errors"},
+    {"version", "errors", "parameters"},
     {"head_sharding", "pins", "result_files", "rotary"},
     {"types", "noise", "plots"},
     {"attention_stats", "budget"},
@@ -84,8 +84,9 @@ ONE_ROOM = {
 }
 
 
-ALLOWED = {"planning": {"kvkeep.backends.torch"}}
-"""Modules of single backends that a room may import: bytes are planned with the blocks that torch's backend makes."""
+ALLOWED = {"planning": {"kvkeep.backends.torch"}, "cache": {"kvkeep.backends.base"}}
+"""Modules of backends that a room may import: bytes are planned with the blocks that torch's backend makes, and the
+cache hands the records of the contract to whichever backend was chosen."""
 
 
 def inside(path):

@@ -20,7 +20,7 @@ from kvkeep.evals.records import Records
 from kvkeep.result_files import Lock
 from kvkeep_lab.analysis import report
 from kvkeep_lab.analysis.groups import MEASUREMENTS
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.cli.analyze import analysis as analysis_cli
 
 QUICK = ("--tasks", "perplexity", "--policies", "local", "--limit", 2, "--window", 40, "--budgets", "12", "--no-plots")
@@ -216,7 +216,7 @@ def novel(tmp_path):
 @pytest.fixture
 def unchecked(monkeypatch):
     """A folder is taken for one of the same run."""
-    monkeypatch.setattr(Folder, "check", lambda folder, manifest: None)
+    monkeypatch.setattr(AnalysisFolder, "check", lambda folder, manifest: None)
     monkeypatch.setattr(analysis_cli.load, "read_weights", None)
 
 
@@ -232,7 +232,7 @@ def test_a_file_of_an_analysis_that_is_no_object_is_refused(tmp_path, kind, name
     folder = result_folders.analysis(tmp_path)
     (folder / name).write_bytes(CONTENTS[kind])
     with pytest.raises(InputError, match=rf"{name} .*(Remove it|choose another {OUTPUT})"):
-        report.write(Folder(folder))
+        report.write(AnalysisFolder(folder))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,7 +241,7 @@ def test_what_is_no_file_of_an_analysis_is_refused(tmp_path, name, kind):
     folder = result_folders.analysis(tmp_path)
     result_folders.replaced(folder / name, kind)
     with pytest.raises(InputError, match=name):
-        report.write(Folder(folder))
+        report.write(AnalysisFolder(folder))
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_what_is_no_file_of_an_analysis_is_refused(tmp_path, name, kind):
 def test_a_run_json_of_other_kinds_is_no_analysis(tmp_path, path, value):
     folder = result_folders.analysis(tmp_path)
     (folder / "run.json").write_text(json.dumps(put(result_folders.FINISHED["run.json"], path, value)))
-    with pytest.raises(InputError, match=rf"run.json does not say what was run: '{path}'"):
-        report.write(Folder(folder))
+    with pytest.raises(InputError, match=rf"run.json does not say what was run: (its|it has no) '{path}'"):
+        report.write(AnalysisFolder(folder))
 
 
 @pytest.mark.parametrize("kind", MEASUREMENTS, ids=lambda kind: kind.name)
@@ -268,7 +268,7 @@ def test_a_result_of_another_kind_is_refused_with_its_file(tmp_path, monkeypatch
     for path in ("result", next(iter(content["result"]))):
         path = path if path == "result" else f"result.{path}"
         (folder / f"{kind.name}.json").write_text(json.dumps(put(content, path, value)))
-        said = said_of(report.read, Folder(folder))
+        said = said_of(report.read, AnalysisFolder(folder))
         assert said or path != "result"
         assert not said or (
             f"{kind.name}.json" in said and "Remove it, and the same command measures it again." in said
@@ -281,7 +281,7 @@ def test_an_empty_result_is_refused(tmp_path, kind):
     content = put(result_folders.FINISHED[f"{kind.name}.json"], "result", {})
     (folder / f"{kind.name}.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"{kind.name}.json does not hold what the measurement {kind.name} writes"):
-        report.read(Folder(folder))
+        report.read(AnalysisFolder(folder))
 
 
 @pytest.mark.parametrize("skipped", [3, None, ["why"]])
@@ -289,7 +289,7 @@ def test_a_reason_that_is_no_sentence_is_refused(tmp_path, skipped):
     folder = result_folders.analysis(tmp_path)
     (folder / "sparsity.json").write_text(json.dumps({"version": 1, "skipped": skipped}))
     with pytest.raises(InputError, match="holds neither a result nor why there is none"):
-        report.read(Folder(folder))
+        report.read(AnalysisFolder(folder))
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "1" * 400, '"\\ud800"', "[" * 200 + "]" * 200])
@@ -298,7 +298,7 @@ def test_what_json_cannot_hold_is_refused_when_it_is_read(tmp_path, value):
     path = folder / "sparsity.json"
     path.write_text(path.read_text().replace('"result": {', f'"result": {{"more": {value}, ', 1))
     with pytest.raises(InputError, match=r"sparsity.json cannot be read"):
-        report.read(Folder(folder))
+        report.read(AnalysisFolder(folder))
 
 
 def test_a_picture_that_cannot_be_drawn_is_the_files_fault(tmp_path):
@@ -306,7 +306,7 @@ def test_a_picture_that_cannot_be_drawn_is_the_files_fault(tmp_path):
     content = put(result_folders.FINISHED["removal.json"], "result.shares", [0.1])
     (folder / "removal.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"removal.json does not hold"):
-        report.write(Folder(folder))
+        report.write(AnalysisFolder(folder))
 
 
 def test_a_damaged_measurement_is_refused_before_weights_are_read(tmp_path, novel, unchecked):
@@ -369,7 +369,7 @@ def test_a_page_and_its_terminal_get_neither_markup_nor_escape_sequences(tmp_pat
     run = {**found["run.json"], "text_name": "<script>alert(1)</script>", "notes": ["<img src=x>"]}
     (folder / "run.json").write_text(json.dumps(run))
     monkeypatch.setattr(plots, "available", lambda: False)
-    monkeypatch.setattr(Folder, "check", lambda folder, manifest: None)
+    monkeypatch.setattr(AnalysisFolder, "check", lambda folder, manifest: None)
     monkeypatch.setattr(analysis_cli, "run", lambda *arguments: None)
     shown = invoke(*rerun(folder, novel))
     assert shown.exit_code == 0, (shown.output, shown.exception)
@@ -424,7 +424,7 @@ def test_files_of_an_analysis_do_not_follow_links(tmp_path, name):
     folder = only(tmp_path / "out", "sparsity")
     for link in (name, f".{name}.new"):
         (folder / link).symlink_to(victim)
-    report.write(Folder(folder))
+    report.write(AnalysisFolder(folder))
     assert victim.read_text() == "precious"
     assert not (folder / name).is_symlink()
 
@@ -477,5 +477,5 @@ def test_random_damage_of_an_analysis_is_refused_or_shown(tmp_path, monkeypatch)
         folder = only(tmp_path / str(number), name)
         result_folders.mutate(folder / drawn.choice([f"{name}.json"] * 9 + ["run.json"]), drawn)
         monkeypatch.setattr(plots, "available", lambda pictures=number % 20 == 0: pictures)
-        refusals += bool(said_of(report.write, Folder(folder)))
+        refusals += bool(said_of(report.write, AnalysisFolder(folder)))
     assert 30 < refusals < 120

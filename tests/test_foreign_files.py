@@ -13,7 +13,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals.curves import PICTURES
 from kvkeep.evals.records import Records
 from kvkeep.result_files import Lock
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 
 MINE = b'{"mine": "precious"}'
 OF_EVALS = {
@@ -48,7 +48,7 @@ def test_an_evaluation_overwrites_nothing_where_no_run_json_is(tmp_path, name, c
 
 @pytest.mark.parametrize("name", ["index.html", "analysis.json", "sparsity.json", "sparsity.png", "budgets.png"])
 def test_an_analysis_overwrites_nothing_where_no_run_json_is(tmp_path, name):
-    untouched(tmp_path, name, b"my page", lambda: Folder(tmp_path).open(result_folders.FINISHED["run.json"]))
+    untouched(tmp_path, name, b"my page", lambda: AnalysisFolder(tmp_path).open(result_folders.FINISHED["run.json"]))
 
 
 @pytest.mark.parametrize("content", RUNS, ids=str)
@@ -75,13 +75,13 @@ def test_a_last_line_that_no_evaluation_began_is_not_cut_off(tmp_path, torn):
 
 @pytest.mark.parametrize(
     "start",
-    [begin, lambda folder: Folder(folder).open(result_folders.FINISHED["run.json"])],
+    [begin, lambda folder: AnalysisFolder(folder).open(result_folders.FINISHED["run.json"])],
     ids=["evaluation", "analysis"],
 )
 def test_what_a_killed_run_left_beside_its_run_json_keeps_nobody_out(tmp_path, start):
     (tmp_path / ".run.json.abcd1234.new").write_bytes(b"{")
     os.utime(tmp_path / ".run.json.abcd1234.new", (0, 0))
-    with Folder(tmp_path).locked():
+    with AnalysisFolder(tmp_path).locked():
         pass
     start(tmp_path)
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -56,7 +56,7 @@ def check(budget: object) -> tuple[Number, ...]:
     if not numbers:
         raise BudgetError("The budget is an empty list; give one number of tokens, or one per row.")
     found = tuple(tuple(map(_whole, number)) if isinstance(number, tuple) else _whole(number) for number in numbers)
-    for number in (one for row in found for one in (row if isinstance(row, tuple) else (row,))):
+    for number in (head for row in found for head in (row if isinstance(row, tuple) else (row,))):
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
         if number > MOST:
@@ -106,7 +106,7 @@ def by_head(numbers: Sequence[Number], heads: int) -> list[tuple[int, ...]]:
         BudgetError: there are budgets for another number of heads.
     """
     found = [number if isinstance(number, tuple) else (number,) * heads for number in numbers]
-    if wrong := [one for one in found if len(one) != heads]:
+    if wrong := [row for row in found if len(row) != heads]:
         raise BudgetError(f"{len(wrong[0])} budgets were given for {heads} KV heads.")
     return found
 
@@ -125,7 +125,7 @@ def at_most(number: Number, most: int | None) -> Number:
     """A row's budget, limited for each head; ``None``: to nothing."""
     if most is None:
         return number
-    return tuple(min(one, most) for one in number) if isinstance(number, tuple) else min(number, most)
+    return tuple(min(head, most) for head in number) if isinstance(number, tuple) else min(number, most)
 
 
 def per_head(numbers: Sequence[Number], rows: int, heads: int, device: torch.device) -> Int[Tensor, "B Hk"]:

@@ -113,18 +113,18 @@ class Heads:
             return [mine]
         raw = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(device)
         padded = torch.nn.functional.pad(raw, (0, self.most(len(raw), device) - len(raw)))
-        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in self._gathered(padded)]
+        return [bytes(text.tolist()).rstrip(b"\0").decode() for text in self._gathered(padded)]
 
     def alike(self, number: int, device: torch.device) -> bool:
         """Whether a number is the same in all processes."""
-        return self.ranks == 1 or len({int(one) for one in self._gathered(torch.tensor(number, device=device))}) == 1
+        return self.ranks == 1 or len({int(rank) for rank in self._gathered(torch.tensor(number, device=device))}) == 1
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all processes, in their order."""
         sent = (mine.to(torch.uint8) if mine.dtype == torch.bool else mine).contiguous()
         found = [torch.empty_like(sent) for _ in range(self.ranks)]
         dist.all_gather(found, sent)
-        return [one.to(mine.dtype) for one in found]
+        return [part.to(mine.dtype) for part in found]
 
 
 ALONE = Heads()

@@ -5,6 +5,7 @@ Batch jobs, evaluations and analyses write their results through these functions
 
 from __future__ import annotations
 
+import abc
 import errno
 import json
 import math
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -401,6 +403,148 @@ def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[An
     return row, fault(row) if isinstance(row, dict) else "it is no JSON object"
 
 
+class RowFile:
+    """A file of one JSON object per line. A line is on the disk before the next one is written.
+
+    Args:
+        path: the file; it need not exist yet.
+        beginning: see `read_rows`.
+        fault: see `read_rows`.
+    """
+
+    def __init__(self, path: Path, beginning: bytes, fault: Callable[[dict[str, Any]], str | None]):
+        self.path, self._beginning, self._fault = path, beginning, fault
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the rows of all whole lines.
+
+        Raises:
+            InputError: see `read_rows`.
+        """
+        return read_rows(self.path, self._beginning, self._fault)[1]
+
+    @contextmanager
+    def locked(self) -> Iterator[IO[bytes]]:
+        """Make the file, keep other writers out, and remove a last line that was cut off.
+
+        Raises:
+            InputError: another run is writing there, or see `read_rows`.
+            OSError: the file cannot be written.
+        """
+        with self.path.open("ab") as file, Lock(file, str(self.path)):
+            end, _ = read_rows(self.path, self._beginning, self._fault)
+            file.truncate(end)
+            yield file
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Write rows, wait until they are on the disk, and return them as they will be read.
+
+        Raises:
+            OSError: they cannot be written; all earlier rows are safe.
+            ValueError: a number is not finite; see `finite`.
+        """
+        lines = [as_line(row) for row in rows]
+        with self.path.open("ab") as file:
+            file.writelines(lines)
+            sync(file)
+        return [json.loads(line) for line in lines]
+
+    def replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows in place of all rows.
+
+        Raises:
+            OSError: they cannot be written; the old rows stay.
+        """
+        write_whole(self.path, map(as_line, rows))
+
+
+def as_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line of a file.
+
+    Raises:
+        ValueError: a number is not finite; see `finite`.
+    """
+    return (json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+ROWS = "results.jsonl"
+"""The file of a `RowFolder` with its rows."""
+
+
+class RowFolder(Results, abc.ABC):
+    """A folder whose run is described by `MANIFEST`, and which has a row for each finished part of it.
+
+    Args:
+        path: the folder; it need not exist yet.
+
+    Attributes:
+        beginning: the first bytes of every row, see `read_rows`.
+
+    Raises:
+        InputError: the path is no folder, or its files cannot be read.
+    """
+
+    names: Collection[str] = (ROWS,)
+    beginning: bytes
+
+    def __init__(self, path: Path):
+        self.forget()  # before the folder is looked at, since `safe` counts the rows
+        super().__init__(path)
+        self._file = RowFile(path / ROWS, self.beginning, self.fault)
+        self._read()
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Forget all rows, which are about to be read again."""
+
+    @abc.abstractmethod
+    def keep(self, row: dict[str, Any]) -> None:
+        """Take a row that is in the file."""
+
+    @abc.abstractmethod
+    def fault(self, row: dict[str, Any]) -> str | None:
+        """Return the defect of a row, as part of a sentence; ``None`` if it can be used."""
+
+    @abc.abstractmethod
+    def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Compare a run with the run that the folder already holds, and return the description of both together.
+
+        Raises:
+            InputError: the folder holds results of another run.
+        """
+
+    def open(self, manifest: dict[str, Any]) -> None:
+        """Prepare the folder for more rows of a run. The folder has to be `locked`; its rows are read again.
+
+        Args:
+            manifest: the description of the run.
+
+        Raises:
+            InputError: the folder holds results of another run, or cannot be written.
+        """
+        self._read()
+        self.write_bytes(MANIFEST, (json.dumps(self.check(manifest), indent=2) + "\n").encode())
+        with self.writing():
+            self._held.enter_context(self._file.locked())  # a batch job locks its output file, not the folder
+            self._read()
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows and wait until they are on the disk.
+
+        Raises:
+            InputError: they cannot be written; all earlier rows are safe.
+        """
+        with self.writing():
+            written = self._file.extend(rows)
+        for row in written:
+            self.keep(row)
+
+    def _read(self) -> None:
+        self.forget()
+        for row in self._file.read():
+            self.keep(row)
+
+
 def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], names: Mapping[str, str]) -> None:
     """Refuse to go on in a folder that holds another run.
 
@@ -430,3 +574,105 @@ def _refuse(folder: Path, what: str, then: object, now: object) -> NoReturn:
 def command(words: str, *arguments: object) -> str:
     """A command line for a shell: the words as they are, then the arguments, quoted."""
     return " ".join([words, *(shlex.quote(str(argument)) for argument in arguments)])
+
+
+# The values that a row or a description of a run must have, from which follows what is wrong with one.
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """What a value has to be.
+
+    Attributes:
+        fits: whether a value is of this kind.
+        name: the kind in messages.
+    """
+
+    fits: Callable[[object], bool]
+    name: str
+
+    def called(self, name: str) -> ValueKind:
+        """Return the same kind with another name in messages."""
+        return ValueKind(self.fits, name)
+
+
+Schema = Mapping[str, ValueKind]
+"""Entry → its kind. A dot leads to an entry of an entry."""
+
+
+def whole_number(least: int | None = 0) -> ValueKind:
+    """Whole numbers."""
+
+    def fits(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+    return ValueKind(fits, "a whole number")
+
+
+def real_number(least: int | float = -math.inf, most: int | float = math.inf) -> ValueKind:
+    """Finite numbers."""
+
+    def fits(value: object) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        return math.isfinite(value) and least <= value <= most
+
+    return ValueKind(fits, "a number")
+
+
+def text_value(longest: int | None = None) -> ValueKind:
+    """Text."""
+    name = "text" if longest is None else f"text of at most {longest} characters"
+    return ValueKind(lambda value: isinstance(value, str) and (longest is None or len(value) <= longest), name)
+
+
+def optional(kind: ValueKind) -> ValueKind:
+    """Values of a kind, or null."""
+    return ValueKind(lambda value: value is None or kind.fits(value), f"{kind.name} or null")
+
+
+def list_of(kind: ValueKind, length: int | None = None) -> ValueKind:
+    """Lists of values of one kind."""
+
+    def fits(value: object) -> bool:
+        return isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value))
+
+    return ValueKind(fits, f"a list, each entry {kind.name}")
+
+
+def tuple_of(*kinds: ValueKind) -> ValueKind:
+    """Lists that have one value of each of some kinds."""
+
+    def fits(value: object) -> bool:
+        if not isinstance(value, list) or len(value) != len(kinds):
+            return False
+        return all(kind.fits(part) for kind, part in zip(kinds, value, strict=True))
+
+    return ValueKind(fits, "a list of " + ", ".join(kind.name for kind in kinds))
+
+
+def either(*kinds: ValueKind) -> ValueKind:
+    """Values of one of some kinds."""
+    return ValueKind(lambda value: any(kind.fits(value) for kind in kinds), " or ".join(kind.name for kind in kinds))
+
+
+OBJECT = ValueKind(lambda value: isinstance(value, dict), "an object")
+
+
+def first_fault(found: Mapping[str, Any], schema: Schema, of: str = "") -> str | None:
+    """Return the first entry that is missing or of the wrong kind, as part of a sentence; ``None`` if there is none.
+
+    Args:
+        found: the entries.
+        schema: their kinds.
+        of: stands before an entry's name in the message.
+    """
+    for path, kind in schema.items():
+        value: Any = found
+        for key in path.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                return f"it has no {of + path!r}"
+            value = value[key]
+        if not kind.fits(value):
+            return f"its {of + path!r} is not {kind.name}"
+    return None

@@ -14,9 +14,8 @@ import kvkeep
 from kvkeep.attention_stats import Mass
 from kvkeep.backends import SWITCH
 from kvkeep.backends.native import NativeBackend, native
-from kvkeep.cache import layer as held_module
-from kvkeep.cache.decode_replay import CachedStatistic
-from kvkeep.cache.eviction import fuses
+from kvkeep.cache import decode_replay
+from kvkeep.cache.decode_replay import CachedStatistic, DecodePath, why_not_fused
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.cascade import Cascade
@@ -65,7 +64,7 @@ def test_what_a_policy_says_of_its_sums_is_what_it_does(policy):
     want = positions.float() if policy.sums.score is None else after[policy.sums.score]
     assert torch.equal(policy.score(view, after), want)
     assert set(policy.slots.values()) <= {0.0}
-    assert fuses(policy, DummyBackend())
+    assert why_not_fused(policy, DummyBackend()) is None
 
 
 def test_a_policy_that_changes_a_method_is_asked_again():
@@ -73,8 +72,8 @@ def test_a_policy_that_changes_a_method_is_asked_again():
         def score(self, view, state):
             return -view.positions.float()
 
-    assert fuses(kvkeep.parse("local"), DummyBackend())
-    assert not fuses(Contrary(), DummyBackend())
+    assert why_not_fused(kvkeep.parse("local"), DummyBackend()) is None
+    assert why_not_fused(Contrary(), DummyBackend())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +89,8 @@ def test_a_report_that_follows_from_the_slots_is_asked_for_with_the_new_token_am
         def wants(self, view):
             return Mass(rows=(view.positions[:, 0] >= 0).sum(dim=-1) % 2)
 
-    assert fuses(Plain(), DummyBackend())
-    assert not fuses(Sparing(), DummyBackend())
+    assert why_not_fused(Plain(), DummyBackend()) is None
+    assert why_not_fused(Sparing(), DummyBackend())
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_a_report_that_follows_from_the_slots_is_asked_for_with_the_new_token_am
     ids=["a table of layers", "a start above 0", "another start above 0", "another name", "no state"],
 )
 def test_a_policy_with_more_than_the_kernel_does_is_asked_itself(attributes):
-    assert not fuses(type("More", (Plain,), attributes)(), DummyBackend())
+    assert why_not_fused(type("More", (Plain,), attributes)(), DummyBackend())
 
 
 STEPS = 180
@@ -136,11 +135,15 @@ def walk(policy, *, budget=21, window=None, dtype=torch.float32, fuse):
         real[:, -1] |= T > 1
         phase = Phase.DECODE if T == 1 else Phase.PREFILL
         if not fuse and layer.allocated:
-            layer._fuses = False
+            layer.paths._not_fused = "not to be tried"
         out = layer.step(q, k, v, options=options, phase=phase, real=None if step % 3 else real)
         holds = {**layer.state, "keys": layer.store.keys[..., 0], "positions": layer.store.positions}
         holds["lost"] = layer.block.lost
-        yield layer._fuses, out, {name: tensor.clone() for name, tensor in holds.items()}
+        yield (
+            layer.paths.why_not_fused(layer.block) is None,
+            out,
+            {name: tensor.clone() for name, tensor in holds.items()},
+        )
 
 
 @pytest.mark.slow
@@ -171,9 +174,9 @@ def test_a_fused_layer_holds_the_same_to_the_last_bit(policy, dtype, monkeypatch
 def test_steps_are_fused_until_a_row_has_pins(policy, monkeypatch):
     taken, step = [], NativeBackend.step
 
-    def counted(self, *given, **others):
-        taken.append(step(self, *given, **others) is not None)
-        return None if not taken[-1] else torch.zeros_like(given[0])
+    def counted(self, given):
+        taken.append(step(self, given) is not None)
+        return None if not taken[-1] else torch.zeros_like(given.query)
 
     monkeypatch.setenv(SWITCH, "native")
     monkeypatch.setattr(NativeBackend, "step", counted)
@@ -188,11 +191,45 @@ def test_steps_are_fused_until_a_row_has_pins(policy, monkeypatch):
     assert {2, 3, 4} <= set(layer.store.positions[0, 0].tolist())
 
 
+@pytest.mark.skipif(native().library is None, reason=native().detail)
+@pytest.mark.parametrize(
+    ("policy", "options", "paths", "why"),
+    [
+        ("h2o", {}, [DecodePath.FUSED, DecodePath.REPLAY, DecodePath.REPLAY], ""),
+        ("scissorhands", {}, [DecodePath.FUSED] * 3, "no recorded step"),
+        ("tova", {}, [DecodePath.PLAIN] * 3, "no sum of attention mass"),
+        ("h2o", {"pins": [((2, 5),), ()]}, [DecodePath.PLAIN] * 3, "pins"),
+    ],
+)
+def test_a_layer_says_which_path_a_step_has_taken_and_why(policy, options, paths, why, monkeypatch):
+    monkeypatch.setenv(SWITCH, "native")
+    layer, taken = kvkeep.Layer(kvkeep.parse(policy), 21, **options), []
+    with torch.no_grad():
+        for T in (40, 1, 1, 1):
+            given = (torch.randn(2, heads, T, 16) for heads in (4, 2, 2))
+            layer.step(*given, options=AttentionOptions(0.3), phase=Phase.PREFILL if T > 1 else Phase.DECODE)
+            taken.append(layer.paths.path)
+    assert taken == [None, *paths]
+    assert why in layer.paths.why
+    assert bool(why) == bool(layer.paths.why)
+
+
+@pytest.mark.skipif(native().library is None, reason=native().detail)
+def test_a_step_in_autograd_is_not_replayed_and_says_so(monkeypatch):
+    monkeypatch.setenv(SWITCH, "native")
+    layer = kvkeep.Layer(kvkeep.parse("h2o"), 21)
+    for T in (40, 1, 1):
+        given = (torch.randn(2, heads, T, 16) for heads in (4, 2, 2))
+        layer.step(*given, options=AttentionOptions(0.3), phase=Phase.PREFILL if T > 1 else Phase.DECODE)
+    assert layer.paths.path is DecodePath.FUSED
+    assert "autograd" in layer.paths.why
+
+
 def test_a_window_in_which_heads_hold_more_and_fewer_tokens_is_not_tallied():
     backend = NativeBackend()
-    assert fuses(kvkeep.parse("scissorhands"), backend)
-    assert not fuses(kvkeep.parse("scissorhands"), backend, window=30)
-    assert fuses(kvkeep.parse("h2o"), backend, window=30)
+    assert why_not_fused(kvkeep.parse("scissorhands"), backend) is None
+    assert why_not_fused(kvkeep.parse("scissorhands"), backend, window=30)
+    assert why_not_fused(kvkeep.parse("h2o"), backend, window=30) is None
 
 
 @pytest.mark.parametrize(
@@ -201,11 +238,11 @@ def test_a_window_in_which_heads_hold_more_and_fewer_tokens_is_not_tallied():
 )
 def test_a_tally_that_is_told_otherwise_is_not_taken(name, value):
     kind = type(kvkeep.parse("scissorhands"))
-    assert not fuses(type("Other", (kind,), {name: value})(), NativeBackend())
+    assert why_not_fused(type("Other", (kind,), {name: value})(), NativeBackend())
 
 
 def test_a_backend_without_tallies_is_not_given_one():
-    assert not fuses(kvkeep.parse("scissorhands"), DummyBackend())
+    assert why_not_fused(kvkeep.parse("scissorhands"), DummyBackend())
 
 
 class Counting(type(kvkeep.parse("ahakv"))):
@@ -229,12 +266,12 @@ def steps(layer, *lengths):
 def test_a_steady_statistic_is_asked_for_once_after_each_prompt(budget):
     def layer():
         made = kvkeep.Layer(Counting(), budget)
-        made._asked._steady = True  # as `sums` of the class says, whose `wants` is overridden here to count
+        made.paths.statistic._steady = True  # as `sums` of the class says, whose `wants` is overridden here to count
         return made
 
     one = layer()
     assert steps(one, 60) == 1
-    asked = one._asked
+    asked = one.paths.statistic
     first = asked.by(one._view(one.store.slots(), new=torch.ones(2).long(), phase=Phase.DECODE))
     again = asked.by(one._view(one.store.slots(), new=torch.ones(2).long(), phase=Phase.DECODE))
     assert first is again
@@ -273,7 +310,7 @@ def test_a_copy_of_a_layer_asks_anew():
     asked.by(layer._view(layer.store.slots(), new=torch.ones(2).long(), phase=Phase.DECODE))
     for other in (copy.copy(asked), copy.deepcopy(asked), pickle.loads(pickle.dumps(asked))):
         assert other._last is None
-    assert copy.deepcopy(layer)._asked._last is None
+    assert copy.deepcopy(layer).paths.statistic._last is None
 
 
 @pytest.mark.slow
@@ -311,7 +348,7 @@ def test_an_engine_generates_the_same_with_fused_steps(monkeypatch):
         return [result.token_ids for result in results], [result.lost_mass for result in results]
 
     fused, lost = texts()
-    monkeypatch.setattr(held_module, "fuses", lambda *given, **others: False)
+    monkeypatch.setattr(decode_replay, "why_not_fused", lambda *given, **others: "not to be tried")
     unfused, wanted = texts()
     assert fused == unfused
     assert all(one.decode > 0 for one in lost)

@@ -8,7 +8,7 @@ from phases import phase_of
 import kvkeep
 from kvkeep.attention_stats import LastHit, Mass, Nothing
 from kvkeep.backends import SWITCH
-from kvkeep.backends.base import Added, SlotLimits
+from kvkeep.backends.base import Added, FusedStep, SlotLimits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, launch, ops, prefill_ops
 from kvkeep.errors import pip_install
@@ -135,7 +135,7 @@ def test_a_step_that_no_kernel_knows_is_not_fused_and_changes_nothing(statistic,
     before = slots.positions.clone()
     new = slots.keys[:, :, :1].clone().requires_grad_(gradient), slots.values[:, :, :1]
     more = {"added": Added((), is_score=False), "limits": SlotLimits(now[:, 0].int() + 1)}
-    assert TritonBackend().step(query, slots, new, now, statistic=statistic, options=PLAIN, **more) is None
+    assert TritonBackend().step(FusedStep(query, slots, new, now, statistic, PLAIN, **more)) is None
     assert torch.equal(slots.positions, before)
 
 
@@ -184,7 +184,9 @@ def test_a_fused_step_protects_the_recent_tokens_of_each_head():
         asked = {"statistic": Mass(), "options": PLAIN}
         if name == "triton":
             added = Added((sums,), is_score=True)
-            assert TritonBackend().step(query_, held, pair, at, **asked, added=added, limits=limits) is not None
+            assert (
+                TritonBackend().step(FusedStep(query_, held, pair, at, **asked, added=added, limits=limits)) is not None
+            )
         else:
             slot = backend.append(held, *pair, at)
             mass = backend.attend(query_, held, at, **asked)[1].mass

@@ -337,17 +337,14 @@ def test_a_closed_pipe_ends_the_job_quietly(ten, tmp_path):
 
 
 @pytest.mark.parametrize(("kills", "n"), sweep([(2, 20), (10, 120)], lambda case: case[0] == 2))
-def test_killed_at_random_moments(tmp_path, kills, n):
+def test_killed_at_random_moments(tmp_path, kills, n, comparable):
     entries = [
         {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(n)
     ]
     source, target = write(tmp_path / "in.jsonl", *entries), tmp_path / "out.jsonl"
     rng = random.Random(3)
     args = ["generate", "-i", str(source), "-o", str(target), "--budget", "16", "--max-rows", "4", "--raw"]
-    args += [
-        "--dtype",
-        "float32",
-    ]  # jobs that time may lay out their weights differently: in bfloat16 a text could differ
+    args += comparable.words
     sizes = []
     for i in range(kills):
         process = processes.kvkeep(*args)

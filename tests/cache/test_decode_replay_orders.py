@@ -37,7 +37,7 @@ class Twins:
         self.window = draw.choice([None, None, 8]) if policy != "full" else None
         budget = 400 if policy == "full" else draw.choice([12, 20, [10, 12, 14]])
         self.layers = [Layer(kvkeep.parse(policy), budget, window=self.window, kv_bits=bits) for _ in range(2)]
-        self.layers[1]._may_repeat = lambda: False
+        self.layers[1].paths.may_record = lambda *_, **__: False
         self.seed, self.rows, self.dtype = 1000 * seed, 3, draw.choice([torch.float32, torch.bfloat16])
 
     def both(self, change):

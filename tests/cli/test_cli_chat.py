@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli import chat_run, chat_sessions
-from kvkeep.cli.chat_sessions import ChatFolder, complete_names
+from kvkeep.cli.chat_folder import ChatFolder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.engine.model_runner import ModelRunner
@@ -63,9 +63,13 @@ def loaded(model):
         return load(model)
 
 
-def session_of(model, **options):
+def engine_of(model, **options):
     found, tokenizer = loaded(model)
-    return Engine(found, tokenizer, **{"policy": LATER, "budget": 1024, "rows": 1, **options}).session()
+    return Engine(found, tokenizer, **{"policy": LATER, "budget": 1024, "rows": 1, **options})
+
+
+def session_of(model, **options):
+    return engine_of(model, **options).session()
 
 
 def wanted(model, *messages, **options):
@@ -294,7 +298,7 @@ def test_commands_that_cannot_be_run(line, reason, a_talk):
 @pytest.fixture
 def a_talk(model):
     """A conversation in progress, without the command around it."""
-    engine, folder = session_of(model)._work, ChatFolder.of(None)
+    engine, folder = engine_of(model), ChatFolder.of(None)
     found = chat_sessions.ChatSession(engine, folder, folder.claim("one"), sampling=SHORT)
     yield found
     found.close()

@@ -14,7 +14,7 @@ from kvkeep.cli import eval_run, progress
 from kvkeep.cli.main import app
 from kvkeep.cli.options import parse_budget
 from kvkeep.errors import BudgetError, InputError, pip_install
-from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.forward import PLAIN
 from kvkeep.evals.grid import Cell, Planned
 from kvkeep.models import load as loading
 from kvkeep.policies.registry import parse

@@ -172,7 +172,7 @@ def test_a_budget_by_layer_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     stream = Engine.stream
     monkeypatch.setattr(Engine, "stream", lambda self, *a: engines.append(self) or stream(self, *a))
     generate("-p", PROMPT, "-b", 12, "-n", 2, "--layer-budget", f"calibrated:{file}")
-    assert [block.budget for block in engines[0]._rows._blocks] == [21, 3]
+    assert [block.budget for block in engines[0]._kv._blocks] == [21, 3]
 
 
 def test_dtype():

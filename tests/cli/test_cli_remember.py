@@ -92,10 +92,10 @@ def test_the_answer_is_that_of_a_session_under_the_default_policy(chat_model, te
         model, tokenizer = load(chat_model)
     engine = Engine(model, tokenizer, policy=LATER, budget=24, rows=1)
     memory = engine.remember(TEXT)
-    asked = kvkeep.Request(prompt=QUESTION, memory=memory, sampling=kvkeep.SamplingParams(max_new_tokens=8))
+    asked = kvkeep.Request(prompt=QUESTION, snapshot=memory, sampling=kvkeep.SamplingParams(max_new_tokens=8))
     (want,) = engine.generate(asked)
     assert tuple(generated(chat_model, "--memory", file, "-p", QUESTION)["token_ids"]) == want.token_ids
-    session = engine.session(memory=memory)
+    session = engine.session(snapshot=memory)
     assert session.ask(QUESTION, kvkeep.SamplingParams(max_new_tokens=8)).token_ids == want.token_ids
     assert [one["role"] for one in session.messages] == ["user", "assistant"]
     assert session.messages[0]["content"].endswith(f"and the cat.\n\n{QUESTION}")

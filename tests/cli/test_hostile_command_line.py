@@ -25,7 +25,7 @@ from kvkeep.models.load import load
 from kvkeep.policies.registry import parse
 from kvkeep.result_files import as_text, in_full, read_object
 from kvkeep_lab.analysis import report
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 
 NINES = "9" * 400
 HOME = "~nosuchuser/x"
@@ -98,7 +98,7 @@ def test_ratios_out_of_range_are_refused(tmp_path, content):
 
 def test_names_that_are_no_utf8_can_be_written_and_read_again(tmp_path):
     name = os.fsdecode(b"caf\xe9.txt")
-    folder = Folder(tmp_path)
+    folder = AnalysisFolder(tmp_path)
     folder.write("run.json", {"model": as_text(name)})
     assert read_object(tmp_path / "run.json") == {"model": "caf\\udce9.txt"}
     assert as_text("café") == "café"
@@ -266,4 +266,4 @@ def test_numbers_are_not_blamed_where_nothing_can_be_drawn(tmp_path, monkeypatch
     monkeypatch.setattr("kvkeep.plots.charts.Figure", broken)
     folder = result_folders.analysis(tmp_path)
     with pytest.raises(InputError, match=r"matplotlib does not work here: no font"):
-        report.write(Folder(folder))
+        report.write(AnalysisFolder(folder))

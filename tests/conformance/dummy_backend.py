@@ -66,7 +66,8 @@ class DummyBackend(Backend):
             if self.is_over(positions[at][None, None], int(stay[at])):
                 positions[at][ranking.weakest(shielded[at][None, None], positions[at][None, None]).flatten()] = EMPTY
 
-    def step(self, query, slots, new, now, *, statistic, options, added, limits):
+    def step(self, step):
+        query, slots, new, now, statistic, options, added, limits = step
         slot = self.append(slots, *new, now)
         out, report = self.attend(query, Slots(*slots), now, statistic=statistic, options=options)
         for state in added.states:

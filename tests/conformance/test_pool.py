@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import Added, SlotLimits, in_pool
+from kvkeep.backends import Added, FusedStep, SlotLimits, in_pool
 from kvkeep.kv.pooled_store import PoolSlots, indices
 from kvkeep.kv.slot_codec import Vectors
 from kvkeep.rotary import Rotation
@@ -141,7 +141,7 @@ def test_a_fused_step_over_ranges_is_that_over_slots_side_by_side(window, rotati
     for slots in (pool, plain):
         sums, lost = torch.ones(6, 2, S), torch.zeros(6, 2, 2)
         added = Added((sums,), is_score=True, lost=lost)
-        out = backend.step(query, slots, new, now, statistic=Mass(), options=options, added=added, limits=limits)
+        out = backend.step(FusedStep(query, slots, new, now, Mass(), options, added, limits))
         assert out is not None
         found.append((out, sums, lost, slots.positions))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

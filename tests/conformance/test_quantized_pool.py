@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import Added, SlotLimits, in_codes, in_pool
+from kvkeep.backends import Added, FusedStep, SlotLimits, in_codes, in_pool
 from kvkeep.kv.pooled_store import PoolSlots, indices
 from kvkeep.kv.slot_codec import KV_BITS, LazySlots, Vectors, encode, encode_keys
 from kvkeep.types import AttentionOptions
@@ -152,9 +152,7 @@ def test_a_fused_step_over_ranges_is_that_over_codes_side_by_side(kv_bits, windo
     for slots in (pool, plain):
         sums, lost = torch.ones(6, 2, S), torch.zeros(6, 2, 2)
         added = Added((sums,), is_score=True, lost=lost)
-        out = over(backend, slots).step(
-            query, slots, new, now, statistic=Mass(), options=options, added=added, limits=limits
-        )
+        out = over(backend, slots).step(FusedStep(query, slots, new, now, Mass(), options, added, limits))
         assert out is not None
         assert isinstance(slots, LazySlots)
         found.append((out, sums, lost, slots.positions))

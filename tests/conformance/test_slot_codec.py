@@ -8,7 +8,7 @@ import torch
 from sweeps import sweep
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import Added, SlotLimits, in_codes
+from kvkeep.backends import Added, FusedStep, SlotLimits, in_codes
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, decode, encode, encode_keys, hadamard
 from kvkeep.rotary import Rotation
@@ -142,7 +142,7 @@ def test_a_token_that_is_not_finite_leaves_its_slot_empty_in_its_head_alone(bits
     out, _ = backend.attend(query, parts, now, statistic=Mass(), options=PLAIN)
     assert out.isfinite().all()
     added, limits = Added((sums,), is_score=True), SlotLimits(now[:, 0] + 1, 0, 1, 20)
-    step = backend.step(query, whole, tuple(new), now, statistic=Mass(), options=PLAIN, added=added, limits=limits)
+    step = backend.step(FusedStep(query, whole, tuple(new), now, Mass(), PLAIN, added, limits))
     assert torch.equal(step, out)
     assert torch.equal(whole.positions, parts.positions)
     assert sums[0, 1, slot[0, 1, 0]] == 0.0
@@ -166,7 +166,7 @@ def test_a_fused_step_is_its_parts(bits, window):
         backend.expire(parts.positions, limits.seen, window)
     backend.evict(parts.positions, want, limits)
     added = Added((sums,), is_score=True, lost=lost)
-    found = backend.step(query, whole, new, now, statistic=Mass(), options=options, added=added, limits=limits)
+    found = backend.step(FusedStep(query, whole, new, now, Mass(), options, added, limits))
     assert torch.equal(found, out)
     assert torch.equal(sums, want)
     assert torch.equal(whole.positions, parts.positions)
@@ -233,7 +233,7 @@ def test_the_kernel_makes_no_copy(monkeypatch):
     backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
     added, limits = Added((), is_score=False), SlotLimits(now[:, 0] + 1, 0, 1, 40)
     asked = {"statistic": ON_TOKEN["nothing"], "options": PLAIN, "added": added, "limits": limits}
-    assert backend.step(query, slots, tuple(new), now, **asked) is not None
+    assert backend.step(FusedStep(query, slots, tuple(new), now, **asked)) is not None
 
 
 LEFT_TO_TORCH = torch.zeros(6, 4, 1, 64), Report({})
@@ -263,7 +263,7 @@ def test_codes_that_the_kernel_does_not_take(damage, monkeypatch):
     new, now = torch.randn(2, 6, 2, 1, 64), torch.full((6, 1), NOW + 1)
     added, limits = Added((torch.ones(6, 2, 40),), is_score=True), SlotLimits(now[:, 0] + 1, 0, 1, 40)
     given = (query, slots, tuple(new), now)
-    assert backend_of("native").step(*given, statistic=Mass(), options=PLAIN, added=added, limits=limits) is None
+    assert backend_of("native").step(FusedStep(*given, Mass(), PLAIN, added, limits)) is None
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -296,7 +296,7 @@ def test_a_fused_step_under_slot_positions_is_its_parts(bits, window, monkeypatc
     monkeypatch.delattr(CodedSlots, "copy_keys")
     sums, limits = torch.zeros(6, 2, 70), SlotLimits(now[:, 0] + 1, 0, 1, 70, window)
     added = Added((sums,), is_score=True)
-    found = backend.step(query, whole, new, now, statistic=Mass(), options=options, added=added, limits=limits)
+    found = backend.step(FusedStep(query, whole, new, now, Mass(), options, added, limits))
     real = now[:, 0] >= 0
     torch.testing.assert_close(found[real], out[real], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums[real], report.mass[real], rtol=1e-3, atol=1e-6)

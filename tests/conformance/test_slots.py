@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Mass, Nothing
-from kvkeep.backends import Added, SlotLimits
+from kvkeep.backends import Added, FusedStep, SlotLimits
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.triton import launch
 from kvkeep.types import EMPTY, AttentionOptions, Slots
@@ -197,8 +197,9 @@ def ordered(slots, states):
     return [tensor.gather(2, order[..., None].expand_as(tensor)).masked_fill(~kept[..., None], 0) for tensor in tensors]
 
 
-def parts(query, slots, new, now, *, statistic, options, added, limits):
-    """The definition of `Backend.step`."""
+def parts(step):
+    """Make a step as `Backend.step` is defined."""
+    query, slots, new, now, statistic, options, added, limits = step
     slot = REFERENCE.append(slots, *new, now)
     out, report = REFERENCE.attend(query, slots, now, statistic=statistic, options=options)
     fade = torch.where(now >= 0, getattr(statistic, "decay", 1.0), 1.0)[:, :, None]
@@ -234,7 +235,7 @@ def test_a_fused_step_is_its_parts(name, dtype, sums, limits):
         added = Added(tuple(state.clone() for state in states), is_score)
         *given, asked, added, at = on(name, *given, added, at)
         options = AttentionOptions(scaling=0.3, window=at.window)
-        out = step(*given, statistic=asked, options=options, added=added, limits=at)
+        out = step(FusedStep(*given, asked, options, added, at))
         assert out is not None
         found.append((out[now[:, 0].to(out.device) >= 0], *ordered(given[1], added.states)))
     torch.testing.assert_close(*(one[0] for one in found), rtol=max(1e-4, torch.finfo(dtype).eps), atol=1e-5)
@@ -258,7 +259,7 @@ def test_a_fused_step_puts_its_token_anywhere(name, place, monkeypatch):
         given = on(name, query, slots, new, now)
         limits, added = SlotLimits(given[3][:, 0] + 1), Added((), is_score=False)
         options = AttentionOptions(scaling=0.2)
-        out = step(*given, statistic=Nothing(), options=options, added=added, limits=limits)
+        out = step(FusedStep(*given, Nothing(), options, added, limits))
         found.append((out, *given[1]))
     torch.testing.assert_close(*(one[0] for one in found), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(one, two) for one, two in zip(found[0][1:], found[1][1:], strict=True))
@@ -276,5 +277,5 @@ def test_a_backend_that_does_not_fuse_does_nothing(name):
     )
     added = Added((), is_score=False)
     asked = {"statistic": Nothing(), "options": options, "added": added, "limits": limits}
-    assert BACKENDS[name]().step(query, slots, new, now, **asked) is None
+    assert BACKENDS[name]().step(FusedStep(query, slots, new, now, **asked)) is None
     assert all(torch.equal(one, two) for one, two in zip(slots, before, strict=True))

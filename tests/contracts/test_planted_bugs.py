@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Mass
-from kvkeep.cache import layer
+from kvkeep.cache import decode_replay, layer
 from kvkeep.cache.layer import Layer
 from kvkeep.kv import ranking, row_copy
 from kvkeep.kv.block import Block
@@ -93,7 +93,7 @@ def test_budget_off_by_one_in_decode(monkeypatch):
     def late(policy, block, view, **others):
         honest(policy, block, replace(view, budget=view.budget + 1), **others)
 
-    monkeypatch.setattr(layer, "fuses", lambda policy, backend, **others: False)
+    monkeypatch.setattr(decode_replay, "why_not_fused", lambda *given, **others: "not to be tried")
     monkeypatch.setattr(layer, "evict", late)
     assert breaks("never_over_budget", H2O(recent=3))
 
@@ -146,7 +146,7 @@ def test_keys_written_to_the_wrong_slot(monkeypatch):
     def shifted(policy, block, keys, *others, backend):
         return honest(policy, block, keys.roll(1, dims=1), *others, backend=backend)
 
-    monkeypatch.setattr(layer, "fuses", lambda policy, backend, **others: False)
+    monkeypatch.setattr(decode_replay, "why_not_fused", lambda *given, **others: "not to be tried")
     monkeypatch.setattr(layer, "append", shifted)
     assert breaks("slots_hold_the_originals", H2O(recent=3))
 

@@ -85,8 +85,9 @@ class Faults:
     def injected(self, network, monkeypatch):
         """Put the faults into a model, the layers' policies, the sampler and the rows."""
         from kvkeep.cache.layer import Layer
-        from kvkeep.engine import sampler, swapping
+        from kvkeep.engine import swapping
         from kvkeep.engine.kv_manager import KVManager
+        from kvkeep.engine.sampler import Sampler
 
         def before(module, args):
             if self.strikes("layer"):
@@ -105,7 +106,7 @@ class Faults:
         with monkeypatch.context() as monkeypatch:
             policy = {"policy": BoomError("in a policy"), "interrupted policy": KeyboardInterrupt()}
             monkeypatch.setattr(Layer, "_view", self._failing(Layer._view, policy))
-            monkeypatch.setattr(sampler, "draw", self._failing(sampler.draw, {"sampler": BoomError("in the sampler")}))
+            monkeypatch.setattr(Sampler, "draw", self._failing(Sampler.draw, {"sampler": BoomError("in the sampler")}))
             monkeypatch.setattr(KVManager, "begin", self._failing(KVManager.begin, {"begin": MemoryError()}))
             monkeypatch.setattr(swapping, "SHARE", 1e9)  # rows change hands whatever the copies take
             monkeypatch.setattr(swapping, "LEAST", 1)
@@ -143,7 +144,7 @@ def named(seed, head_budget):
 def staged(engine, seed):
     """Lets half of the engines whose rows change hands copy beside their steps, often without success."""
     rng = random.Random(seed + 0.6)
-    if not engine._rotation.host_rows or rng.random() < 0.5:
+    if not engine._swapper.host_rows or rng.random() < 0.5:
         return None
 
     def fails(name):
@@ -151,7 +152,7 @@ def staged(engine, seed):
             raise torch.OutOfMemoryError("no room on the device")
 
     queue = LateQueue(rng, fails)
-    engine._rotation.staging = Staging(queue)
+    engine._swapper.staging = Staging(queue)
     return queue
 
 
@@ -203,7 +204,7 @@ def schedule(seed, monkeypatch):
                 except (BudgetError, CapacityError):
                     pass  # refused at the door: too small for it, or it never evicts
             if engine.busy and rng.random() < 0.05:
-                number = rng.choice(list(engine._all) or [-1])
+                number = rng.choice(list(engine._sequences) or [-1])
                 if result := engine.cancel(number):
                     found[number] = result
                     cancelled.add(number)
@@ -241,14 +242,14 @@ def check(engine, asked, found, name, rules):
             assert bool(result.error) == (result.finish_reason == "error")
     assert not engine._scheduler.running
     assert not engine._scheduler.waiting
-    assert not engine._all
-    assert all(bool((block.store.positions < 0).all()) for block in engine._rows._blocks)
+    assert not engine._sequences
+    assert all(bool((block.store.positions < 0).all()) for block in engine._kv._blocks)
     again = list(asked.values())[:2]
     for request, result in zip(again, engine.generate(again), strict=True):
         assert result.token_ids == alone(request, name, rules)
-    before = engine.memory().allocated_bytes
+    before = engine.memory_usage().allocated_bytes
     engine.generate(again)
-    assert engine.memory().allocated_bytes == before
+    assert engine.memory_usage().allocated_bytes == before
 
 
 def run_all(one, first, last, *, called):

@@ -50,3 +50,8 @@ def answers(turns, new=4, **options):
     """The answers to several turns of one conversation."""
     alone = Alone(**options)
     return [alone.ask(turn, new) for turn in turns]
+
+
+def host_of(session):
+    """Return the engine that runs a session's turns."""
+    return session._host.step.__self__

@@ -104,8 +104,8 @@ def test_the_pool_of_a_row_that_was_reduced_is_whole_again_for_the_next():
     engine = engine_of(rows=1)
     before, _, after = engine.generate([asked(1), asked(1, guard=1.0), asked(1)])
     assert close(before, after)
-    assert engine.memory().allocated_bytes == engine.row_bytes
-    rows: KVManager = engine._rows
+    assert engine.memory_usage().allocated_bytes == engine.row_bytes
+    rows: KVManager = engine._kv
     assert all(isinstance(block.store, PooledStore) for block in rows.blocks_of(0))
 
 
@@ -122,7 +122,7 @@ def test_a_session_keeps_the_budget_that_its_first_turn_chose(rule, tmp_path):
         assert [turn.budget for turn in turns] == [BUDGET // 4] * 2
         answers.append([turn.token_ids for turn in turns])
         memory = kvkeep.Snapshot.load(tmp_path / "memory")
-        again = Request(prompt=prompt_of(2, 9), memory=memory, sampling=SamplingParams(max_new_tokens=2))
+        again = Request(prompt=prompt_of(2, 9), snapshot=memory, sampling=SamplingParams(max_new_tokens=2))
         (result,) = engine_of(rule=rule, budget=budget).generate([again])
         assert result.budget == BUDGET // 4
     assert answers[0] == answers[1]

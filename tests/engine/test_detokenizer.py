@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from kvkeep.engine import Engine, Request, detokenizer
 from kvkeep.engine.detokenizer import StopText
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models import tiny
-from kvkeep.models.load import load
 
 PIECES = ("a", "b", "\n", ".", "ab", "ba.b", "\na")
 
@@ -51,8 +49,8 @@ def test_nothing_is_said_after_a_stop_text():
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return load(tiny.path(), dtype="float32")
+def loaded(comparable):
+    return comparable.loaded
 
 
 def test_the_engine_stops_there(loaded):

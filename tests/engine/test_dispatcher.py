@@ -58,7 +58,7 @@ def in_threads(work, n=MANY):
 
 
 def idle(engine):
-    return settles(lambda: not engine.busy and engine._service._thread is None)
+    return settles(lambda: not engine.busy and engine._dispatcher._thread is None)
 
 
 # ------------------------------------------------------------------ threads
@@ -74,7 +74,7 @@ def test_threads_stream_at_once_and_each_gets_what_it_gets_alone():
     assert in_threads(work) == [want(i) for i in range(MANY)]
     assert idle(engine)
     assert ids_of(engine.stream(wish(1))) == want(1)  # a single listener steps by itself again
-    assert engine._service._thread is None
+    assert engine._dispatcher._thread is None
 
 
 def test_every_way_to_run_works_at_once():
@@ -358,8 +358,8 @@ def test_closing_ends_all_streams_and_gives_the_memory_back():
         found = list(found)
     assert set(found) <= {"cancelled", "The engine is closed and takes no more requests; make a new one."}
     assert found[:3] == ["cancelled"] * 3
-    assert engine.memory().allocated_bytes == 0
-    assert engine._service._thread is None
+    assert engine.memory_usage().allocated_bytes == 0
+    assert engine._dispatcher._thread is None
     for call in (lambda: engine.add(wish(1)), lambda: engine.generate([wish(1)]), lambda: next(engine.stream(wish(1)))):
         with pytest.raises(InputError, match="engine is closed"):
             call()
@@ -380,7 +380,7 @@ def test_an_engine_is_freed_when_nobody_holds_it():
     engine = engine_of()
     in_threads(lambda i: ids_of(engine.stream(wish(i))))
     assert idle(engine)
-    engine._service.wait()
+    engine._dispatcher.wait()
     gone = weakref.ref(engine)
     gc.disable()
     try:
@@ -398,7 +398,7 @@ def test_a_process_that_was_forked_while_the_engine_was_at_work_says_so():
     try:
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(asyncio.run, anext(stream))
-            assert settles(lambda: engine._service.busy)
+            assert settles(lambda: engine._dispatcher.busy)
             child = os.fork()
             if not child:
                 signal.alarm(60)
@@ -566,7 +566,7 @@ PROGRAM = """
 import asyncio, os, signal, sys, threading, time
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from kvkeep import Engine, Request, Sampling
+from kvkeep import Engine, Request, SamplingParams
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                      num_key_value_heads=2)

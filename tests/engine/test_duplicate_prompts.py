@@ -80,7 +80,7 @@ def test_only_equal_settings_share():
 def test_questions_to_one_memory_share_their_prompts():
     engine = engine_of()
     prefix = engine.prefix(prompt_of(8, 20))
-    found = engine.generate([wish(memory=prefix)] * 3)
+    found = engine.generate([wish(snapshot=prefix)] * 3)
     assert len({result.token_ids for result in found}) == 1
     assert [result.cached_tokens for result in found] == [20, 33, 33]
     assert {result.prompt_tokens for result in found} == {33}
@@ -109,7 +109,7 @@ def test_a_guard_that_chooses_a_smaller_budget_keeps_no_later_request_waiting():
         assert [(results[n].token_ids, results[n].budget, results[n].guarded) for n in numbers] == [
             (alone_.token_ids, 4, True)
         ] * 3
-        assert not engine._twins._readers
+        assert not engine._duplicates._readers
 
 
 def test_one_that_ends_with_its_first_token_says_what_its_prompt_took_and_lost():
@@ -117,13 +117,13 @@ def test_one_that_ends_with_its_first_token_says_what_its_prompt_took_and_lost()
     requests = [wish(prompt_of(1, 40), n, guard=1.0) for n in (5, 1, 4, 1)]
     found, apart = engine_of(**options).generate(requests), [engine_of(**options).generate(one)[0] for one in requests]
     for one, other in zip(found, apart, strict=True):
-        assert (one.budget, one.guarded, one.memory) == (4, True, other.memory)
+        assert (one.budget, one.guarded, one.memory_usage) == (4, True, other.memory_usage)
         assert one.lost_mass.prompt == pytest.approx(other.lost_mass.prompt)
         assert (one.lost_mass.decode is None) == (len(one.token_ids) == 1)
     engine = engine_of(**options)
     numbers = [engine.add(one) for one in [wish(prompt_of(1, 40), 9)] * 3]
     engine.step()
-    assert engine.cancel(numbers[2]).memory.allocated_bytes == 0
+    assert engine.cancel(numbers[2]).memory_usage.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("when", ["waiting", "reading"])
@@ -140,8 +140,8 @@ def test_the_reader_leaves_and_another_one_reads(when):
     want = alone("llama", PROMPT, 6, "h2o", 10, 4)
     assert [results[numbers[i]].token_ids for i in (1, 3)] == [want] * 2
     assert [results[numbers[i]].cached_tokens for i in (1, 3)] == [0, 13]
-    assert not len(engine._twins)
-    assert not engine._twins._readers
+    assert not len(engine._duplicates)
+    assert not engine._duplicates._readers
 
 
 def test_a_reader_that_fails_harms_no_other():
@@ -165,8 +165,8 @@ def test_closing_ends_those_that_wait():
     engine = engine_of()
     numbers = [engine.add(wish()) for _ in range(5)]
     engine.close()
-    assert not engine._all
-    assert not len(engine._twins)
+    assert not engine._sequences
+    assert not len(engine._duplicates)
     assert numbers == list(range(5))
 
 

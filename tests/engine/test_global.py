@@ -334,8 +334,8 @@ def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
     engine = engine_of(host_rows=3, prefill_chunk=7)
     for request, result in zip(requests, engine.generate(requests), strict=True):
         assert result.token_ids == alone(request.prompt, POLICY, RULE, chunk=7, new=6)[0]
-    assert engine._rotation.swaps > 6
-    assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+    assert engine._swapper.swaps > 6
+    assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
 def test_equal_prompts_and_common_beginnings_are_read_once(monkeypatch):
@@ -358,7 +358,7 @@ def test_sessions_rewind_fork_and_go_on_in_rows_of_another_policy():
     assert [session.ask(prompt_of(i, 9), SamplingParams(max_new_tokens=4)).token_ids for i in (2, 3)] == once
     assert fork.ask(prompt_of(2, 9), SamplingParams(max_new_tokens=4)).token_ids == once[0]
     other = engine_of("leverage:sinks=1,recent=2")  # rows with other state
-    with other.session(policy=POLICY, memory=snapshot) as elsewhere:
+    with other.session(policy=POLICY, snapshot=snapshot) as elsewhere:
         assert elsewhere.ask(prompt_of(2, 9), SamplingParams(max_new_tokens=4)).token_ids == once[0]
 
 

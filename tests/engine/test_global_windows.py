@@ -114,7 +114,7 @@ def test_rows_of_other_policies_and_budgets_get_what_they_get_alone(backend, mon
 def test_slots_of_few_bits(kv_bits):
     requests, engine = asked(2, (POLICY, "h2o:recent=2")), engine_of(kv_bits=kv_bits, prefill_chunk=7)
     assert tokens(engine, requests) == [alone(one, chunk=7, kv_bits=kv_bits) for one in requests]
-    assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+    assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
 @pytest.mark.parametrize("positions", ["true", "slot"])
@@ -229,7 +229,7 @@ def test_rows_that_take_turns_and_move_get_what_they_get_alone(monkeypatch):
     monkeypatch.setattr(swapping, "LEAST", 1)
     requests, engine = asked(4, tuple(KINDS)), engine_of(host_rows=3, prefill_chunk=7)
     assert tokens(engine, requests) == [alone(one, chunk=7) for one in requests]
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4
 
 
 def test_sessions_rewind_and_go_on_in_rows_of_another_policy():
@@ -241,7 +241,7 @@ def test_sessions_rewind_and_go_on_in_rows_of_another_policy():
     assert [session.ask(prompt_of(i, 9), sampling).token_ids for i in (2, 3)] == once
     assert fork.ask(prompt_of(2, 9), sampling).token_ids == once[0]
     with engine_of(policy="leverage:sinks=1,recent=2,rotated=true").session(
-        policy=POLICY, memory=snapshot
+        policy=POLICY, snapshot=snapshot
     ) as elsewhere:
         assert elsewhere.ask(prompt_of(2, 9), sampling).token_ids == once[0]
 

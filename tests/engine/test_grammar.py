@@ -17,7 +17,6 @@ pytest.importorskip("llguidance")
 import kvkeep
 from kvkeep.engine import grammar
 from kvkeep.errors import pip_install
-from kvkeep.models.load import embedded, find, quiet, read_weights
 
 PERSON = {
     "type": "object",
@@ -34,11 +33,8 @@ COMPLEX = "start: A\nA: /(a|b)*a(a|b){20}/ & /(a|b)*b(a|b){19}/ & ~/.*abba.*/"
 
 
 @pytest.fixture(scope="module")
-def parts():
-    with quiet():
-        checkpoint = find(embedded())
-        weights = read_weights(checkpoint, "float32")  # in bfloat16 texts may differ by the rounding of batch sizes
-        return weights, checkpoint.tokenizer
+def parts(comparable):
+    return comparable.loaded
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +266,8 @@ def test_a_slow_grammar_holds_up_no_other_request_and_few_wait(engine, monkeypat
     """Neither requests with a grammar that is known, nor the steps of the engine."""
     known = request({"choice": ["fine"]})
     engine.generate(known)
-    slow, ask = threading.Event(), grammar.Worker.ask
-    monkeypatch.setattr(grammar.Worker, "ask", lambda *given: slow.wait(60) and ask(*given))
+    slow, ask = threading.Event(), grammar.SandboxProcess.ask
+    monkeypatch.setattr(grammar.SandboxProcess, "ask", lambda *given: slow.wait(60) and ask(*given))
     monkeypatch.setattr(grammar, "MOST_WAITING", 3)
     found = []
 
@@ -299,8 +295,8 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(parts, monkeypatch):
     monkeypatch.setattr(grammar, "MOST", 2)
     monkeypatch.setattr(grammar, "_MOST_TRIED", 2)
     asked = []
-    ask = grammar.Worker.ask
-    monkeypatch.setattr(grammar.Worker, "ask", lambda *given: asked.append(given[1]) or ask(*given))
+    ask = grammar.SandboxProcess.ask
+    monkeypatch.setattr(grammar.SandboxProcess, "ask", lambda *given: asked.append(given[1]) or ask(*given))
     with kvkeep.Engine(*parts, budget=64, rows=2) as engine:
         for word in ("a", "b", "b", "b", "c", "b", "a"):
             assert engine.generate(request({"choice": [word]}))[0].text == word

@@ -259,8 +259,8 @@ def from_a_file(file, one, other):
         snapshot = session.snapshot()
         snapshot.save(file)
         again = kvkeep.Snapshot.load(file)
-        wanted = [run(one, [Request(prompt=(5, 6), memory=held, sampling=sampling)]) for held in (snapshot, again)]
-    assert wanted[0] == wanted[1] == run(other, [Request(prompt=(5, 6), memory=again, sampling=sampling)])
+        wanted = [run(one, [Request(prompt=(5, 6), snapshot=held, sampling=sampling)]) for held in (snapshot, again)]
+    assert wanted[0] == wanted[1] == run(other, [Request(prompt=(5, 6), snapshot=again, sampling=sampling)])
     return snapshot, again
 
 

@@ -60,7 +60,7 @@ def everything(engine, queue, requests):
         results = engine.generate(requests)
     assert [one.error for one in results] == [None] * len(requests)
     assert queue.counts["hold"] > 3  # sequences that were there ahead of their turn
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4
     return [one.token_ids for one in results]
 
 
@@ -78,7 +78,7 @@ def test_everybody_gets_the_tokens_that_they_get_alone(policy, chunk, moment, ma
     requests = [wish(n) for n in range(7)]
     want = [alone("llama", one.prompt, 7, policy, budget, chunk) for one in requests]
     assert everything(engine, queue, requests) == want
-    assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+    assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_requests_of_all_kinds(queue, made):
     def asked(engine):
         memory = engine.prefix(prompt_of(8, 10))
         session = engine.session()
-        requests = [wish(1, memory=memory), wish(2, pins=[(0, 3)], policy="tova", budget=9)]
+        requests = [wish(1, snapshot=memory), wish(2, pins=[(0, 3)], policy="tova", budget=9)]
         requests += [wish(3, sampling={"temperature": 0.8, "top_p": 0.9}, sequence=4), wish(4, policy="spatten")]
         numbers = [engine.add(one) for one in requests]
         found = {}
@@ -149,7 +149,7 @@ def test_random_schedules_with_cancels_and_failures(seed, name, made):
     queue = LateQueue(rng if seed else None, broken(rng, name))
     bits = rng.choice((None, 8))
     engine = made(queue, "h2o", BUDGET, rows=rng.choice((1, 2)), host_rows=rng.choice((1, 2, 4)), kv_bits=bits)
-    row = bound(max(engine._rows.memory_of(0).allocated_bytes, engine.row_bytes))
+    row = bound(max(engine._kv.memory_of(0).allocated_bytes, engine.row_bytes))
     asked, ended, cancelled = {}, {}, set()
     for n in range(10):
         one = wish(n, new=rng.choice((3, 8)), policy=rng.choice(("h2o", "tova", "local")), budget=rng.choice((8, 14)))
@@ -158,9 +158,9 @@ def test_random_schedules_with_cancels_and_failures(seed, name, made):
         while engine.busy:
             ended |= {event.id: event.result for event in engine.step() if event.result}
             waiting = sum(one.hosted.contents.nbytes for one in engine._scheduler.waiting if one.hosted)
-            copies = engine._rotation.staging.nbytes
-            assert engine.memory().allocated_bytes == engine._rows.memory().allocated_bytes + waiting + copies
-            if rng.random() < 0.1 and (number := rng.choice([*engine._all, -1])) >= 0:
+            copies = engine._swapper.staging.nbytes
+            assert engine.memory_usage().allocated_bytes == engine._kv.memory().allocated_bytes + waiting + copies
+            if rng.random() < 0.1 and (number := rng.choice([*engine._sequences, -1])) >= 0:
                 ended[number] = engine.cancel(number)
                 cancelled.add(number)
     assert queue.most_bytes <= 2 * row
@@ -176,7 +176,7 @@ def test_random_schedules_with_cancels_and_failures(seed, name, made):
             assert result.token_ids == want
     assert queue.counts.get(name, 1)
     engine.close()
-    assert engine.memory().allocated_bytes == 0
+    assert engine.memory_usage().allocated_bytes == 0
 
 
 def test_at_most_two_copies_lie_on_the_device(queue, made):
@@ -186,7 +186,7 @@ def test_at_most_two_copies_lie_on_the_device(queue, made):
     most = 0
     while engine.busy:
         engine.step()
-        most = max(most, engine._rotation.staging.nbytes)
+        most = max(most, engine._swapper.staging.nbytes)
     row = bound(engine.row_bytes)
     assert row < most <= queue.most_bytes <= 2 * row
 
@@ -198,7 +198,7 @@ def stopped(engine, requests=4):
     while True:
         engine.step()
         staged = [one for one in engine._scheduler.waiting if one.hosted and one.hosted.contents.staged]
-        if staged and engine._rotation.swaps > 3:
+        if staged and engine._swapper.swaps > 3:
             (one,) = staged
             return one
 
@@ -215,18 +215,18 @@ def test_the_next_one_is_cancelled(queue, made):
     engine = made(queue, rows=1, host_rows=3)
     with queue.watched():
         one = stopped(engine)
-        before = engine._rotation.staging.nbytes
+        before = engine._swapper.staging.nbytes
         assert engine.cancel(one.id).finish_reason == "cancelled"
-        assert engine._rotation.staging.nbytes < before
+        assert engine._swapper.staging.nbytes < before
         finish(engine, without=[one.id])
 
 
 def test_a_closed_engine_holds_nothing(queue, made):
     engine = made(queue, rows=1, host_rows=3)
     stopped(engine)
-    assert engine._rotation.staging._leaving is not None
+    assert engine._swapper.staging._leaving is not None
     engine.close()
-    assert engine.memory().allocated_bytes == 0
+    assert engine.memory_usage().allocated_bytes == 0
     assert queue.device_bytes() == 0
 
 
@@ -255,13 +255,13 @@ def test_another_one_goes_first(queue, made):
         one = stopped(engine)
         pinned = one.hosted.contents
         engine._scheduler.waiting.rotate(-1)
-        first = engine._scheduler.next_hosted(engine._rows.takes)
+        first = engine._scheduler.next_hosted(engine._kv.takes)
         assert first is not one
-        assert not engine._rotation.staging.prefetch(first.hosted.contents)
+        assert not engine._swapper.staging.prefetch(first.hosted.contents)
         assert pinned.staged is None
         assert first.hosted.contents.staged is None  # the other one is still on its way
         queue.until(queue.asked)
-        assert engine._rotation.staging.prefetch(first.hosted.contents)
+        assert engine._swapper.staging.prefetch(first.hosted.contents)
         assert first.hosted.contents.staged
         finish(engine)
     assert queue.most_bytes <= 2 * bound(engine.row_bytes)
@@ -289,12 +289,12 @@ def test_rows_are_replaced(queue, made):
 
 def test_without_room_rows_change_hands_as_ever(queue, made):
     engine = made(queue, rows=1, host_rows=3)
-    engine._rotation.staging.most_bytes = 0
+    engine._swapper.staging.most_bytes = 0
     requests = [wish(n) for n in range(4)]
     want = [alone("llama", one.prompt, 7, "h2o", 10, None) for one in requests]
     assert [one.token_ids for one in engine.generate(requests)] == want
     assert queue.counts.keys() == {"synchronize"}
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4
 
 
 def test_a_copy_that_does_not_fit_is_not_tried_again(made):
@@ -308,7 +308,7 @@ def test_a_copy_that_does_not_fit_is_not_tried_again(made):
     want = [alone("llama", one.prompt, 12, "h2o", 10, None) for one in requests]
     with queue.watched():
         assert [one.token_ids for one in engine.generate(requests)] == want
-    assert queue.counts["empty"] <= engine._rotation.swaps
+    assert queue.counts["empty"] <= engine._swapper.swaps
     assert "hold" not in queue.counts
 
 
@@ -323,16 +323,16 @@ def test_layers_on_several_devices_wait_for_their_copies(queue, made):
 
 def test_on_a_cpu_there_is_none():
     assert host_copies.staging_for(torch.device("cpu")) is None
-    assert engine_of(host_rows=2)._rotation.staging is None
+    assert engine_of(host_rows=2)._swapper.staging is None
 
 
 def test_copies_have_what_rows_leave_of_a_limit(queue, made):
     row = engine_of().row_bytes
     engine = made(queue, rows=2, kv_memory=10 * row, host_rows=2)
-    assert engine._rotation.staging.most_bytes == 2 * bound(row)
-    assert engine._rows._most_bytes == 10 * row - 2 * bound(row)
+    assert engine._swapper.staging.most_bytes == 2 * bound(row)
+    assert engine._kv._most_bytes == 10 * row - 2 * bound(row)
     engine = made(queue, rows=None, kv_memory=4 * row, host_rows=2)  # all rows that fit
-    assert (engine.rows, engine._rotation.staging.most_bytes) == (4, 0)
+    assert (engine.rows, engine._swapper.staging.most_bytes) == (4, 0)
     engine = made(queue, rows=2, kv_memory=10 * row, host_rows=2)
     requests = [wish(n, policy=policy) for n, policy in enumerate(("h2o", "spatten", "h2o", "tova", "h2o"))]
     apart = [engine_of().generate([one])[0].token_ids for one in requests]
@@ -382,7 +382,7 @@ def test_what_steps_wait_for_is_measured(queue, made, monkeypatch):
     engine = made(queue, rows=1, host_rows=1)
     for n in range(2):
         engine.add(wish(n, new=20))
-    turns = engine._rotation
+    turns = engine._swapper
     while engine.busy and turns.swaps < 6:
         behind[0] += 10.0  # what the device has not done yet of earlier steps
         engine.step()
@@ -462,8 +462,8 @@ def test_on_a_gpu(policy, options):
     want = [one.token_ids for one in Engine(network, **given).generate(requests)]
     for most_bytes in (None, 0):
         engine = Engine(network, host_rows=3, **given)
-        engine._rotation.staging.most_bytes = most_bytes
+        engine._swapper.staging.most_bytes = most_bytes
         assert [one.token_ids for one in engine.generate(requests)] == want
-        assert engine._rotation.swaps > 12
-        assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+        assert engine._swapper.swaps > 12
+        assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
         engine.close()

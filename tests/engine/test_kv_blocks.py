@@ -27,7 +27,7 @@ def engine_with(policy="h2o", name="gemma2"):
 
 def blocks_of(engine):
     under = engine.policy
-    return [block.under(under.slots, under.summaries) for block in engine._rows._blocks]
+    return [block.under(under.slots, under.summaries) for block in engine._kv._blocks]
 
 
 def same(one, other):
@@ -42,17 +42,17 @@ def same(one, other):
 def test_a_row_of_all_layers_is_what_the_rows_of_its_layers_are(policy, name):
     engine = engine_with(policy, name)
     for row in range(3):
-        found = engine._rows.take(row)
+        found = engine._kv.take(row)
         assert all(same(one, take_row(block, row)) for one, block in zip(found.layers, blocks_of(engine), strict=True))
-        assert engine._rows.memory_of(row) == sum(
-            (block.memory() for block in engine._rows.blocks_of(row)), type(engine._rows.memory())()
+        assert engine._kv.memory_of(row) == sum(
+            (block.memory() for block in engine._kv.blocks_of(row)), type(engine._kv.memory())()
         )
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llama"])
 def test_a_copy_goes_back_as_a_whole_or_layer_by_layer(name):
     engine = engine_with(name=name)
-    rows = engine._rows
+    rows = engine._kv
     found = rows.take(1)
     apart = replace(found, layers=tuple(replace(one, tensors=dict(one.tensors)) for one in found.layers))
     for contents in (found, apart):
@@ -69,7 +69,7 @@ def test_a_copy_goes_back_as_a_whole_or_layer_by_layer(name):
 
 def test_layers_that_differ_in_occupied_slots_share_no_tensors():
     engine = engine_with(name="llama")
-    block = engine._rows._blocks[0].under(engine.policy.slots, {})
+    block = engine._kv._blocks[0].under(engine.policy.slots, {})
     assert len({id(copy.pack) for copy in take_rows(block, slice(0, 3))}) == 1
     block.store.positions[1, :, 3:] = -1
     copies = take_rows(block, slice(0, 3))
@@ -81,7 +81,7 @@ def test_layers_that_differ_in_occupied_slots_share_no_tensors():
 
 
 def test_a_copy_that_nobody_needs_is_freed_at_once():
-    contents = engine_with()._rows.take(0)
+    contents = engine_with()._kv.take(0)
     held = [weakref.ref(one.pack) for one in contents.layers]
     gc.disable()
     try:

@@ -21,7 +21,7 @@ from .models import VOCABULARY, alone, model
 
 
 def storage(engine):
-    return [tensor.data_ptr() for block in engine._rows._blocks for tensor in block.store.per_row().values()]
+    return [tensor.data_ptr() for block in engine._kv._blocks for tensor in block.store.per_row().values()]
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def storage(engine):
 def test_many_requests_with_random_cancels(n):
     rng = random.Random(7)
     engine = Engine(model("qwen3"), policy="h2o", budget=8, rows=8, prefill_chunk=6)
-    before, places = engine.memory().allocated_bytes, storage(engine)
+    before, places = engine.memory_usage().allocated_bytes, storage(engine)
     results, cancelled, added = {}, set(), {}
     while len(results) < n:
         while len(added) < n and len(added) - len(results) < 20:
@@ -44,11 +44,11 @@ def test_many_requests_with_random_cancels(n):
             results[number] = engine.cancel(number)
             cancelled.add(number)
             assert engine.cancel(number) is None
-        assert engine.memory().allocated_bytes == before
+        assert engine.memory_usage().allocated_bytes == before
     assert not engine.busy
     assert not engine._scheduler.running
     assert engine._scheduler._rows == [None] * 8
-    assert not any(block.store.positions.ge(0).any() for block in engine._rows._blocks)
+    assert not any(block.store.positions.ge(0).any() for block in engine._kv._blocks)
     assert results.keys() == added.keys()
     assert len(cancelled) > 20
     assert storage(engine) == places
@@ -64,10 +64,10 @@ def test_many_requests_with_random_cancels(n):
 def test_memory_follows_from_the_rows():
     one = Engine(model("llama"), policy="h2o", budget=20, rows=1)
     many = Engine(model("llama"), policy="h2o", budget=20, rows=9)
-    assert many.memory().allocated_bytes == 9 * one.memory().allocated_bytes == 9 * many.row_bytes
+    assert many.memory_usage().allocated_bytes == 9 * one.memory_usage().allocated_bytes == 9 * many.row_bytes
     fitted = Engine(model("llama"), policy="h2o", budget=20, kv_memory=5 * one.row_bytes + 7)
     assert fitted.rows == 5
-    assert fitted.memory().allocated_bytes <= 5 * one.row_bytes + 7
+    assert fitted.memory_usage().allocated_bytes <= 5 * one.row_bytes + 7
     with pytest.raises(BudgetError, match=r"Not one row fits.* or a budget of 19 or less"):
         Engine(model("llama"), budget=20, kv_memory=one.row_bytes - 1)
 
@@ -154,7 +154,7 @@ def test_without_such_a_limit_the_memory_of_the_machine_counts(tmp_path, content
 
 
 def test_rows_that_could_not_be_allocated_are_none(monkeypatch):
-    rows = Engine(model("llama"), policy="pyramidkv:window=4", budget=20, rows=2)._rows  # a block for each layer
+    rows = Engine(model("llama"), policy="pyramidkv:window=4", budget=20, rows=2)._kv  # a block for each layer
     made, block = [], Blocks._block
 
     def fail(self, *args):
@@ -199,7 +199,7 @@ def test_a_policy_whose_rows_no_memory_holds_any_more_ends_those_who_need_it(mon
 def test_a_row_is_measured_as_it_is_made(policy):
     for options in ({}, {"layer_budget": "ramp:0.3"}):
         engine = Engine(model("llama"), policy=policy, budget=24, rows=3, prefill_chunk=None, **options)
-        assert engine.memory().allocated_bytes == 3 * engine.row_bytes
+        assert engine.memory_usage().allocated_bytes == 3 * engine.row_bytes
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(16, 8), (17, 8), (17, None), (16, 1)])
@@ -237,7 +237,7 @@ def test_state_of_another_policy_is_made_when_there_is_memory_for_it(spare):
         events = engine.step()
         steps.append({event.id for event in events})
         results |= {event.id: event.result for event in events if event.result}
-        assert engine.memory().allocated_bytes <= 3 * one + spare
+        assert engine.memory_usage().allocated_bytes <= 3 * one + spare
     assert ({local, aha} in steps) == (spare > 0)
     assert (storage(engine) == before) == (spare > 0)
     for number, wish in ((local, wishes[0]), (aha, wishes[1])):

@@ -46,7 +46,7 @@ def test_in_the_rows_of_an_engine(policy, backend):
         engine.add(request)
     found = {}
     while engine.busy:
-        poison(engine._rows._blocks)
+        poison(engine._kv._blocks)
         found |= {event.id: event.result for event in engine.step() if event.result}
     for number, request in enumerate(asked):
         assert found[number].token_ids == alone("llama", request.prompt, 5, policy, budget, 5)

@@ -66,7 +66,7 @@ def tell(engine, talk, path=None):
             if path:
                 memory.save(path)
                 memory = Snapshot.load(path)
-            question = replace(turn, memory=memory, pins=())
+            question = replace(turn, snapshot=memory, pins=())
             talk.found.append(shown(engine.generate(question)[0]))
             assert session.token_ids == told
         talk.found.append(shown(session.ask(turn)))

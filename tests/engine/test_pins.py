@@ -63,7 +63,7 @@ def test_a_step_with_pins_equals_the_plain_path(backend, monkeypatch):
     held = []
     for fuses in (True, False):
         if not fuses:
-            monkeypatch.setattr("kvkeep.cache.layer.fuses", lambda *given, **others: False)
+            monkeypatch.setattr("kvkeep.cache.decode_replay.why_not_fused", lambda *given, **others: "not to be tried")
         cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8, pins=[[(1, 3)], []])
         ids = torch.tensor([prompt_of(1, 30), prompt_of(2, 30)], device=DEVICE)
         with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_pins_stay_whatever_runs_beside_them(positions):
         for one in engine._scheduler.running:
             if one.token_ids:
                 wanted = {p for start, stop in asked[one.id] for p in range(start, stop)}
-                for block in engine._rows._blocks:
+                for block in engine._kv._blocks:
                     for head in block.store.positions[one.row].tolist():
                         assert wanted <= set(head)
 
@@ -108,7 +108,7 @@ def test_a_layer_with_a_sliding_window_forgets_pins_with_the_window():
     request = Request(prompt=prompt_of(1, 30), sampling=SamplingParams(max_new_tokens=2), pins=((0, 4),))
     number = engine.add(request)
     engine.step()
-    sliding, full = engine._rows._blocks[0].store.positions[0, 0], engine._rows._blocks[1].store.positions[0, 0]
+    sliding, full = engine._kv._blocks[0].store.positions[0, 0], engine._kv._blocks[1].store.positions[0, 0]
     assert set(range(4)) <= set(full.tolist())
     assert not set(range(4)) & set(sliding.tolist())
     engine.cancel(number)
@@ -139,7 +139,7 @@ def test_the_next_sequence_of_a_row_has_no_pins():
     results = engine.generate([pinned, plain, pinned])
     assert results[1].token_ids == alone("llama", plain.prompt, 3, "h2o:recent=2", 10, None)
     assert results[0].token_ids == results[2].token_ids
-    assert (engine._rows._blocks[0].pins == 2**31 - 1).all()
+    assert (engine._kv._blocks[0].pins == 2**31 - 1).all()
 
 
 @pytest.mark.parametrize("policy", ["h2o:recent=2", "tova", "scissorhands:window=1,recent=1,drop=2"])
@@ -232,7 +232,7 @@ def test_pins_of_later_turns_have_room_beside_earlier_ones(guard, way, tmp_path)
 
     def later(pins):
         wish = Request(prompt=prompt_of(2, 20), sampling=SamplingParams(max_new_tokens=60), pins=((44, 44 + pins),))
-        return engine.generate(replace(wish, memory=before))[0] if way == "memory" else session.ask(wish)
+        return engine.generate(replace(wish, snapshot=before))[0] if way == "memory" else session.ask(wish)
 
     with pytest.raises(BudgetError, match=r"9 tokens are pinned, .* together 11: more than the budget of 10"):
         later(9 - pinned)

@@ -78,19 +78,19 @@ def test_random_policies_share_within_one_sequence_only(policy, shared):
 def test_least_recently_used_memories_go_first():
     engine = engine_of()
     run(engine, wish(prompt_of(9, 5)))
-    one = engine._prefixes.held_bytes  # a single border
+    one = engine._prefix_cache.held_bytes  # a single border
     engine = engine_of(memory=int(2.5 * one))
     a, b, c = (prompt_of(i, 5) for i in range(3))
     found = run(engine, wish(a), wish(b), wish(a), wish(c), wish(a), wish(b))
     assert [result.cached_tokens for result in found] == [0, 0, 4, 0, 4, 0]
-    assert len(engine._prefixes) == 2
-    assert 0 < engine._prefixes.held_bytes <= 2.5 * one
+    assert len(engine._prefix_cache) == 2
+    assert 0 < engine._prefix_cache.held_bytes <= 2.5 * one
 
 
 def test_memory_that_holds_not_one_border_keeps_none():
     engine = engine_of(memory=10)
     assert [result.cached_tokens for result in run(engine, wish(COMMON), wish(COMMON))] == [0, 0]
-    assert engine._prefixes.held_bytes == 0
+    assert engine._prefix_cache.held_bytes == 0
 
 
 def test_without_prefix_memory_nothing_is_kept():
@@ -102,7 +102,7 @@ def test_a_closed_engine_gives_the_memory_back():
     engine = engine_of()
     run(engine, wish(COMMON))
     engine.close()
-    assert len(engine._prefixes) == engine._prefixes.held_bytes == 0
+    assert len(engine._prefix_cache) == engine._prefix_cache.held_bytes == 0
 
 
 @pytest.mark.parametrize(

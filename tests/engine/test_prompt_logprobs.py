@@ -65,7 +65,7 @@ def test_a_memory_is_not_scored():
     with pytest.raises(InputError, match="needs the whole prompt"):
         session.ask(Request(prompt=(1, 2), prompt_logprobs=1))
     with pytest.raises(InputError, match="needs the whole prompt"):
-        Request(prompt=(1, 2), prompt_logprobs=1, memory=session.snapshot())
+        Request(prompt=(1, 2), prompt_logprobs=1, snapshot=session.snapshot())
     assert len(session.ask((1, 2), ONE).token_ids) == 1
 
 

@@ -47,7 +47,7 @@ def test_a_row_has_the_bytes_that_it_is_said_to_have(kind, profile):
         engine = engine_of(rule, kv_bits)
         engine.generate(asked(KINDS[:1]))
         sizes[kv_bits] = engine.row_bytes
-        assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+        assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
         cache = alone(prompt_of(1, 20), KINDS[0], rule, kv_bits=kv_bits)[1]
         assert cache.memory().allocated_bytes == engine_of(rule, kv_bits, rows=1).row_bytes
     assert sizes["4"] < sizes["8"] < sizes[None]
@@ -61,7 +61,7 @@ def test_sequences_take_turns_in_the_rows(kind, profile, monkeypatch):
     engine = engine_of(rule, "4", rows=1, host_rows=2)
     want = [alone(one.prompt, one.policy, rule, kv_bits="4")[0] for one in requests]
     assert [one.token_ids for one in engine.generate(requests)] == want
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4
 
 
 @pytest.mark.parametrize("policy", ["snapkv:window=4", "leverage:sinks=1,recent=2"])
@@ -86,7 +86,7 @@ def test_what_an_emptied_slot_was_left_with_does_not_matter(kind, profile):
     engine = engine_of(rule, "k8v4", prefill_chunk=5)
     numbers = [engine.add(one) for one in requests]
     while engine.busy:
-        poison(engine._rows._blocks)
+        poison(engine._kv._blocks)
         found |= {event.id: event.result.token_ids for event in engine.step() if event.result}
     for number, one in zip(numbers, requests, strict=True):
         assert found[number] == alone(one.prompt, one.policy, rule, chunk=5, kv_bits="k8v4")[0]
@@ -105,7 +105,7 @@ def test_pins_and_a_fork_of_a_memory(pins):
     engine = engine_of("ada:0.1", "4", "snapkv:window=2")
     memory = engine.prefix(prompt_of(4, 30), pins=pins)
     new = SamplingParams(max_new_tokens=NEW)
-    both = [Request(prompt=prompt_of(n, 4), memory=memory, sampling=new, ignore_end=True) for n in (1, 2)]
+    both = [Request(prompt=prompt_of(n, 4), snapshot=memory, sampling=new, ignore_end=True) for n in (1, 2)]
     apart = [run(engine_of("ada:0.1", "4", "snapkv:window=2"), [one])[0] for one in both]
     assert run(engine, both) == apart
     assert apart[0] != apart[1]
@@ -119,7 +119,7 @@ def test_memory_that_was_made_in_a_pool_goes_on_in_slots_side_by_side():
     new, given = SamplingParams(max_new_tokens=NEW), {"budget": BUDGET, "rows": 1, "kv_bits": "4"}
     in_pool, apart = (Engine(model("llama"), policy=one, **given) for one in ("adakv:window=4", policy))
     memory = in_pool.prefix(prompt, policy=policy)
-    asked_of = [Request(prompt=(5, 6), memory=memory, policy=policy, sampling=new, ignore_end=True)]
+    asked_of = [Request(prompt=(5, 6), snapshot=memory, policy=policy, sampling=new, ignore_end=True)]
     assert run(in_pool, asked_of) == run(apart, asked_of)
     assert memory.contents.layers[0].tensors["store.keys"].dtype == torch.uint8
 

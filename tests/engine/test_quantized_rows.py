@@ -56,9 +56,11 @@ def test_a_row_has_the_bytes_that_it_is_said_to_have():
     sizes = {}
     for kv_bits in (None, 8, 4):
         engine = Engine(model("llama"), budget=BUDGET, rows=2, policy="h2o:recent=2", kv_bits=kv_bits)
-        assert engine.memory().allocated_bytes == 0 or engine.memory().allocated_bytes == 2 * engine.row_bytes
+        assert (
+            engine.memory_usage().allocated_bytes == 0 or engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
+        )
         engine.generate(requests(["h2o:recent=2"]))
-        assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+        assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
         sizes[kv_bits] = engine.row_bytes
     assert sizes[4] < sizes[8] < sizes[None]
     most = {bits: Engine(model("llama"), budget=BUDGET, kv_memory=20_000, kv_bits=bits) for bits in (None, 4)}
@@ -81,8 +83,8 @@ def test_memory_of_other_bits_is_refused():
     options = {"budget": BUDGET, "rows": 1, "policy": "h2o:recent=2"}
     memory = Engine(model("llama"), **options, kv_bits=4).prefix(prompt_of(3, 30))
     with pytest.raises(SnapshotError, match=r"kv_bits \(4 in the snapshot, None here\)"):
-        Engine(model("llama"), **options).session(memory=memory)
-    Engine(model("llama"), **options, kv_bits="4").session(memory=memory).close()
+        Engine(model("llama"), **options).session(snapshot=memory)
+    Engine(model("llama"), **options, kv_bits="4").session(snapshot=memory).close()
 
 
 def test_a_guard_reduces_a_row_without_coding_it_again():

@@ -73,11 +73,11 @@ def test_a_policy_without_a_name_that_runs_out_of_slots_is_refused_by_its_class(
 def test_rows_that_are_given_up_are_free():
     engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)
     engine.generate([Request(prompt=(1, 2, 3), sampling=new(3))])
-    held = [weakref.ref(tensor) for block in engine._rows._blocks for tensor in block.store.per_row().values()]
-    engine._rows.allocate(0)
+    held = [weakref.ref(tensor) for block in engine._kv._blocks for tensor in block.store.per_row().values()]
+    engine._kv.allocate(0)
     gc.collect()
     assert not any(ref() is not None for ref in held)
-    assert engine.memory() == kvkeep.MemoryUsage()
+    assert engine.memory_usage() == kvkeep.MemoryUsage()
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_what_is_remembered_of_requests_is_bounded():
     drain(engine)
     sizes = [
         len(value)
-        for part in (engine, engine._rows, engine._admission)
+        for part in (engine, engine._kv, engine._admission)
         for value in vars(part).values()
         if isinstance(value, dict | set | list)
     ]
@@ -98,8 +98,8 @@ def test_what_is_remembered_of_requests_is_bounded():
 def test_layouts_of_the_policies_that_rows_met_are_forgotten_in_time():
     engine = Engine(model("llama"), policy="local", budget=1000, rows=2)
     for sinks in range(80):
-        assert engine._rows.takes(kvkeep.parse(f"streaming_llm:sinks={sinks}"))
-        assert len(engine._rows._layouts) <= 64
+        assert engine._kv.takes(kvkeep.parse(f"streaming_llm:sinks={sinks}"))
+        assert len(engine._kv._layouts) <= 64
 
 
 class Ill(Unregistered):
@@ -258,7 +258,7 @@ def test_logits_that_are_no_numbers_end_their_own_request_alone(number, monkeypa
 
 def test_a_change_of_policy_that_fails_ends_those_who_need_it_and_nobody_else(monkeypatch):
     engine = Engine(model("llama"), policy="local", budget=12, rows=2)
-    bytes_before = engine.memory().allocated_bytes
+    bytes_before = engine.memory_usage().allocated_bytes
     plain = KVManager.allocate
 
     def allocate(rows, count, **options):
@@ -272,7 +272,7 @@ def test_a_change_of_policy_that_fails_ends_those_who_need_it_and_nobody_else(mo
     assert [result.finish_reason for result in found] == ["error", "length", "error", "length"]
     assert found[0].error.startswith("MemoryError: no memory for so many rows. Use fewer rows, a smaller budget")
     assert found[1].token_ids == alone("llama", asked[0].prompt, 4, "local", 12, 512)
-    assert engine.memory().allocated_bytes == bytes_before
+    assert engine.memory_usage().allocated_bytes == bytes_before
     assert engine.rows == 2
 
 
@@ -287,7 +287,7 @@ def test_a_change_of_policy_that_fails_both_ways_leaves_an_engine_that_ends(monk
         )
         asked = [Request(prompt=(1, 2), sampling=new(2), policy=p) for p in ("adakv:window=4", None)]
         assert [r.finish_reason for r in engine.generate(asked)] == ["error", "error"]
-        assert engine.memory() == kvkeep.MemoryUsage()
+        assert engine.memory_usage() == kvkeep.MemoryUsage()
     assert engine.generate(asked)[1].token_ids == alone("llama", (1, 2), 2, "local", 12, 512)
 
 

@@ -17,8 +17,8 @@ CHAT = [{"role": "user", "content": "What does Anna have?"}]
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return load(embedded(), "float32")  # in bfloat16 equal requests may differ by the rounding of batch sizes
+def loaded(comparable):
+    return comparable.loaded
 
 
 @pytest.fixture(scope="module")

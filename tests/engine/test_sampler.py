@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.sampler import changed, choose, draw
+from kvkeep.engine.sampler import Sampler, changed, choose
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError
@@ -84,7 +84,7 @@ def test_repetition_penalty_is_that_of_transformers():
     for token in ((3, 17, 9), (3, 17, 9, 22)):
         ids = torch.tensor([[*prompt, *one.token_ids]], device=DEVICE)
         wanted = RepetitionPenaltyLogitsProcessor(1.7)(ids, LOGITS.clone()).argmax()
-        assert draw(LOGITS, [one]) == [int(wanted)]
+        assert Sampler().draw(LOGITS, [one]) == [int(wanted)]
         one.token_ids.append(token[-1])
 
 
@@ -109,7 +109,7 @@ def test_a_bias_is_added_to_the_logits_of_its_tokens():
         8,
         frozenset(),
     )
-    assert draw(LOGITS, [one]) == [7]
+    assert Sampler().draw(LOGITS, [one]) == [7]
     assert (changed(LOGITS, [one]) - LOGITS)[0, 9].item() == pytest.approx(-1.5)
 
 
@@ -160,4 +160,4 @@ def test_logprobs_are_those_of_the_model():
 def test_greedy_is_the_first_of_equal_logits():
     flat = torch.zeros(1, VOCABULARY)
     one = Sequence(0, Request(prompt=(1,)), kvkeep.parse("full"), 8, frozenset())
-    assert draw(flat, [one]) == [int(flat.argmax())]
+    assert Sampler().draw(flat, [one]) == [int(flat.argmax())]

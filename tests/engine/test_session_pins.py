@@ -38,7 +38,7 @@ def test_a_session_with_pins_gets_what_a_cache_with_pins_gets(policy, chunk, tmp
         assert held(session.snapshot()) >= PINNED
         snapshot.save(tmp_path / "one.kvkeep")
     with engine_of(policy, prefill_chunk=chunk) as other:
-        again = other.session(memory=Snapshot.load(tmp_path / "one.kvkeep"))
+        again = other.session(snapshot=Snapshot.load(tmp_path / "one.kvkeep"))
         assert [again.ask(turn, short()).token_ids for turn in TURNS[2:]] == wanted[2:]
         assert held(again.snapshot()) >= PINNED
 
@@ -51,9 +51,9 @@ def test_a_prefix_with_pins_keeps_them_in_every_request():
             [Request(prompt=TURNS[0], sampling=short(1)), Request(prompt=TURNS[0], sampling=short(1), pins=PINS)]
         )
         assert pinned.token_ids == plain.token_ids == wanted  # a whole prompt is attended to before it is cut
-        one = Request(prompt=TURNS[1], sampling=short(), memory=prefix)
+        one = Request(prompt=TURNS[1], sampling=short(), snapshot=prefix)
         assert engine.generate([one])[0].token_ids == engine.generate([one])[0].token_ids
-        session = engine.session(memory=prefix)
+        session = engine.session(snapshot=prefix)
         session.ask(TURNS[1], short())
         assert held(session.snapshot()) >= PINNED
 
@@ -104,7 +104,7 @@ def test_a_guard_is_refused_where_a_memory_goes_on():
     with engine_of() as engine:
         memory = engine.prefix(TURNS[0])
         with pytest.raises(InputError, match="continues a memory"):
-            engine.generate([Request(prompt=TURNS[1], sampling=short(), memory=memory, guard=0.1)])
+            engine.generate([Request(prompt=TURNS[1], sampling=short(), snapshot=memory, guard=0.1)])
     assert memory.fingerprint.budget == BUDGET
 
 

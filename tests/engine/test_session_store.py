@@ -45,7 +45,7 @@ def test_sessions_that_always_lie_on_the_disk_get_the_same_tokens(policy, tmp_pa
         sessions, want = [engine.session() for _ in range(2)], answers(TURNS, policy=policy, budget=budget)
         for turn, answer in zip(TURNS, want, strict=True):
             assert [session.ask(turn, short()).token_ids for session in sessions] == [answer] * 2
-            assert engine._sessions._shelf.held_bytes == 0
+            assert engine._sessions._store.held_bytes == 0
     assert files(tmp_path) == []
 
 
@@ -69,7 +69,7 @@ def test_the_least_recently_used_sessions_go_to_the_disk(tmp_path):
 def test_memory_stays_within_its_limit_with_many_sessions(tmp_path):
     limit = 5 * one_memory()
     with engine_of(session_memory=limit, session_dir=tmp_path) as engine:
-        shelf, rng = engine._sessions._shelf, random.Random(1)
+        shelf, rng = engine._sessions._store, random.Random(1)
         sessions = [engine.session() for _ in range(20)]
         turns = [0] * 20
         want = answers(TURNS)
@@ -148,13 +148,13 @@ def test_a_name_that_exists_is_not_overwritten(tmp_path):
         session = engine.session(name="anna")
         session.ask(TURNS[0], short())
         with pytest.raises(InputError, match="already"):
-            engine.session(name="anna", memory=session.snapshot())
+            engine.session(name="anna", snapshot=session.snapshot())
         with pytest.raises(InputError, match="under h2o"):
             engine.session(name="anna", policy="tova")
         snapshot = session.snapshot()
         session.close()
         with pytest.raises(InputError, match="already"):
-            engine.session(name="anna", memory=snapshot)
+            engine.session(name="anna", snapshot=snapshot)
         with pytest.raises(SnapshotError, match="policy"):
             engine.session(name="anna", policy="tova")
         assert engine.session(name="anna").token_ids == (*TURNS[0], *answers(TURNS[:1])[0])

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.errors import InputError, SnapshotError
 
@@ -29,8 +28,8 @@ TEMPLATES = {
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return kvkeep.load()
+def loaded(comparable):
+    return comparable.loaded
 
 
 def engine_of(loaded, template=None, **options):
@@ -99,15 +98,15 @@ def test_a_question_to_a_text_that_was_read_begins_a_conversation_without_a_begi
     engine = engine_of(loaded, TEMPLATES["with a beginning"])
     text = "The code of the door is 4711."
     prefix = engine.prefix(text)
-    session = engine.session(memory=prefix)
+    session = engine.session(snapshot=prefix)
     session.ask("What is the code?", short(4))
     begin = loaded[1].bos_token
     told = text_of(session, loaded)
     assert told.startswith(f"{text}<|user|> What is the code?<|end|><|assistant|>")
     assert begin not in told.removeprefix(begin)
-    again = engine.generate([Request(prompt="What is the code?", memory=prefix, sampling=short(4))])[0]
+    again = engine.generate([Request(prompt="What is the code?", snapshot=prefix, sampling=short(4))])[0]
     assert again.token_ids == session.token_ids[-4:]
-    raw = engine.generate([Request(prompt=" Question", raw=True, memory=prefix, sampling=short(4))])[0]
+    raw = engine.generate([Request(prompt=" Question", raw=True, snapshot=prefix, sampling=short(4))])[0]
     assert raw.prompt_tokens < again.prompt_tokens
 
 
@@ -204,4 +203,4 @@ def test_a_snapshot_with_a_foreign_note_is_refused(loaded):
     snapshot = session.snapshot()
     for note in ({"pending": "x"}, {"pending": [-1]}, {"pending": [2**40]}, {"messages": [1]}, {"messages": "a"}):
         with pytest.raises(SnapshotError, match="note"):
-            engine.session(memory=replace(snapshot, note=note))
+            engine.session(snapshot=replace(snapshot, note=note))

@@ -16,7 +16,7 @@ from kvkeep.engine.dispatcher import Box
 from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
 
 from .models import DEVICE, model
-from .session_models import BUDGET, Alone, answers, engine_of, short
+from .session_models import BUDGET, Alone, answers, engine_of, host_of, short
 from .test_equal import POLICIES, prompt_of
 
 GATED = {
@@ -90,7 +90,7 @@ def test_a_session_has_a_row_only_while_it_runs():
             assert not session.running
             assert not engine.busy
     assert {session.token_ids for session in sessions} == {sessions[0].token_ids}
-    assert all(bool((block.store.positions < 0).all()) for block in engine._rows._blocks)
+    assert all(bool((block.store.positions < 0).all()) for block in engine._kv._blocks)
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_two_hundred_turns_take_constant_memory(turns):
         if i > 20:
             sizes.add(session.snapshot().contents.nbytes)
     assert len(sizes) == 1
-    assert engine.memory().allocated_bytes == engine_of().memory().allocated_bytes
+    assert engine.memory_usage().allocated_bytes == engine_of().memory_usage().allocated_bytes
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
@@ -149,9 +149,9 @@ def test_memory_of_a_model_with_states_names_the_chunk_of_its_layers_with_slots(
     report, cache = engine.prefix(TURNS[2]), kvkeep.BoundedCache(network.config, "h2o:recent=2", 8, prefill_chunk=chunk)
     with torch.inference_mode():
         kvkeep.attach(network)(**cache.continue_with(torch.tensor([TURNS[2]], device=DEVICE)))
-    question = Request(prompt=TURNS[1], sampling=short(), memory=report)
+    question = Request(prompt=TURNS[1], sampling=short(), snapshot=report)
     assert cache.snapshot().fingerprint.differences(report.fingerprint) == {}
-    answers = [engine.generate(replace(question, memory=one))[0].token_ids for one in (report, cache.snapshot())]
+    answers = [engine.generate(replace(question, snapshot=one))[0].token_ids for one in (report, cache.snapshot())]
     assert answers[0] == answers[1]
     other = Engine(network, policy="h2o:recent=2", budget=8, rows=1, prefill_chunk=7)
     with pytest.raises(SnapshotError, match="prefill_chunk"):
@@ -164,7 +164,7 @@ def test_memory_with_a_larger_budget_than_its_rows_have_slots_is_an_error_of_its
     report = engine.prefix(TURNS[2])
     layers = tuple(replace(layer, budget=budget) for layer in report.contents.layers)
     hostile = replace(report, contents=replace(report.contents, layers=layers))
-    bad, good = engine.generate([Request(prompt=TURNS[1], sampling=short(), memory=one) for one in (hostile, report)])
+    bad, good = engine.generate([Request(prompt=TURNS[1], sampling=short(), snapshot=one) for one in (hostile, report)])
     assert bad.finish_reason == "error"
     assert f"budget of {budget}" in bad.error
     assert good.error is None
@@ -177,7 +177,7 @@ def test_memory_with_budgets_of_heads_is_an_error_under_a_policy_that_has_none(b
     layers = tuple(replace(layer, budget=budget) for layer in report.contents.layers)
     for hostile in (layers, layers[:1], (*layers, *layers)):
         made = replace(report, contents=replace(report.contents, layers=hostile))
-        asked = [Request(prompt=TURNS[1], sampling=short(), memory=one) for one in (made, report)]
+        asked = [Request(prompt=TURNS[1], sampling=short(), snapshot=one) for one in (made, report)]
         bad, good = engine.generate(asked)
         assert bad.finish_reason == "error"
         assert "another model" in bad.error or "all heads of a layer have the same" in bad.error
@@ -302,10 +302,10 @@ def test_a_snapshot_starts_sessions_and_requests():
     session = engine.session(policy="tova", budget=9)
     session.ask(TURNS[0], short())
     snapshot, want = session.snapshot(), session.ask(TURNS[1], short())
-    other = engine.session(memory=snapshot)
+    other = engine.session(snapshot=snapshot)
     assert (other.policy, other.budget) == (session.policy, 9)
     assert other.ask(TURNS[1], short()).token_ids == want.token_ids
-    found = engine.generate([Request(prompt=TURNS[1], memory=snapshot, sampling=short())] * 3)
+    found = engine.generate([Request(prompt=TURNS[1], snapshot=snapshot, sampling=short())] * 3)
     assert {result.token_ids for result in found} == {want.token_ids}
     assert {(result.prompt_tokens, result.cached_tokens) for result in found} == {(14, 10)}
 
@@ -319,16 +319,16 @@ def test_a_snapshot_of_a_cache_goes_on_in_an_engine():
     engine = engine_of()
     snapshot = cache.snapshot(0, tokens=TURNS[2])
     want = alone.ask(TURNS[0])
-    assert engine.session(memory=snapshot).ask(TURNS[0], short()).token_ids == want
+    assert engine.session(snapshot=snapshot).ask(TURNS[0], short()).token_ids == want
     with pytest.raises(SnapshotError, match="which tokens"):
-        engine.session(memory=cache.snapshot())
+        engine.session(snapshot=cache.snapshot())
 
 
 def test_a_prefix_is_read_once():
     engine = engine_of(prefill_chunk=4)
     prefix = engine.prefix(TURNS[2])
     assert prefix.tokens.tolist() == list(TURNS[2])
-    found = engine.generate([Request(prompt=turn, memory=prefix, sampling=short()) for turn in TURNS])
+    found = engine.generate([Request(prompt=turn, snapshot=prefix, sampling=short()) for turn in TURNS])
     for turn, result in zip(TURNS, found, strict=True):
         assert (result.cached_tokens, result.prompt_tokens) == (12, 12 + len(turn))
         session = engine.session()
@@ -394,7 +394,7 @@ def test_a_memory_that_cannot_be_kept_ends_the_turn_with_an_error(session, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(session._shelf), "keep", full)
+        patched.setattr(type(session._store), "keep", full)
         events = list(session.send(TURNS[3], short()))
     assert (len(events), events[-1].result.finish_reason) == (4, "error")
     assert "No space left" in events[-1].result.error
@@ -425,7 +425,7 @@ def test_a_turn_that_cannot_be_used_is_refused_and_changes_nothing(session, aske
     with pytest.raises(InputError, match=match):
         session.ask(asked)
     assert not session.running
-    assert not session._work.busy
+    assert not host_of(session).busy
     assert is_as_before(session)
 
 
@@ -449,7 +449,7 @@ def test_sessions_that_the_engine_has_no_rows_for_are_refused(make, no_checked_a
 
 def test_nothing_works_after_the_end(session):
     snapshot = session.snapshot()
-    engine = session._work
+    engine = host_of(session)
     session.close()
     session.close()
     for use in (
@@ -461,7 +461,7 @@ def test_nothing_works_after_the_end(session):
     ):
         with pytest.raises(InputError, match="session is closed"):
             use()
-    other = engine.session(memory=snapshot)
+    other = engine.session(snapshot=snapshot)
     engine.close()
     for use in (lambda: other.ask(TURNS[1]), other.fork, lambda: other.rewind(snapshot), engine.session):
         with pytest.raises(InputError, match="engine is closed"):
@@ -484,7 +484,7 @@ def test_a_session_without_memory_has_no_snapshot_and_forks_from_nothing():
 
 
 def test_a_rewind_to_something_foreign_is_refused(session, no_checked_annotations):
-    engine = session._work
+    engine = host_of(session)
     other = engine.session(policy="tova")
     other.ask(TURNS[0], short())
     smaller = engine.session(budget=8)
@@ -505,9 +505,9 @@ def test_a_snapshot_of_other_weights_is_refused(session):
     other = kvkeep.attach(type(model("llama"))(model("llama").config).eval())
     engine = Engine(other, policy="h2o", budget=BUDGET)
     with pytest.raises(SnapshotError, match="weights"):
-        engine.session(memory=snapshot)
+        engine.session(snapshot=snapshot)
     with pytest.raises(SnapshotError, match="weights"):
-        engine.generate([Request(prompt=[1], memory=snapshot)])
+        engine.generate([Request(prompt=[1], snapshot=snapshot)])
 
 
 def test_a_session_does_not_go_on_under_other_weights(session):
@@ -544,10 +544,10 @@ def test_turns_wait_for_the_running_one_in_order():
         found[i] = ids(session.send(TURNS[i], short()))
 
     threads = [threading.Thread(target=listen, args=(i,)) for i in (1, 2, 3)]
-    with session._work._service.turn:  # nothing ends before all of them wait
+    with host_of(session)._dispatcher.turn:  # nothing ends before all of them wait
         for n, thread in enumerate(threads):
             thread.start()
-            while len(session._work._service.turn._waiting) <= n:
+            while len(host_of(session)._dispatcher.turn._waiting) <= n:
                 pass
     found[0] = ids([first, *stream])
     for thread in threads:
@@ -622,7 +622,7 @@ def test_many_threads_on_one_session_and_many_sessions():
 
 @pytest.mark.parametrize("who", ["session", "engine"])
 def test_closing_while_turns_run_and_wait_cancels_them(session, who):
-    engine, started = session._work, threading.Event()
+    engine, started = host_of(session), threading.Event()
 
     def run():
         events = []
@@ -646,7 +646,7 @@ def test_closing_while_turns_run_and_wait_cancels_them(session, who):
         (session if who == "session" else engine).close()
         assert first.result(20) == "cancelled"
         assert second.result(20) == "cancelled"
-    assert not engine._all
+    assert not engine._sequences
     assert not session.running
 
 
@@ -658,11 +658,11 @@ def test_a_session_that_is_closed_by_its_own_listener(session):
 
 
 def test_closing_a_session_with_thousands_of_waiting_turns_ends_them_all(session):
-    engine, boxes = session._work, [Box() for _ in range(3000)]
-    with engine._service.turn:
+    engine, boxes = host_of(session), [Box() for _ in range(3000)]
+    with engine._dispatcher.turn:
         for box in boxes:
             session._enqueue(TURNS[1], short(), box)
     session.close()
-    assert not engine._all
+    assert not engine._sequences
     ends = [next(filter(None, (box.take().result for _ in range(99)))) for box in boxes]
     assert {result.finish_reason for result in ends} == {"cancelled"}

@@ -76,7 +76,7 @@ def test_one_memory_is_written_at_a_time(disk, tmp_path):
         assert {turn.result().token_ids for turn in turns} == {answers(TURNS[:1])[0]}
         assert disk.most == 1
         assert len(files(tmp_path)) == 4
-        assert engine._sessions._shelf.held_bytes == 0
+        assert engine._sessions._store.held_bytes == 0
 
 
 def test_the_engine_steps_while_a_session_is_saved(disk, tmp_path):
@@ -139,10 +139,10 @@ def test_a_cancelled_turn_is_not_written_by_the_next_one_that_needs_room(disk, t
 
 def test_a_session_that_is_deleted_while_it_is_moved_does_not_come_back(disk, tmp_path):
     with engine_of(session_memory=0, session_dir=tmp_path) as engine, ThreadPoolExecutor() as pool:
-        engine._sessions._shelf._most_bytes = None
+        engine._sessions._store._most_bytes = None
         anna, ben = engine.session(name="anna"), engine.session()
         anna.ask(TURNS[0], short())
-        engine._sessions._shelf._most_bytes = 0
+        engine._sessions._store._most_bytes = 0
         moves_anna = pool.submit(ben.ask, TURNS[0], short())
         assert disk.began.wait(60)
         closed = pool.submit(anna.close, delete=True)
@@ -174,10 +174,10 @@ def test_an_older_memory_never_takes_the_place_of_a_newer_one(disk, tmp_path):
     """While a memory is moved to the disk for the room, its session goes on, and is moved there as well."""
     with engine_of(session_memory=0, session_dir=tmp_path) as engine, ThreadPoolExecutor() as pool:
         disk.goes_on.set()
-        engine._sessions._shelf._most_bytes = None
+        engine._sessions._store._most_bytes = None
         anna, ben = engine.session(name="anna"), engine.session()
         anna.ask(TURNS[0], short())
-        engine._sessions._shelf._most_bytes = 0
+        engine._sessions._store._most_bytes = 0
         disk.goes_on.clear()
         disk.began.clear()
         moves_anna = pool.submit(ben.ask, TURNS[3], short())

@@ -52,9 +52,9 @@ def test_everybody_gets_the_tokens_that_they_get_alone(policy, chunk):
     for one, result in zip(requests, engine.generate(requests), strict=True):
         assert result.token_ids == alone("llama", one.prompt, 7, policy, budget, chunk)
         assert (result.cached_tokens, result.error) == (0, None)
-    assert engine._rotation.swaps > 7
+    assert engine._swapper.swaps > 7
     assert not engine.busy
-    assert engine.memory().allocated_bytes == 2 * engine.row_bytes
+    assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
@@ -63,7 +63,7 @@ def test_other_models(name):
     requests = [wish(n) for n in range(4)]
     for one, result in zip(requests, engine.generate(requests), strict=True):
         assert result.token_ids == alone(name, one.prompt, 7, "h2o:recent=2", 10, None)
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_other_slots(options):
     want = [one.token_ids for one in engine_of("h2o", BUDGET, rows=1, **options).generate(requests)]
     engine = engine_of("h2o", BUDGET, rows=1, host_rows=2, **options)
     assert [one.token_ids for one in engine.generate(requests)] == want
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4
 
 
 def test_results_say_the_same():
@@ -102,9 +102,9 @@ def test_results_say_the_same():
         assert [entry.value for entry in one.logprobs] == pytest.approx(
             [entry.value for entry in want.logprobs], abs=1e-4
         )
-        assert one.memory.full_bytes == want.memory.full_bytes
+        assert one.memory_usage.full_bytes == want.memory_usage.full_bytes
         assert len(one.prompt_logprobs) == len(want.prompt_logprobs)
-    assert engine._rotation.swaps > 6
+    assert engine._swapper.swaps > 6
 
 
 def test_policies_that_need_other_rows_get_their_turn():
@@ -141,7 +141,7 @@ def test_no_more_than_so_many_wait_in_main_memory(host_rows):
         engine.step()
         held = [one.hosted for one in engine._scheduler.waiting if one.hosted]
         bytes_ = sum(one.contents.nbytes for one in held)
-        assert engine.memory().allocated_bytes == 2 * engine.row_bytes + bytes_
+        assert engine.memory_usage().allocated_bytes == 2 * engine.row_bytes + bytes_
         assert bytes_ <= 1.1 * host_rows * engine.row_bytes  # a copy has its positions twice
         most = max(most, len(held))
     assert most == host_rows
@@ -158,13 +158,13 @@ def test_sessions_prefixes_and_equal_prompts(monkeypatch):
         memory = engine.prefix(prompt_of(8, 10))
         session = engine.session()
         requests = [Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=6)) for _ in range(3)]
-        requests += [wish(1, memory=memory), wish(2)]
+        requests += [wish(1, snapshot=memory), wish(2)]
         numbers = [engine.add(one) for one in requests]
         found = {}
         talked = [session.ask(prompt_of(n, 6), SamplingParams(max_new_tokens=5)).token_ids for n in (3, 4)]
         while engine.busy:
             found |= {event.id: event.result for event in engine.step() if event.result}
-        return [(found[n].token_ids, found[n].cached_tokens) for n in numbers], talked, engine._rotation.swaps
+        return [(found[n].token_ids, found[n].cached_tokens) for n in numbers], talked, engine._swapper.swaps
 
     *want, none = asked(0)
     *found, swaps = asked(4)
@@ -195,7 +195,7 @@ def test_a_closed_engine_holds_nothing():
     for _ in range(6):
         engine.step()
     engine.close()
-    assert engine.memory().allocated_bytes == 0
+    assert engine.memory_usage().allocated_bytes == 0
 
 
 def test_a_sequence_whose_memory_cannot_be_copied_keeps_its_row(monkeypatch):
@@ -207,7 +207,7 @@ def test_a_sequence_whose_memory_cannot_be_copied_keeps_its_row(monkeypatch):
     engine = engine_of(rows=1, host_rows=3)
     monkeypatch.setattr(KVManager, "take", fails)
     assert [one.token_ids for one in engine.generate(requests)] == want
-    assert engine._rotation.swaps == 0
+    assert engine._swapper.swaps == 0
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
@@ -286,7 +286,7 @@ def test_copies_take_a_small_share_of_the_time(step, copy, monkeypatch):
         engine.generate([wish(n, new=150) for n in range(2)])
     finally:
         hook.remove()
-    found = engine._rotation
+    found = engine._swapper
     assert found.copied_s <= 0.05 * found.worked_s + copy
     assert found.copied_s > 0.025 * found.worked_s or found.swaps >= 140
 
@@ -311,4 +311,4 @@ def test_states_go_with_their_sequences(name):
     want = [Engine(network, rows=1, **options).generate([one])[0].token_ids for one in requests]
     engine = Engine(network, rows=1, host_rows=2, **options)
     assert [one.token_ids for one in engine.generate(requests)] == want
-    assert engine._rotation.swaps > 4
+    assert engine._swapper.swaps > 4

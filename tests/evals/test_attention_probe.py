@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvkeep
-from kvkeep.evals.attention_probe import LayerTape, Recorder, members
+from kvkeep.attention_probe import LayerTape, TapeRecorder, members
 from kvkeep.types import AttentionOptions
 
 
@@ -38,7 +38,7 @@ def test_a_recorder_remembers_what_a_bounded_layer_held(window):
     query, keys, values = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
     given = LayerTape(query, keys, values, AttentionOptions(scaling=0.5, window=window))
     layer, twin = (kvkeep.Layer(kvkeep.parse("h2o:recent=2"), 6, window=window) for _ in range(2))
-    recorder, held = Recorder(layer), []
+    recorder, held = TapeRecorder(layer), []
     for start, stop in itertools.pairwise([0, *range(15, 21)]):
         held.append(None if start == 0 else twin.store.positions.clone())
         given.feed(recorder, start, stop)

@@ -12,9 +12,9 @@ import pytest
 
 from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
-from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.grid import Cell, GridArguments, Planned, RequestedBudget, notes, split_policies
-from kvkeep.evals.records import ROWS, Records, key_of
+from kvkeep.evals.records import Records, key_of
 from kvkeep.evals.run import TaskPart, lay_out, run
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import find
@@ -22,7 +22,7 @@ from kvkeep.head_profile import Profile
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import Writer
-from kvkeep.result_files import MANIFEST
+from kvkeep.result_files import MANIFEST, ROWS
 
 OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)
 BUDGETS = (RequestedBudget(ratio=0.2), RequestedBudget(tokens=12))
@@ -168,7 +168,7 @@ def test_a_cache_is_made_as_the_setup_says():
     layers = cache.bounded_layers().values()
     assert [layer.budgets for layer in layers] == [(8, 8), (16, 16)]
     assert {layer._prefill_chunk for layer in layers} == {8}
-    assert {tuple(layer._sequences) for layer in layers} == {(5, 6)}
+    assert {tuple(layer.plan.sequences) for layer in layers} == {(5, 6)}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kvkeep import BoundedCache, parse
 from kvkeep.errors import InputError
 from kvkeep.evals import qa_task, texts
-from kvkeep.evals.attention_probe import Drive, left_padded
+from kvkeep.evals.forward import Drive, left_padded
 from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.task import Options, kept_by_tenth
 from kvkeep.evals.tasks import TASKS, find, recall
@@ -673,7 +673,7 @@ def test_every_task_is_plain_data_versioned_and_independent_of_batches(name, mon
     outcome = run(task, "random", budgets)
     assert task.headline in outcome.score
     json.dumps([task.settings(), outcome.score], allow_nan=False)
-    monkeypatch.setattr("kvkeep.evals.attention_probe.BATCH_TOKENS", 1)  # every row alone
+    monkeypatch.setattr("kvkeep.evals.forward.BATCH_TOKENS", 1)  # every row alone
     task.prepare(writer())
     alone = run(task, "random", budgets)
     assert alone.score[task.headline] == pytest.approx(outcome.score[task.headline], rel=1e-4)

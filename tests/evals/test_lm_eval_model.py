@@ -10,7 +10,7 @@ import torch
 from kvkeep import parse
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import KVKeepError
-from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.forward import Drive
 from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.lm_eval import scoring
 from kvkeep.evals.lm_eval.command import Arguments, bounded_of, budget_of, sampling_of

@@ -12,7 +12,7 @@ import torch
 from kvkeep import parse
 from kvkeep.errors import InputError
 from kvkeep.evals import synthetic
-from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.forward import Drive
 from kvkeep.evals.qa_task import Item, prompt_of, read, texts
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS, longbench, ruler

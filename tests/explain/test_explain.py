@@ -17,9 +17,8 @@ from kvkeep.errors import (
     UnsupportedModelError,
     UnsupportedOperationError,
 )
-from kvkeep.explain.explain import MOST_NEW_TOKENS, explain
+from kvkeep.explain.explain import MOST_NEW_TOKENS, explain, refuse_states
 from kvkeep.explain.explanation import MOST_MOMENTS, moments, shades, short_floats, unpacked
-from kvkeep.explain.recorder import refuse_states
 from kvkeep.explain.runs import pieces
 
 

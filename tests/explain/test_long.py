@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 import kvkeep
 from explain.records import text
+from kvkeep import attention_probe
 from kvkeep.backends import choose, small
-from kvkeep.explain import recorder
 
 pytestmark = pytest.mark.skipif(
     choose(torch.device("cpu"), torch.float32).name != "native",
@@ -53,7 +53,7 @@ def recorded(monkeypatch, tokens, moments):
             products["bounded" if bounded else "full"] += query.shape[2] * seen
             return backend.attend(query, slots, now, **options)
 
-    monkeypatch.setattr(recorder, "choose", lambda device, dtype: Counting())
+    monkeypatch.setattr(attention_probe, "choose", lambda device, dtype: Counting())
     with Made() as made:
         found = kvkeep.explain(
             model,

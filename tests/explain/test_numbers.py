@@ -8,10 +8,9 @@ import torch
 
 import kvkeep
 from explain.records import CHUNK, POLICIES, record, shown, tables, text
+from kvkeep.attention_probe import TapeRecorder, members, wrap_layers
 from kvkeep.backends import reference
-from kvkeep.evals import attention_probe
-from kvkeep.evals.attention_probe import members
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import encode
 from kvkeep.types import Phase
 
@@ -30,7 +29,7 @@ def fed(model, policy, budget, ids, answer):
     """Run the steps of a record again: the tape of each layer, and which tokens each head holds after each step."""
     model, _ = model
     cache = kvkeep.BoundedCache(model.config, policy, budget, prefill_chunk=CHUNK)
-    recorders, held = attention_probe.record(cache), []
+    recorders, held = wrap_layers(cache, TapeRecorder), []
     steps = [(piece, Phase.PREFILL) for piece in ids.split(CHUNK)]
     steps += [(torch.tensor([token]), Phase.DECODE) for token in answer]
     length = len(ids) + len(answer)

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvkeep.errors import InputError
 from kvkeep.models import document_prompt as openings
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.document_prompt import SEPARATOR, Opening, check_system, opened, opening_of
-from kvkeep.models.load import Checkpoint
 from kvkeep.models.tokenization import encode, encode_chat
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n\nIt is called café-1984, isn't it? 漢字 …  and so on"

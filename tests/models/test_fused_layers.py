@@ -61,7 +61,7 @@ def counted(monkeypatch):
 
         return call
 
-    kinds = {layers.Before: ["before"], layers.Behind: ["behind"], layers.Whole: ["before", "behind", "whole"]}
+    kinds = {layers.Before: ["before"], layers.Behind: ["behind"], layers.WholeLayer: ["before", "behind", "whole"]}
     for kind, names in kinds.items():
         monkeypatch.setattr(kind, "__call__", counting(names, kind.__call__))
     return COUNTS
@@ -105,7 +105,7 @@ def test_the_same_digits_as_in_its_fused_modules(name, dtype, monkeypatch, count
     _, model = both(name, dtype)
     found = steps(model, tokens=8)
     assert counted["before"] == 16
-    for kind in (layers.Before, layers.Whole):
+    for kind in (layers.Before, layers.WholeLayer):
         monkeypatch.setattr(kind, "__call__", lambda *_: None)
     assert torch.equal(steps(model, tokens=8), found)
 
@@ -406,7 +406,7 @@ def test_a_model_in_training_mode_is_refused_as_before():
 def test_without_memory_torch_does_the_work(half, monkeypatch):
     _, model = both()
     expected = steps(model)
-    for kind in (half, layers.Whole):
+    for kind in (half, layers.WholeLayer):
         monkeypatch.setattr(kind, "__call__", lambda *_: None)
     torch.testing.assert_close(steps(model), expected, rtol=0, atol=2e-5)
 

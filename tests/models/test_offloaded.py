@@ -90,7 +90,7 @@ def test_a_memory_moves_between_them(folder: Path, tmp_path: Path):
     plain = kvkeep.Engine(loaded(folder, "memory", tmp_path), **OPTIONS, rows=1)
     away = kvkeep.Engine(loaded(folder, "disk", tmp_path), **OPTIONS, rows=1)
     found = [
-        to.generate(kvkeep.Request(prompt=PROMPT[:5], memory=of.prefix(PROMPT), sampling=SAMPLING))[0].token_ids
+        to.generate(kvkeep.Request(prompt=PROMPT[:5], snapshot=of.prefix(PROMPT), sampling=SAMPLING))[0].token_ids
         for to, of in ((plain, plain), (away, plain), (plain, away))
     ]
     assert found[0] == found[1] == found[2]

@@ -22,8 +22,8 @@ from kvkeep.cache.hf_layers import handed
 from kvkeep.models import fused_layers
 from kvkeep.models import prepare as preparation
 from kvkeep.models.fused_layers import FusedLayer
-from kvkeep.models.fused_modules import FusedGate, FusedLinear
-from kvkeep.models.prepare import chosen, fuse_if_slow, fuse_modules, prepare
+from kvkeep.models.fused_modules import FusedGate, FusedLinear, fuse_if_slow
+from kvkeep.models.prepare import chosen, fuse_modules, prepare
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 

@@ -44,7 +44,7 @@ def attached(name="llama", dtype=torch.float32, **options):
 def cache_of(model, policy="h2o", *, repeats=True, **options):
     cache = kvkeep.BoundedCache(model.config, policy, **{"budget": 70 if policy == "full" else 20, **options})
     for layer in cache.bounded_layers().values() if not repeats else ():
-        layer._may_repeat = lambda: False
+        layer.paths.may_record = lambda *_, **__: False
     return cache
 
 
@@ -316,7 +316,7 @@ def test_a_step_that_is_over_is_freed_at_once():
     with torch.no_grad():
         for ids in (torch.arange(3, 15)[None], torch.tensor([[5]]), torch.tensor([[6]])):
             model(ids, **handed(model, cache), use_cache=True)
-    call = weakref.ref(cache.bounded_layers()[0]._repeating.call)
+    call = weakref.ref(cache.bounded_layers()[0].paths.recorded.call)
     assert call().within is not None
     gc.disable()
     try:

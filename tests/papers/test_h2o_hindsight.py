@@ -8,9 +8,8 @@ from phases import phase_of
 from torch import Tensor
 
 from kvkeep import AttentionOptions, Layer, parse
-from kvkeep.evals.attention_probe import Adding, Hiding
 from kvkeep.types import Phase
-from kvkeep_lab.hindsight import H2OGlobal, Keys, Totals
+from kvkeep_lab.hindsight import H2OGlobal, HiddenKeys, Keys, MassTotals, Totals
 
 from . import rules_hindsight as rules
 from .cases import CHAT, DECODE, Case, Stream, make_streams, masks
@@ -50,14 +49,14 @@ def whole(streams: list[Stream], name: str) -> tuple[Tensor, Tensor]:
     return columns, real
 
 
-def run_whole(layer: Adding | Hiding, case: Case, streams: list[Stream]) -> tuple[Tensor, Tensor]:
+def run_whole(layer: MassTotals | HiddenKeys, case: Case, streams: list[Stream]) -> tuple[Tensor, Tensor]:
     """A pass over whole texts: the outputs ``(B, Hq, T, E)``, and which columns are real."""
     (q, real), (k, _), (v, _) = (whole(streams, name) for name in ("queries", "keys", "values"))
     return layer.step(q, k, v, options=AttentionOptions(scaling=case.scaling), phase=phase_of(q), real=real), real
 
 
 def measure(case: Case, streams: list[Stream]) -> Totals:
-    layer = Adding()
+    layer = MassTotals()
     _, real = run_whole(layer, case, streams)
     return Totals({LAYER: layer.mass}, real.sum(dim=1))
 
@@ -160,7 +159,7 @@ def looks(policy, targets: list[int], budget: int, *, prompt: int = 6) -> list[l
     queries = 1000.0 * torch.eye(n)[targets][None, None]
     options = AttentionOptions(scaling=1.0)
     if policy is None:
-        adding = Adding()
+        adding = MassTotals()
         adding.step(queries, keys, keys, options=options, phase=Phase.PREFILL)
         policy = H2OGlobal(totals=Totals({0: adding.mass}, torch.tensor([n])), recent=1)
     layer, kept = Layer(policy, budget), []
@@ -198,7 +197,7 @@ def test_a_token_is_kept_for_what_is_still_to_come():
 
 def hide(case: Case, streams: list[Stream], keys: Keys, recent: int) -> list[Tensor]:
     """The package: outputs of the real tokens, per row."""
-    out, real = run_whole(Hiding(keys.chosen[LAYER], recent), case, streams)
+    out, real = run_whole(HiddenKeys(keys.chosen[LAYER], recent), case, streams)
     return [out[row][:, real[row]].double() for row in range(len(streams))]
 
 
@@ -250,9 +249,9 @@ def test_masking_the_heavy_hitter_sends_its_rows_elsewhere():
     n = 5
     keys = torch.eye(n)[None, None]
     queries = 1000.0 * torch.eye(n)[[0] * n][None, None]
-    adding, options = Adding(), AttentionOptions(scaling=1.0)
+    adding, options = MassTotals(), AttentionOptions(scaling=1.0)
     adding.step(queries, keys, keys, options=options, phase=Phase.PREFILL)
     heavy = Totals({0: adding.mass}, torch.tensor([n])).heaviest(0.2)
-    out = Hiding(heavy.chosen[0], 0).step(queries, keys, keys, options=options, phase=Phase.PREFILL)
+    out = HiddenKeys(heavy.chosen[0], 0).step(queries, keys, keys, options=options, phase=Phase.PREFILL)
     expected = [[1.0, 0, 0, 0, 0]] + [[0.0, *([1 / i] * i), *([0.0] * (n - 1 - i))] for i in range(1, n)]
     torch.testing.assert_close(out[0, 0], torch.tensor(expected))

@@ -12,7 +12,7 @@ from kvkeep import BudgetError, Layer, PolicyError
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.types import Phase
-from kvkeep_lab.theory.scissorhands import Reading, algorithm_1
+from kvkeep_lab.theory.scissorhands import AlgorithmReading, algorithm_1
 
 from .by_hand import row, step
 from .cases import DECODE, Case, family, variant
@@ -117,7 +117,7 @@ def test_algorithms_1_and_2_keep_the_same_tokens_from_an_empty_cache(budget, w, 
     policy = f"scissorhands:window={w},recent={r},drop={m},theta=1.1,literal_ties={literal}"
     case = Case(policy, budget, (1,) * 60, inputs=inputs, group=1)
     streams, turns = choose(case)
-    reading = Reading(theta=1.1, newest_first=literal == "true")
+    reading = AlgorithmReading(theta=1.1, newest_first=literal == "true")
     printed = {
         (b, head): list(
             algorithm_1(

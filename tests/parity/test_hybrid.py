@@ -212,16 +212,16 @@ def test_a_step_that_fails_harms_no_other_row(family, layer, error):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_states_count_as_memory(family):
     engine = Engine(attached(family), budget=8, rows=2)
-    slots = engine.memory().allocated_bytes
+    slots = engine.memory_usage().allocated_bytes
     number = engine.add(request_of(1, 12))
     engine.step()
-    states = [state for state in vars_of(engine._rows._own[0].states.values()) if isinstance(state, torch.Tensor)]
+    states = [state for state in vars_of(engine._kv._own[0].states.values()) if isinstance(state, torch.Tensor)]
     assert bytes_of(states) > 0
-    assert engine.memory().allocated_bytes == slots + bytes_of(states)
+    assert engine.memory_usage().allocated_bytes == slots + bytes_of(states)
     assert engine.row_bytes == slots // 2 + bytes_of(states)
     result = next(event.result for _ in range(NEW) for event in engine.step() if event.result)
-    assert (result.id, result.memory.allocated_bytes) == (number, engine.row_bytes)
-    assert engine.memory().allocated_bytes == slots
+    assert (result.id, result.memory_usage.allocated_bytes) == (number, engine.row_bytes)
+    assert engine.memory_usage().allocated_bytes == slots
     fitted = Engine(attached(family), budget=8, kv_memory=3 * engine.row_bytes + 5)
     assert fitted.rows == 3
 

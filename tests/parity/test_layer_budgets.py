@@ -1,6 +1,8 @@
 """Budgets that differ by layer, under every policy: they add up, and each layer holds its own."""
 
 import functools
+from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from models import GATED
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.errors import BudgetError
 from kvkeep.testing.laws import fills
 
 LAYERS, BUDGET = 3, 10
@@ -70,3 +74,51 @@ def test_pyramidkv_is_a_pyramid_by_itself():
     assert budgets == kvkeep.budget.per_layer("pyramid", BUDGET, LAYERS, least=2)
     assert sum(budgets) == LAYERS * BUDGET
     assert budgets[0] > budgets[1] > budgets[2]
+
+
+class Counting(type(kvkeep.parse("h2o"))):
+    """A policy that counts how often it is asked about each budget."""
+
+    checked: ClassVar[Counter[int]] = Counter()
+
+    def check(self, budget):
+        self.checked[budget] += 1
+        super().check(budget)
+
+
+@pytest.fixture
+def checked():
+    Counting.checked.clear()
+    return Counting.checked
+
+
+def test_a_cache_asks_its_policy_once_about_each_budget(checked):
+    config = LlamaConfig(**{**GATED, "num_hidden_layers": LAYERS})
+    kvkeep.BoundedCache(config, Counting(), BUDGET)
+    assert checked == {BUDGET: 1}
+    checked.clear()
+    kvkeep.BoundedCache(config, Counting(), [BUDGET, 30, BUDGET], layer_budget="pyramid:4")
+    assert set(checked.values()) == {1}
+    assert len(checked) == 2 * LAYERS
+
+
+def test_a_layout_spreads_and_checks_each_budget_once(checked):
+    layout = Layout.of(LlamaConfig(**{**GATED, "num_hidden_layers": LAYERS}), Counting(), layer_budget="ramp:0.2")
+    first = layout.slots(BUDGET)
+    layout.check_pins(BUDGET, ((1, 2),))
+    assert layout.room(BUDGET) == min(first)
+    first.append(7)
+    assert layout.slots(BUDGET) == [8, 10, 12]
+    assert checked == {8: 1, 10: 1, 12: 1}
+    with pytest.raises(BudgetError, match="True is not a whole number"):
+        layout.slots(True)  # equal to 1, which may be known
+
+
+@pytest.mark.parametrize(
+    "make", [kvkeep.BoundedCache, lambda config, *given: Layout.of(config, given[0]).slots(given[1])]
+)
+def test_a_budget_below_what_is_protected_is_refused_each_time(make):
+    config = LlamaConfig(**{**GATED, "num_hidden_layers": LAYERS})
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="protects 4 first and 20 recent tokens, more than the budget of 10"):
+            make(config, kvkeep.parse("h2o:sinks=4,recent=20"), BUDGET)

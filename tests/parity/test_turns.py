@@ -266,7 +266,7 @@ def test_a_long_answer_is_recorded_whole(model):
 def test_without_a_first_turn_nothing_is_recorded(model):
     cache = bounded(model)
     greedy(model, {"input_ids": torch.tensor([[1, 2, 3]]), "past_key_values": cache})
-    assert cache._history is None
+    assert not cache.records
     attached = kvkeep.attach(kvkeep.attach(model))
     assert len(attached._forward_pre_hooks) == 1
 

@@ -10,14 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.eval import evaluate
+from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.main import app
-from kvkeep.cli.plan import plan as plan_command
+from kvkeep.cli.plan import PlanOptions
 from kvkeep.planning.plan import plan
 from kvkeep.policies import DEFAULT
 
 
-@pytest.mark.parametrize("place", [kvkeep.BoundedCache, kvkeep.Engine, plan, plan_command])
+@pytest.mark.parametrize("place", [kvkeep.BoundedCache, kvkeep.Engine, plan, PlanOptions])
 def test_everything_that_takes_a_policy_has_the_same_default(place):
     assert inspect.signature(place).parameters["policy"].default == DEFAULT
 
@@ -32,7 +32,7 @@ def test_a_prompt_without_a_memory_has_the_same_default(monkeypatch):
 
 
 def test_an_evaluation_measures_the_default():
-    assert inspect.signature(evaluate).parameters["policies"].default.endswith(f",{DEFAULT}")
+    assert inspect.signature(EvalOptions).parameters["policies"].default.endswith(f",{DEFAULT}")
 
 
 def test_the_default_is_written_as_kvkeep_writes_it():

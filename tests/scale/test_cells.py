@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.errors import CapacityError, InputError, pip_install
-from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.forward import PLAIN
 from kvkeep.evals.grid import Cell
 from kvkeep.evals.records import Records
 from kvkeep.evals.run import CellPiece, CellRunner, PartSource, Queue, versions

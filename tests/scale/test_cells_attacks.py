@@ -11,7 +11,7 @@ from raycells import CELLS, Real, invoke, rows
 
 from kvkeep.cli import eval_run
 from kvkeep.errors import CapacityError, InputError
-from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.forward import PLAIN
 from kvkeep.evals.records import Records
 from kvkeep.evals.tasks import TASKS
 from kvkeep.result_files import Lock

@@ -20,24 +20,22 @@ from kvkeep.scale.worker_pool import WorkerPool
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings are no errors of ours
 
 LINES = 1000
-SAME = ("--dtype", "float32")
-"""In bfloat16 the last digits, and so the tokens, depend on how each process lays out its weights."""
 
 
 @pytest.fixture(scope="module")
-def whole(ray, tmp_path_factory):
+def whole(ray, tmp_path_factory, comparable):
     """A thousand lines, and what one engine makes of them."""
     folder = tmp_path_factory.mktemp("jobs")
     source = rayjobs.inputs(folder / "in.jsonl", LINES)
-    code, said = rayjobs.run(source, folder / "one.jsonl", *SAME)
+    code, said = rayjobs.run(source, folder / "one.jsonl", *comparable.words)
     assert code == 0, said
     return source, rayjobs.texts(folder / "one.jsonl")
 
 
-def test_five_killed_workers_lose_nothing_and_repeat_nothing(whole, tmp_path):
+def test_five_killed_workers_lose_nothing_and_repeat_nothing(whole, tmp_path, comparable):
     source, expected = whole
     target, chance = tmp_path / "out.jsonl", random.Random(7)
-    job = rayjobs.start(source, target, "--ray-workers", "3", *SAME)
+    job = rayjobs.start(source, target, "--ray-workers", "3", *comparable.words)
     for killed in range(5):
         aim = rayjobs.count(target) + chance.randrange(10, 120)
         rayjobs.wait_for(lambda: rayjobs.count(target) >= aim, job)  # noqa: B023  called before the next round
@@ -49,12 +47,12 @@ def test_five_killed_workers_lose_nothing_and_repeat_nothing(whole, tmp_path):
     assert rayjobs.texts(target) == expected
 
 
-def test_a_killed_driver_and_a_stopped_one_are_resumed(whole, tmp_path):
+def test_a_killed_driver_and_a_stopped_one_are_resumed(whole, tmp_path, comparable):
     source, expected = whole
     target = tmp_path / "out.jsonl"
     for end in (signal.SIGKILL, signal.SIGINT):
         before = rayjobs.count(target)
-        job = rayjobs.start(source, target, "--ray-workers", "2", *SAME)
+        job = rayjobs.start(source, target, "--ray-workers", "2", *comparable.words)
         rayjobs.wait_for(lambda: rayjobs.count(target) > before + 100, job)  # noqa: B023
         others = rayjobs.family(job.pid)
         job.send_signal(end)
@@ -62,7 +60,7 @@ def test_a_killed_driver_and_a_stopped_one_are_resumed(whole, tmp_path):
         assert code == (-9 if end == signal.SIGKILL else 130), said
         rayjobs.wait_for(lambda: not rayjobs.alive(others))  # noqa: B023
     assert "the same command goes on from there" in said
-    code, said = rayjobs.run(source, target, "--ray-workers", "4", *SAME, "--json")
+    code, said = rayjobs.run(source, target, "--ray-workers", "4", *comparable.words, "--json")
     assert code == 0, said
     found = json.loads(said.splitlines()[0])
     assert (found["done"], found["lines"], found["workers"]) == (LINES, LINES, 4)
@@ -124,9 +122,7 @@ def test_another_version_of_kvkeep_on_a_node_is_refused(address, small, monkeypa
     real = cluster.scout()
     other = {**real["versions"], "kvkeep": "0.0.1"}
     with monkeypatch.context() as patch:
-        from kvkeep.cli import distributed
-
-        patch.setattr(distributed, "check_versions", lambda found: cluster.check_versions(found, other))
+        patch.setattr("kvkeep.cli.cluster.check_versions", lambda found: cluster.check_versions(found, other))
         result = run("-i", small[0], "-o", small[1], "--ray-workers", 1, "--ray-address", address[0])
     assert result.exit_code == 2
     assert "has kvkeep" in result.said
@@ -175,13 +171,13 @@ def test_a_line_that_kills_its_worker_fails_alone(address, ray):
     assert notes
 
 
-def test_a_node_that_goes_away_takes_no_line_with_it(address, whole, tmp_path):
+def test_a_node_that_goes_away_takes_no_line_with_it(address, whole, tmp_path, comparable):
     source, expected = whole
     target = tmp_path / "out.jsonl"
     extra = address[1].add_node(num_cpus=2, object_store_memory=100 * 2**20)
     address[1].wait_for_nodes()
     options = ("--ray-workers", "4", "--threads", "1", "--ray-address", address[0])
-    job = rayjobs.start(source, target, *options, *SAME)
+    job = rayjobs.start(source, target, *options, *comparable.words)
     rayjobs.wait_for(lambda: rayjobs.count(target) > 100, job)
     address[1].remove_node(extra, allow_graceful=False)
     code, said = rayjobs.finish(job)
@@ -190,14 +186,16 @@ def test_a_node_that_goes_away_takes_no_line_with_it(address, whole, tmp_path):
     assert rayjobs.texts(target) == expected
 
 
-def test_a_dataset_goes_through_a_stage(address, ray, tmp_path):
+def test_a_dataset_goes_through_a_stage(address, ray, tmp_path, comparable):
     from kvkeep.engine import Engine
 
     rows = [{"prompt": f"Once {n}", "id": n, "options": {"max_new_tokens": 2 + n % 3}} for n in range(30)]
     rows += [{"prompt": " ", "id": 30, "options": None}, {"prompt": None, "id": 31, "options": None}]
     rows += [{"prompt": "a", "id": 32, "options": {"max_new_tokens": 0}}]
     with cluster.joined(address[0], cpus=2):
-        found = generate(ray.data.from_items(rows), workers=2, batch_size=8, budget=64, dtype="float32").take_all()
+        found = generate(
+            ray.data.from_items(rows), workers=2, batch_size=8, budget=64, dtype=comparable.dtype
+        ).take_all()
         with pytest.raises(cluster.InputError, match="`workers=0`"):
             generate(ray.data.from_items(rows), workers=0)
         with pytest.raises(cluster.InputError, match=r"no ray\.data\.Dataset"):
@@ -207,8 +205,7 @@ def test_a_dataset_goes_through_a_stage(address, ray, tmp_path):
     assert sorted(bad) == [30, 31, 32]
     import kvkeep
 
-    network, tokenizer = kvkeep.load(dtype="float32")
-    engine = Engine(network, tokenizer, budget=64)
+    engine = Engine(*comparable.loaded, budget=64)
     for one in found:
         if one["id"] < 30:
             (alone,) = engine.generate(

@@ -8,7 +8,7 @@ import pytest
 import rayjobs
 from typer.testing import CliRunner
 
-from kvkeep.cli import distributed, eval_run
+from kvkeep.cli import eval_run
 from kvkeep.cli.main import app
 from kvkeep.scale import cluster
 
@@ -107,7 +107,7 @@ def test_a_cluster_that_cannot_do_it_is_refused_with_the_reason(address, tmp_pat
         folder, "--ray-workers", 2, "--ray-address", "127.0.0.1:9"
     )
     other = {**cluster.scout()["versions"], "kvkeep": "0.0.1"}
-    monkeypatch.setattr(distributed, "check_versions", lambda found: cluster.check_versions(found, other))
+    monkeypatch.setattr("kvkeep.cli.cluster.check_versions", lambda found: cluster.check_versions(found, other))
     said = refused(folder, *there, "--ray-workers", 1)
     assert "has kvkeep" in said
     assert "0.0.1" in said

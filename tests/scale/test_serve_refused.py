@@ -58,10 +58,9 @@ def test_replicas_that_do_not_fit_are_refused_with_what_would(address):
 
 
 def test_another_version_on_a_node_is_refused(address, monkeypatch):
-    from kvkeep.cli import distributed
 
     other = {**cluster.scout()["versions"], "torch": "1.0"}
-    monkeypatch.setattr(distributed, "check_versions", lambda found: cluster.check_versions(found, other))
+    monkeypatch.setattr("kvkeep.cli.cluster.check_versions", lambda found: cluster.check_versions(found, other))
     said = refused(address)
     assert "has torch" in said
     assert "this process has 1.0" in said

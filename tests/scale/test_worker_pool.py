@@ -159,7 +159,7 @@ def test_a_crew_that_is_stopped_reads_no_more_lines(monkeypatch):
 @pytest.mark.slow
 def test_a_command_whose_cluster_has_gone_away_ends_at_once():
     code = (
-        "from kvkeep.cli.distributed import ended_with_its_cluster\n"
+        "from kvkeep.cli.cluster import ended_with_its_cluster\n"
         "from kvkeep.scale.cluster import LostClusterError\n"
         "import atexit\n"
         "atexit.register(print, 'an ordinary end')\n"

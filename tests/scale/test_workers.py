@@ -28,8 +28,8 @@ def node(name="10.0.0.1", cpus=4, gpus=0, memory=10**10, versions=VERSIONS):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kvkeep.load(dtype="float32")
+def model(comparable):
+    return comparable.loaded
 
 
 class Making:

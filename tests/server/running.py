@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from comparable_model import DTYPE
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -36,7 +37,7 @@ def checkpoint(folder=None):
 @functools.cache
 def model(folder=None):
     with quiet():
-        return read_weights(checkpoint(folder))
+        return read_weights(checkpoint(folder), DTYPE)  # answers are compared with those of requests alone
 
 
 def keys(*found):

@@ -91,7 +91,7 @@ async def leave(client, body, kind):
 def test_all_rows_come_back_and_answers_are_those_of_a_single_client(count):
     made = bodies(count)
     with serve(rows=8, budget=48, max_queue=500, folder=str(model_folders.folder())) as server:
-        before = server.engine.memory().allocated_bytes
+        before = server.engine.memory_usage().allocated_bytes
         if count > 500:  # the first ones pay for imports, buffers and threads
             asyncio.run(clients(server.url, made[:200], 64))
             assert server.idle()
@@ -101,7 +101,7 @@ def test_all_rows_come_back_and_answers_are_those_of_a_single_client(count):
         assert count <= 500 or resident_bytes() - resident < MOST_GROWTH
         health = server.client.get("/health").json()
         assert (health["rows_free"], health["waiting"]) == (8, 0)
-        assert server.engine.memory().allocated_bytes == before
+        assert server.engine.memory_usage().allocated_bytes == before
     assert count * 0.7 < len(answers) < count * 0.9
     want = expected(made)
     wrong = {number: (text, want[number]) for number, text in answers.items() if text != want[number]}

@@ -228,7 +228,7 @@ def test_a_failed_step_is_not_copied_and_can_be_taken_back(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Layer, "_decode", fail)
-        patched.setattr(Layer, "_again", lambda *_: None)
+        patched.setattr(Layer, "_replay", lambda *_: None)
         with pytest.raises(RuntimeError):
             feed(model(), cache, tokens, 28, 29)
     with pytest.raises(BrokenCacheError):

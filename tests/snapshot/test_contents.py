@@ -8,10 +8,11 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.cache.layer import Layer
+from kvkeep.cache.row_snapshot import new_block
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.cascade import Cascade
-from kvkeep.snapshot import new_block, put, take
+from kvkeep.snapshot import put, take
 from kvkeep.testing import Case, Tape
 from kvkeep.types import Phase
 

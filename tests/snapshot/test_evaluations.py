@@ -8,7 +8,7 @@ import torch
 from snapshot_models import CONFIGS, model
 
 from kvkeep import parse
-from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.forward import Drive
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import Writer

@@ -23,14 +23,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import noise
-from kvkeep.attention_stats import Nothing
-from kvkeep.cache.bounded_cache import handing_cache
+from kvkeep.attention_probe import LayerStep, OnePass, positions_of, probe_cache
+from kvkeep.attention_stats import Mass, Nothing
+from kvkeep.backends import choose, reference
 from kvkeep.cache.hf_layers import PhasedCache, handed
-from kvkeep.errors import InputError
-from kvkeep.evals.attention_probe import Adding, Hiding, positions_of
+from kvkeep.errors import InputError, ShapeError
 from kvkeep.kv import ranking
 from kvkeep.policies._mass import HeavyHitters
-from kvkeep.types import EMPTY, Report, State, View
+from kvkeep.types import EMPTY, Report, Slots, State, View
 
 
 @runtime_checkable
@@ -156,6 +156,75 @@ class H2OGlobal(HeavyHitters):
         return state["mass"]
 
 
+# The probes of both passes.
+
+BLOCK_BYTES = 64 * 2**20
+"""Most bytes of logits that exist at a time where keys are hidden, but at least those of one row."""
+
+
+class MassTotals(OnePass):
+    """Full attention that adds up the mass of each key.
+
+    Attributes:
+        mass: column sums by true position, averaged over the query heads of a group; 0 past the end of a text.
+    """
+
+    mass: Float[Tensor, "B Hk T"]
+
+    def attend(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
+        """Causal attention; keep the sums."""
+        positions, backend = step.positions, choose(step.query.device, step.query.dtype)
+        slots = Slots(step.keys, step.values, positions[:, None])
+        out, report = backend.attend(step.query, slots, positions, statistic=Mass(), options=step.options)
+        mass = report.mass.masked_fill((positions < 0)[:, None], 0.0)
+        place = positions.clamp(min=0)[:, None].expand_as(mass)
+        self.mass = torch.zeros_like(mass).scatter_add_(-1, place, mass)
+        return out
+
+
+class HiddenKeys(OnePass):
+    """Attention in which some keys are hidden from all rows but their own and the next few.
+
+    Args:
+        hidden: which keys, by text and true position.
+        recent: rows after a hidden key's own that still see it.
+    """
+
+    def __init__(self, hidden: Bool[Tensor, "N Hk P"], recent: int) -> None:
+        super().__init__()
+        self._hidden, self._recent = hidden, recent
+
+    def attend(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
+        """Causal attention, a block of rows at a time, in float64.
+
+        Raises:
+            ShapeError: keys were chosen for other texts or another model.
+        """
+        query, positions, options = step.query, step.positions, step.options
+        B, Hq, T, _ = query.shape
+        hidden = self._by_column(positions, step.keys.shape[1])[:, :, None]
+        keys, values, out = step.keys.double(), step.values.double(), []
+        for rows in torch.arange(T).split(max(1, BLOCK_BYTES // (8 * B * Hq * T))):
+            now = positions[:, rows]
+            old = now[:, None, :, None] - positions[:, None, None, :] > self._recent
+            sees = reference.visible(now, positions[:, None], options.window) & ~(hidden & old)
+            logits = reference.logits(query[:, :, rows].double(), keys, sees, options)
+            p = reference.softmax(logits, options.sinks).masked_fill((now < 0)[:, None, None, :, None], 0.0)
+            out.append(torch.einsum("bhgts,bhse->bhgte", p, values).flatten(1, 2))
+        return torch.cat(out, dim=2).to(query.dtype)
+
+    def _by_column(self, positions: Int[Tensor, "B T"], heads: int) -> Bool[Tensor, "B Hk T"]:
+        """Which columns hold a hidden key."""
+        N, Hk, P = self._hidden.shape
+        if len(positions) != N or Hk != heads or int(positions.max()) >= P:
+            raise ShapeError(
+                f"Keys were chosen for {N} texts of at most {P} tokens and {Hk} KV heads; the model was given "
+                f"{len(positions)} of up to {int(positions.max()) + 1} and has {heads}. Measure these texts first."
+            )
+        place = positions.clamp(min=0)[:, None].expand(-1, Hk, -1)
+        return self._hidden.to(positions.device).gather(-1, place)
+
+
 def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] | None = None) -> Totals:
     """The first pass: run whole texts under full attention.
 
@@ -167,13 +236,7 @@ def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] 
     Cost:
         One forward pass, and ``4 · layers · B · Hk · T`` bytes for the sums.
     """
-    layers: dict[int, Adding] = {}
-
-    def adding(index: int) -> Adding:
-        layers[index] = Adding()
-        return layers[index]
-
-    cache = handing_cache(model.config, adding)
+    cache, layers = probe_cache(model.config, lambda index: MassTotals())
     lengths = torch.full(ids.shape[:1], ids.shape[1]) if real is None else real.sum(dim=1)
     padding = {} if real is None else {"attention_mask": real.long(), "position_ids": positions_of(real).clamp(min=0)}
     with torch.inference_mode():
@@ -191,4 +254,4 @@ def without(model: Attached, keys: Keys, *, recent: int = 0) -> PhasedCache:
         keys: the hidden keys, e.g. ``totals.heaviest(0.2)``; row ``i`` of the batch is text ``i``.
         recent: number of rows after a hidden key's own that still see it.
     """
-    return handing_cache(model.config, lambda index: Hiding(keys.chosen[index], recent))
+    return probe_cache(model.config, lambda index: HiddenKeys(keys.chosen[index], recent))[0]

@@ -93,7 +93,8 @@ def read(
     pieces = [(Phase.PREFILL, ids), *((Phase.PROBE, part) for part in ids.split(check_one(chunk, "chunk"), dim=1))]
     for cache.phase, piece in pieces:
         model(input_ids=piece, **handed(model, cache))
-    cache.phase, cache.budget, cache._settings = None, budget, replace(cache._settings, budgets=(budget,))
+    cache.phase, cache.budget, rows = None, budget, cache.row_snapshots
+    rows.settings = replace(rows.settings, budgets=(budget,))
     for layer in layers.values():
         _shrink(layer, budget)
     return cache

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import kvkeep
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny import path
 from kvkeep.models.tokenization import Writer
 from kvkeep_lab.analysis.measure import Context, Rows, Subject

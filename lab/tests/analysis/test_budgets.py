@@ -7,7 +7,7 @@ import torch
 from constructed import context
 from uniform_model import subject, tokens, writer
 
-from kvkeep.models import load
+from kvkeep.models import checkpoint
 from kvkeep_lab.analysis.groups import budgets
 from kvkeep_lab.analysis.groups.budgets import Budgets
 from kvkeep_lab.analysis.measure import Skipped
@@ -21,7 +21,7 @@ def made():
     """The text, the result and the shares of progress, in sizes for a model that was trained for 40 tokens."""
     text, shares = tokens(200), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "trained_length", lambda config: ROOM)
+        patch.setattr(checkpoint, "trained_length", lambda config: ROOM)
         patch.setattr(budgets, "PASSAGE", PASSAGE)
         patch.setattr(budgets, "STRIDE", 32)
         patch.setattr(budgets, "POLICIES", ("local", "h2o:recent=60"))

@@ -10,7 +10,7 @@ from uniform_model import subject, tokens, unlimited, writer
 from kvkeep.engine.sampler import choose
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep_lab.analysis.groups import diversity
-from kvkeep_lab.analysis.groups.diversity import Diversity
+from kvkeep_lab.analysis.groups.diversity import WrittenDiversity
 
 PROMPTS, NEW = 3, 5
 
@@ -77,7 +77,7 @@ def test_difference_is_paired():
 
 def test_the_difference_of_one_prompt_may_be_chance():
     assert diversity.difference([1.0], [0.25]) == (0.75, math.inf)
-    assert Diversity.reading(made(full=[0.1], h2o=[0.1], local=[0.9])).verdict == "cannot tell"
+    assert WrittenDiversity.reading(made(full=[0.1], h2o=[0.1], local=[0.9])).verdict == "cannot tell"
 
 
 @pytest.mark.usefixtures("short")
@@ -85,15 +85,15 @@ def test_all_policies_write(monkeypatch):
     monkeypatch.setattr(diversity, "BUDGET", 0.7)  # AhaKV protects 32 recent tokens by itself
     monkeypatch.setattr(diversity, "PROMPT", 48)
     text = tokens(200)
-    measurement = Diversity(context(text))
+    measurement = WrittenDiversity(context(text))
     measurement.runs(subject(unlimited(writer()), text), lambda share: None)
     result = measurement.result()
     assert list(result["policies"]) == list(diversity.POLICIES)
     assert result["budget"] == int(0.7 * 53)
     axes = Axes()
-    Diversity.draw(result, axes)
+    WrittenDiversity.draw(result, axes)
     assert sum(name == "plot" for name, _, _ in axes.calls) == 2
-    assert f"{result['policies']['h2o']['self_bleu_smooth']['4']:.3f}" in Diversity.reading(result).here
+    assert f"{result['policies']['h2o']['self_bleu_smooth']['4']:.3f}" in WrittenDiversity.reading(result).here
 
 
 def made(**bleus):
@@ -113,4 +113,4 @@ def made(**bleus):
     ],
 )
 def test_verdicts(h2o, local, verdict):
-    assert Diversity.reading(made(full=[0.1, 0.2, 0.2, 0.1], h2o=h2o, local=local)).verdict == verdict
+    assert WrittenDiversity.reading(made(full=[0.1, 0.2, 0.2, 0.1], h2o=h2o, local=local)).verdict == verdict

@@ -6,12 +6,12 @@ import pytest
 import torch
 from constructed import Axes, causal, context, show
 
-from kvkeep_lab.analysis.groups.heavy import HeavyHitters
+from kvkeep_lab.analysis.groups.heavy import MassByRank
 
 
 def measured(weights, tokens, **options):
     layers, heads = weights.shape[:2]
-    return show(HeavyHitters(context(tokens, layers=layers, heads=heads)), weights, **options).result()
+    return show(MassByRank(context(tokens, layers=layers, heads=heads)), weights, **options).result()
 
 
 def test_uniform_attention_has_the_shares_of_harmonic_numbers():
@@ -20,7 +20,7 @@ def test_uniform_attention_has_the_shares_of_harmonic_numbers():
     expected = sum(sum(1 / i for i in range(j, n + 1)) for j in range(1, 41)) / n
     assert result["tokens"]["20%"] == pytest.approx([expected] * 2)
     assert result["uniform"]["20%"] == pytest.approx([expected])
-    assert HeavyHitters.reading(result).verdict == "differ"  # no heavy hitter, whatever the fit
+    assert MassByRank.reading(result).verdict == "differ"  # no heavy hitter, whatever the fit
 
 
 def test_every_row_looks_at_one_token():
@@ -65,7 +65,7 @@ def test_a_power_law_over_kinds_is_found():
     assert (result["kinds"]["fit"]["first"], result["kinds"]["fit"]["last"]) == (10, kinds)
     k = kinds // 10
     assert result["kinds"]["hill"] == pytest.approx(1 / (-slope * (math.log(k + 1) - math.lgamma(k + 1) / k)), rel=1e-4)
-    assert HeavyHitters.reading(result).verdict == "agree"
+    assert MassByRank.reading(result).verdict == "agree"
 
 
 def test_a_kind_collects_the_mass_of_all_its_places_in_all_layers():
@@ -80,7 +80,7 @@ def test_a_kind_collects_the_mass_of_all_its_places_in_all_layers():
     assert result["heaviest"][0]["count"] == int((tokens == heaviest).sum())
     assert result["curve"]["rank"] == [1, 2, 3, 4, 5]
     assert sum(result["curve"]["mass"]) == pytest.approx(1.0, abs=1e-5)
-    assert HeavyHitters.reading(result).verdict == "cannot tell"  # five kinds make no law
+    assert MassByRank.reading(result).verdict == "cannot tell"  # five kinds make no law
 
 
 def test_blocks_do_not_matter():
@@ -92,5 +92,5 @@ def test_blocks_do_not_matter():
 
 def test_the_picture_names_its_axes():
     axes = Axes()
-    HeavyHitters.draw(measured(causal(torch.ones(1, 1, 70, 70)), range(70)), axes)
+    MassByRank.draw(measured(causal(torch.ones(1, 1, 70, 70)), range(70)), axes)
     assert {"set_xlabel", "set_ylabel", "legend"} <= {name for name, _, _ in axes.calls}

@@ -14,9 +14,9 @@ from kvkeep_lab.analysis import page, report
 from kvkeep_lab.analysis.groups import MEASUREMENTS, budgets
 from kvkeep_lab.analysis.groups.budgets import Budgets
 from kvkeep_lab.analysis.groups.sparsity import Sparsity
-from kvkeep_lab.analysis.measure import READS, Claim
+from kvkeep_lab.analysis.measure import READS, ClaimLine
 from kvkeep_lab.analysis.recommend import Advice
-from kvkeep_lab.analysis.report import ELSEWHERE, Folder
+from kvkeep_lab.analysis.report import ELSEWHERE, AnalysisFolder
 
 RUN = {
     "model": "evil <b>model</b>",
@@ -39,7 +39,7 @@ RUN = {
 SPARSE = {"sparsity_by_layer": [0.97, 0.99], "sparsity": 0.98, "square_by_layer": [0.98, 0.99]}
 DOCS = Path(__file__).parents[3] / "docs"
 ADVICE = Advice("Use <it>.", "kvkeep tune", ("R3: a & b", "R4: c"))
-CLAIM = Claim("a <claim>", "H2O, Figure 1", "they & we", "here", "differ")
+CLAIM = ClaimLine("a <claim>", "H2O, Figure 1", "they & we", "here", "differ")
 
 
 class Reader(HTMLParser):
@@ -156,7 +156,7 @@ def test_every_measurement_keeps_the_contract():
 
 
 def test_report_writes_page_pictures_and_numbers(tmp_path, monkeypatch):
-    folder = Folder(tmp_path)
+    folder = AnalysisFolder(tmp_path)
     folder.open(RUN)
     about = {"version": 1, "source": "s", "title": "t"}
     folder.write("sparsity.json", {"name": "sparsity", **about, "result": SPARSE})
@@ -176,7 +176,7 @@ def test_report_writes_page_pictures_and_numbers(tmp_path, monkeypatch):
 
 def test_a_report_needs_an_analysis(tmp_path):
     with pytest.raises(InputError, match="holds no analysis"):
-        report.write(Folder(tmp_path))
+        report.write(AnalysisFolder(tmp_path))
 
 
 def test_a_number_keeps_its_per_cent_sign():
@@ -242,7 +242,7 @@ def test_budgets_that_all_cost_too_much_are_said_so():
 
 def test_what_is_left_of_a_second_reading():
     """Losses made by hand: 2 nats, passages again 1; a bounded cache has 1.5 there, and 0.25 more in the text."""
-    plan = budgets.Plan.of(torch.arange(600), 600)
+    plan = budgets.BudgetTexts.of(torch.arange(600), 600)
     assert plan.n_text == 600 - 4 * budgets.PASSAGE
     assert plan.tokens[plan.n_text :].tolist()[: budgets.PASSAGE] == list(
         range(plan.starts[0], plan.starts[0] + budgets.PASSAGE)
@@ -267,7 +267,7 @@ def test_an_error_of_kvkeeps_own_is_not_blamed_on_the_file(tmp_path, monkeypatch
     def fail(result):
         raise InputError("The model is too large.")
 
-    folder = Folder(tmp_path)
+    folder = AnalysisFolder(tmp_path)
     monkeypatch.setattr(Sparsity, "reading", fail)
     about = {"version": Sparsity.VERSION, "seconds": 1.0}
     folder.write("run.json", RUN)

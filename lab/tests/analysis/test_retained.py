@@ -8,7 +8,7 @@ from shown import context, hide_future, llama, random_logits, show, subject
 from kvkeep import BoundedCache
 from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._ranks import uniform_mass
-from kvkeep_lab.analysis.groups.retained import BINS, POLICIES, Prompt, Retained, spread
+from kvkeep_lab.analysis.groups.retained import BINS, POLICIES, LayerPrompt, Retained, spread
 from kvkeep_lab.analysis.walk import walk
 
 
@@ -17,7 +17,7 @@ def test_kept_tokens_are_those_of_the_cache():
     model = llama()
     given = subject(model, n)
     about = context(n, layers=2, heads=4, kv_heads=2)
-    prompts = {name: [Prompt(parse(name), about, budget, layer) for layer in range(2)] for name in POLICIES}
+    prompts = {name: [LayerPrompt(parse(name), about, budget, layer) for layer in range(2)] for name in POLICIES}
 
     class Sees:
         def rows(self, rows):
@@ -41,7 +41,7 @@ def test_kept_tokens_are_those_of_the_cache():
 def test_h2o_chooses_the_largest_column_sums():
     n, budget = 300, 60
     logits = random_logits(1, 4, n, n, scale=2.0)
-    prompt = Prompt(parse("h2o"), context(n, heads=4, kv_heads=2), budget, 0)
+    prompt = LayerPrompt(parse("h2o"), context(n, heads=4, kv_heads=2), budget, 0)
 
     class Shown:
         context = context(n, heads=4, kv_heads=2)

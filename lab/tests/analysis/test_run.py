@@ -13,9 +13,9 @@ from kvkeep.errors import InputError
 from kvkeep.models import load
 from kvkeep.models.tokenization import Writer
 from kvkeep_lab.analysis import run as running
-from kvkeep_lab.analysis.job import Job, find, read
+from kvkeep_lab.analysis.job import AnalysisJob, find, read
 from kvkeep_lab.analysis.measure import Measurement, Reading, Skipped
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.analysis.run import run
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
@@ -109,7 +109,7 @@ def writer():
 def job(writer, kinds, **changes):
     options = {"seed": 0, "text": TEXT, "tokens": N} | changes
     text = read(writer.checkpoint, "fox.txt", options["text"], options["tokens"])
-    return Job("a model", writer.checkpoint, text, kinds, options["seed"])
+    return AnalysisJob("a model", writer.checkpoint, text, kinds, options["seed"])
 
 
 def result_of(path, name):
@@ -120,7 +120,7 @@ def result_of(path, name):
 def finished(writer, tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
     stages = []
-    run(job(writer, KINDS), writer, Folder(path), lambda what, share: stages.append((what, share)))
+    run(job(writer, KINDS), writer, AnalysisFolder(path), lambda what, share: stages.append((what, share)))
     return path, stages
 
 
@@ -144,7 +144,7 @@ def test_a_control_has_the_result_of_other_weights(finished):
 
 
 def test_random_weights_are_other_weights_of_the_same_seed(writer):
-    from kvkeep.models.tokenization import with_random_weights
+    from kvkeep.models.load import with_random_weights
 
     before = torch.random.get_rng_state()
     one, same, other = (with_random_weights(writer, seed).model for seed in (0, 0, 1))
@@ -165,7 +165,7 @@ def test_skips_say_why(finished):
 def test_what_the_model_does_not_show_is_a_reason_to_skip(writer, tmp_path, monkeypatch, part):
     look = running.look
     monkeypatch.setattr(running, "look", lambda *args: replace(look(*args), **{part: "it has none"}))
-    run(job(writer, (Sums, Units)), writer, Folder(tmp_path))
+    run(job(writer, (Sums, Units)), writer, AnalysisFolder(tmp_path))
     reasons = {name: result_of(tmp_path, name).get("skipped") for name in ("sums", "units")}
     assert (
         reasons
@@ -180,7 +180,7 @@ def test_what_the_model_does_not_show_is_a_reason_to_skip(writer, tmp_path, monk
 
 
 def test_a_measurement_may_read_run_and_have_a_control(writer, tmp_path):
-    run(job(writer, (Both,)), writer, Folder(tmp_path))
+    run(job(writer, (Both,)), writer, AnalysisFolder(tmp_path))
     found = result_of(tmp_path, "both")["result"]
     assert found["weight"] == N  # of its run
     assert found["order"] == found["random"]["order"] == [0, 1]
@@ -197,7 +197,7 @@ def test_a_measurement_may_read_run_and_have_a_control(writer, tmp_path):
 def test_a_measurement_that_lacks_what_it_declares_is_named(writer, tmp_path, reads, part, said):
     parts = {"name": "lacking", "reads": frozenset({reads}), part: getattr(Measurement, part)}
     with pytest.raises(NotImplementedError, match=said):
-        run(job(writer, (type("Lacking", (Sums,), parts),)), writer, Folder(tmp_path))
+        run(job(writer, (type("Lacking", (Sums,), parts),)), writer, AnalysisFolder(tmp_path))
 
 
 def test_runs_of_their_own_and_stages(finished):
@@ -221,25 +221,25 @@ def test_provenance(finished, writer):
 def test_the_same_again_makes_nothing(finished, writer, monkeypatch):
     calls = Running.calls
     monkeypatch.setattr(running, "walk", None)
-    run(job(writer, KINDS), writer, Folder(finished[0]))
+    run(job(writer, KINDS), writer, AnalysisFolder(finished[0]))
     assert Running.calls == calls
 
 
 def test_another_version_is_measured_anew(writer, tmp_path, monkeypatch):
-    run(job(writer, [Running]), writer, Folder(tmp_path))
+    run(job(writer, [Running]), writer, AnalysisFolder(tmp_path))
     calls = Running.calls
     monkeypatch.setattr(Running, "VERSION", 2)
-    run(job(writer, [Running]), writer, Folder(tmp_path))
+    run(job(writer, [Running]), writer, AnalysisFolder(tmp_path))
     assert Running.calls == calls + 1
     assert result_of(tmp_path, "running")["version"] == 2
 
 
 def test_what_is_finished_is_kept_when_the_run_is_stopped(writer, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(job(writer, [Sums, Stopped, Running]), writer, Folder(tmp_path))
+        run(job(writer, [Sums, Stopped, Running]), writer, AnalysisFolder(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "sums.json"}
     before = (tmp_path / "sums.json").stat().st_mtime_ns
-    run(job(writer, [Sums, Running]), writer, Folder(tmp_path))
+    run(job(writer, [Sums, Running]), writer, AnalysisFolder(tmp_path))
     assert (tmp_path / "sums.json").stat().st_mtime_ns == before
     assert (tmp_path / "running.json").exists()
 
@@ -250,27 +250,27 @@ def test_what_is_finished_is_kept_when_the_run_is_stopped(writer, tmp_path):
 )
 def test_a_folder_of_another_run_is_refused(finished, writer, changes, what):
     with pytest.raises(InputError, match=what):
-        run(job(writer, [Sums], **changes), writer, Folder(finished[0]))
+        run(job(writer, [Sums], **changes), writer, AnalysisFolder(finished[0]))
 
 
 def test_a_folder_of_another_command_or_of_unknown_origin_is_refused(tmp_path):
     (tmp_path / "sparsity.json").write_text("{}\n")
     with pytest.raises(InputError, match=r"sparsity.json but no run.json"):
-        Folder(tmp_path).check({})
+        AnalysisFolder(tmp_path).check({})
     (tmp_path / "run.json").write_text('{"model": "m", "tasks": {}}')
     with pytest.raises(InputError, match="another run: the command"):
-        Folder(tmp_path).check({})
+        AnalysisFolder(tmp_path).check({})
     (tmp_path / "run.json").write_text("torn")
     with pytest.raises(InputError, match="cannot be read"):
-        Folder(tmp_path).check({})
+        AnalysisFolder(tmp_path).check({})
     with pytest.raises(InputError, match="is a file"):
-        Folder(tmp_path / "run.json")
+        AnalysisFolder(tmp_path / "run.json")
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be"):
-        Folder(tmp_path / "file" / "below").open({})
+        AnalysisFolder(tmp_path / "file" / "below").open({})
 
 
 def test_a_full_disk_loses_nothing(writer, tmp_path, monkeypatch):
@@ -285,10 +285,10 @@ def test_a_full_disk_loses_nothing(writer, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InputError, match=r"No space left on device. Finished measurements are safe.*goes on"):
-        run(job(writer, [Sums, Running]), writer, Folder(tmp_path))
+        run(job(writer, [Sums, Running]), writer, AnalysisFolder(tmp_path))
     (kept,) = {path.name for path in tmp_path.iterdir()} - {"run.json"}  # and no torn file
     before = (tmp_path / kept).stat().st_mtime_ns
-    run(job(writer, [Sums, Running]), writer, Folder(tmp_path))
+    run(job(writer, [Sums, Running]), writer, AnalysisFolder(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "sums.json", "running.json"}
     assert (tmp_path / kept).stat().st_mtime_ns == before
 
@@ -296,9 +296,9 @@ def test_a_full_disk_loses_nothing(writer, tmp_path, monkeypatch):
 def test_a_second_writer_is_refused_while_measurements_are_made(writer, tmp_path):
     def second(what, share):
         with pytest.raises(InputError, match="Another run is writing to"):
-            run(job(writer, [Sums]), writer, Folder(tmp_path))
+            run(job(writer, [Sums]), writer, AnalysisFolder(tmp_path))
 
-    run(job(writer, [Running]), writer, Folder(tmp_path), second)
+    run(job(writer, [Running]), writer, AnalysisFolder(tmp_path), second)
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "running.json"}
 
 

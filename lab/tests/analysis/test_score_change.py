@@ -5,8 +5,8 @@ import torch
 from constructed import Axes
 from shown import context, llama, subject
 
+from kvkeep.attention_probe import TapeRecorder, tapes, wrap_layers
 from kvkeep.cache.bounded_cache import BoundedCache
-from kvkeep.evals.attention_probe import record, tapes
 from kvkeep_lab.analysis.groups import score_change
 from kvkeep_lab.analysis.groups.score_change import ScoreChange, change
 
@@ -104,7 +104,7 @@ def test_a_budget_for_all_changes_nothing(measured):
     ids = given.tokens[None, :n]
     full = [tape.weights(100) for tape in tapes(model, ids).values()]
     cache = BoundedCache(model.config, "h2o", n)
-    recorders = record(cache)
+    recorders = wrap_layers(cache, TapeRecorder)
     with torch.inference_mode():
         for piece in [ids[:, :100], *ids[:, 100:].split(1, dim=1)]:
             model(input_ids=piece, past_key_values=cache, use_cache=True)

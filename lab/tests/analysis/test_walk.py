@@ -193,7 +193,7 @@ def test_units_of_a_function_that_is_called_twice_are_not_shown(monkeypatch, ids
 
 def test_a_block_whose_projections_are_no_modules_is_not_understood():
     x = torch.randn(3, 4)
-    trace = mlp_blocks.Trace([mlp_blocks.Call(torch.nn.ReLU(), x @ torch.ones(4, 4), x.relu())])
+    trace = mlp_blocks.CallTrace([mlp_blocks.Call(torch.nn.ReLU(), x @ torch.ones(4, 4), x.relu())])
     with pytest.raises(mlp_blocks.NotUnderstood, match="projections around a layer's activation function"):
         mlp_blocks.find_block(trace, x)
 
@@ -221,9 +221,9 @@ def test_layers_of_different_heads_are_refused(monkeypatch, ids):
 
 def test_more_tokens_than_announced_are_an_error():
     from kvkeep.types import AttentionOptions
-    from kvkeep_lab.analysis.walk import Shown
+    from kvkeep_lab.analysis.walk import RowReader
 
-    layer = Shown(0, length=3, take=None)
+    layer = RowReader(0, length=3, take_rows=None)
     q, kv = torch.zeros(1, 2, 4, 8), torch.zeros(1, 1, 4, 8)
     with pytest.raises(ShapeError, match="room for 3 tokens and was given 4"):
         layer.step(q, kv, kv, options=AttentionOptions(1.0), phase=phase_of(q))

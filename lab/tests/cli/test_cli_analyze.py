@@ -9,11 +9,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli import console
+from kvkeep.cli import console, progress
 from kvkeep.cli.main import app
 from kvkeep.errors import pip_install
 from kvkeep_lab.analysis import run as running
-from kvkeep_lab.cli.analyze import analysis
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--only", "sparsity,budgets", "--max-tokens", 80)
@@ -144,7 +143,7 @@ def test_options_that_are_missing_are_named(novel, tmp_path):
 def test_the_bar_of_a_terminal_names_the_stage_that_runs(monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     monkeypatch.setattr(console, "err", lambda: screen)
-    with analysis._progress() as on_stage:
+    with progress.staged() as on_stage:
         on_stage("reading the text", 1.0)
         shown = screen.file.getvalue()
         on_stage("budgets", 0.5)
@@ -155,7 +154,7 @@ def test_the_bar_of_a_terminal_names_the_stage_that_runs(monkeypatch):
 
 
 def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):
-    with pytest.raises(KeyboardInterrupt), analysis._progress():
+    with pytest.raises(KeyboardInterrupt), progress.resumable():
         raise KeyboardInterrupt
     said = " ".join(capsys.readouterr().err.split())
     assert said == "note: stopped. What is finished is on the disk; run the same command again to go on."

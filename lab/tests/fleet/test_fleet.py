@@ -11,7 +11,7 @@ import pytest
 
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.models.load import quiet
-from kvkeep_lab.fleet.bounded import Bounded, Rows
+from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
 from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn
 from kvkeep_lab.fleet.paged import PAGE, Paged, Pages, TooLongError
 from kvkeep_lab.fleet.setup import Fleet
@@ -52,7 +52,7 @@ def load(**options):
 
 
 def rows(count=1, slots=65, **options):
-    return Rows(**{"count": count, "slots": slots, "decode_every": 10**6, **options})
+    return DeviceRows(**{"count": count, "slots": slots, "decode_every": 10**6, **options})
 
 
 # by hand

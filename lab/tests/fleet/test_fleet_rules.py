@@ -10,7 +10,7 @@ from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import Sequence
 from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
-from kvkeep_lab.fleet.bounded import Bounded, Rows
+from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
 from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn
 from kvkeep_lab.loadtest.lengths import Lengths
 
@@ -85,7 +85,7 @@ def test_runs_are_those_of_the_engines_scheduler(seed, chunk, decode_every, mixe
     rules = {"chunk": chunk, "decode_every": decode_every, "mixed_tokens": mixed_tokens}
     runs, first = by_scheduler(turns, 5, **rules)
     load = FleetLoad(rate=1.0, prompt_tokens=ANY, new_tokens=ANY, trace=tuple((turn,) for turn in turns))
-    device = Bounded(steps, Arrivals(load), Rows(count=5, slots=65, **rules))
+    device = Bounded(steps, Arrivals(load), DeviceRows(count=5, slots=65, **rules))
     begun, plain = {}, device._goes_on
     device._goes_on = lambda job: begun.update({job.number: device.now}) or plain(job)
     device.run()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 pytest.importorskip("httpx")
 
 from kvkeep.cli.main import app
-from kvkeep_lab.loadtest.client import Outcome
+from kvkeep_lab.loadtest.client import RequestOutcome
 from kvkeep_lab.loadtest.percentiles import percentile, spread
 from kvkeep_lab.loadtest.summary import summary
 
@@ -206,8 +206,8 @@ def test_percentiles_are_values_that_were_measured():
 
 
 def test_an_answer_of_one_token_has_no_time_per_token():
-    one = Outcome(planned=1.0, sent=1.5, times=[3.0], ended=4.0, new_tokens=1, prompt_tokens=2)
-    two = Outcome(planned=1.0, sent=1.0, times=[2.0, 4.0], ended=5.0, new_tokens=3, prompt_tokens=2)
+    one = RequestOutcome(planned=1.0, sent=1.5, times=[3.0], ended=4.0, new_tokens=1, prompt_tokens=2)
+    two = RequestOutcome(planned=1.0, sent=1.0, times=[2.0, 4.0], ended=5.0, new_tokens=3, prompt_tokens=2)
     found = summary([one, two], seconds=4.0)
     assert (found["ttft_s"]["max"], found["tpot_s"]["max"], found["late_s"]["max"]) == (2.0, 1.0, 0.5)
     assert (found["stall_s"]["max"], found["new_tokens_per_s"]) == (2.0, 1.0)

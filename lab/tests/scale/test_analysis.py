@@ -26,7 +26,7 @@ from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.groups.removal import Removal
 from kvkeep_lab.analysis.groups.sparsity import Sparsity
 from kvkeep_lab.analysis.job import find
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.cli.analyze import far
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
@@ -45,13 +45,13 @@ def test_the_folder_is_that_of_one_process_whoever_dies(seed, on, text, analysed
 
 
 def test_each_result_is_written_once_and_as_it_comes(on, text, tmp_path, monkeypatch):
-    write, cluster, seen = Folder.write, on(Real(3, deaths=2)), []
+    write, cluster, seen = AnalysisFolder.write, on(Real(3, deaths=2)), []
 
     def noted(self, name, value):
         seen.append((name, sum(cluster.ran.values())))
         return write(self, name, value)
 
-    monkeypatch.setattr(Folder, "write", noted)
+    monkeypatch.setattr(AnalysisFolder, "write", noted)
     assert invoke(text, tmp_path, "--ray-workers", 2, only=["sparsity", *APART]).exit_code == 0
     names = [name for name, _ in seen]
     assert len(set(names)) == len(names) == 4 + len(("run.json", "analysis.json"))
@@ -69,7 +69,7 @@ def test_json_has_the_results_and_the_number_of_workers(on, text, analysed, tmp_
 
 @pytest.mark.parametrize("ray", [(), ("--ray-workers", 3)])
 def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, text, analysed, tmp_path, monkeypatch):
-    write = Folder.write
+    write = AnalysisFolder.write
     for at, left in enumerate((1, 3)):
 
         def stop(self, name, value, count=itertools.count(), left=left):  # noqa: B008  one for each round
@@ -81,7 +81,7 @@ def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, text, analysed, tm
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(Folder, "write", stop)
+            patch.setattr(AnalysisFolder, "write", stop)
             cluster = on(Real(at))
             found = invoke(text, tmp_path, "--ray-workers", 2)
         assert found.exit_code == 130

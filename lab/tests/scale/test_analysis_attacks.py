@@ -16,7 +16,7 @@ from kvkeep.result_files import Lock
 from kvkeep.scale import driver, worker_pool
 from kvkeep.scale.driver import Outcome
 from kvkeep_lab.analysis.groups.removal import Removal
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.cli.analyze import far
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "no_pictures")]
@@ -28,7 +28,7 @@ RAY = ("--ray-workers", 2)
 def test_an_analysis_that_is_stopped_again_and_again_by_chance_ends_as_one_process_does(
     seed, on, text, analysed, tmp_path, monkeypatch
 ):
-    draw, write, rounds = random.Random(seed), Folder.write, 0
+    draw, write, rounds = random.Random(seed), AnalysisFolder.write, 0
     while rounds < 12:
         rounds += 1
         at, how = draw.randrange(1, 9), draw.choice(("signal", "twice", "before", "disk"))
@@ -51,7 +51,7 @@ def test_an_analysis_that_is_stopped_again_and_again_by_chance_ends_as_one_proce
         cluster = on(Real(draw.random(), deaths=draw.randrange(4)))
         ray = () if draw.random() < 0.2 else ("--ray-workers", draw.randint(1, 4))
         with monkeypatch.context() as patch:
-            patch.setattr(Folder, "write", stop)
+            patch.setattr(AnalysisFolder, "write", stop)
             found = invoke(text, tmp_path, *ray)
         ended(cluster)
         assert found.exit_code in (0, 2, 130)
@@ -191,7 +191,7 @@ def test_a_file_that_is_damaged_while_workers_begin_is_named(on, text, tmp_path,
 
 
 def test_a_folder_that_is_removed_meanwhile_is_an_error_in_one_line(on, text, tmp_path, monkeypatch):
-    write, folder = Folder.write, tmp_path / "out"
+    write, folder = AnalysisFolder.write, tmp_path / "out"
 
     def gone(self, name, value):
         found = write(self, name, value)
@@ -199,7 +199,7 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error_in_one_line(on, text, tm
             shutil.rmtree(folder, ignore_errors=True)
         return found
 
-    monkeypatch.setattr(Folder, "write", gone)
+    monkeypatch.setattr(AnalysisFolder, "write", gone)
     cluster = on(Real(0))
     found = invoke(text, folder, *RAY)
     assert found.exit_code == 2

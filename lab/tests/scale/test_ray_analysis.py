@@ -9,7 +9,6 @@ import pytest
 import rayjobs
 from typer.testing import CliRunner
 
-from kvkeep.cli import distributed
 from kvkeep.cli.main import app
 from kvkeep.scale import cluster
 from kvkeep_lab.cli.analyze import far
@@ -127,7 +126,7 @@ def test_a_cluster_that_cannot_do_it_is_refused_with_the_reason(address, words, 
         assert "2 workers of 1 CPU and 100 TB each do not fit into the cluster, none would" in said
     assert "Nothing answers at --ray-address 127.0.0.1:9" in refused("--ray-workers", 2, "--ray-address", "127.0.0.1:9")
     other = {**cluster.scout()["versions"], "kvkeep": "0.0.1"}
-    monkeypatch.setattr(distributed, "check_versions", lambda found: cluster.check_versions(found, other))
+    monkeypatch.setattr("kvkeep.cli.cluster.check_versions", lambda found: cluster.check_versions(found, other))
     said = refused(*there, "--ray-workers", 1)
     assert "has kvkeep" in said
     assert "0.0.1" in said

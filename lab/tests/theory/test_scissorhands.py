@@ -15,7 +15,7 @@ import torch
 from kvkeep_lab.theory import drift, transformer
 from kvkeep_lab.theory.claims_scissorhands import kv_gib, simple
 from kvkeep_lab.theory.loops import attend
-from kvkeep_lab.theory.scissorhands import Reading, algorithm_1, algorithm_2, importance_record
+from kvkeep_lab.theory.scissorhands import AlgorithmReading, algorithm_1, algorithm_2, importance_record
 from kvkeep_lab.theory.transformer import Transformer, largest, random_matrix, random_unit
 
 SEEDS = range(4)
@@ -43,17 +43,17 @@ def test_the_importance_record_by_hand():
     """Thresholds 1/4 and 1/5; a token that a row does not see is not low in it."""
     assert importance_record(WINDOW) == {0: 2, 1: 1, 2: 1, 3: 0, 4: 0}
     assert importance_record([(3, {0: 0.25, 1: 0.25, 2: 0.2, 3: 0.3})]) == {0: 0, 1: 0, 2: 1, 3: 0}
-    assert importance_record(WINDOW, Reading(theta=0.5)) == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1}
+    assert importance_record(WINDOW, AlgorithmReading(theta=0.5)) == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1}
     gone = [(99, {7: 0.1, 98: 0.4, 99: 0.5})]
     assert importance_record(gone) == {7: 0, 98: 0, 99: 0}
-    assert importance_record(gone, Reading(live=True)) == {7: 1, 98: 0, 99: 0}
+    assert importance_record(gone, AlgorithmReading(live=True)) == {7: 1, 98: 0, 99: 0}
 
 
 def test_algorithm_2_by_hand():
     """0 is low twice; 1 and 2 once each, 1 with the smaller sum; the stable sort of the paper drops the newer one."""
     S = [0, 1, 2, 3, 4]
     assert algorithm_2(S, WINDOW, r=1, m=2) == [2, 3, 4]
-    assert algorithm_2(S, WINDOW, r=1, m=2, reading=Reading(newest_first=True)) == [1, 3, 4]
+    assert algorithm_2(S, WINDOW, r=1, m=2, reading=AlgorithmReading(newest_first=True)) == [1, 3, 4]
     assert algorithm_2(S, WINDOW, r=4, m=1) == [1, 2, 3, 4]
     assert algorithm_2(S, WINDOW, r=0, m=5) == []
 
@@ -83,7 +83,7 @@ def test_printed_slice_drops_recent(seed: int):
     q, k = torch.randn(2, 80, 8, generator=draw(seed), dtype=torch.float64).tolist()
     lost = {}
     for printed in (True, False):
-        sets = list(algorithm_1(q, k, 12, w=4, r=4, m=4, scaling=0.5, reading=Reading(printed_slice=printed)))
+        sets = list(algorithm_1(q, k, 12, w=4, r=4, m=4, scaling=0.5, reading=AlgorithmReading(printed_slice=printed)))
         lost[printed] = sum(not set(range(t - 3, t + 1)) <= set(S) for t, S in enumerate(sets) if t >= 3)
     assert lost[False] == 0
     assert lost[True] > 20
@@ -117,7 +117,7 @@ def test_the_largest_singular_value():
 # -- Theorem 3.1 -------------------------------------------------------------------------------------------------------
 
 
-def pivotal(seed: int, wobble: float, mlp: float) -> transformer.Step:
+def pivotal(seed: int, wobble: float, mlp: float) -> transformer.TokenStep:
     """Nearly orthogonal tokens, ``A`` close to a multiple of the identity, an MLP of any size."""
     g, d, before = draw(seed), 48, 16
     basis = torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64)).Q[:before]
@@ -147,7 +147,7 @@ def test_theorem_31_and_absolute_value(wobble: float, mlp: float):
 def test_epsilon_by_hand():
     """Premises of Theorem 3.1 with ``c = x_ℓ A x_ℓ^T``: ``ε ≥ |x_j A x_ℓ^T| / c`` and ``δ ≤ (c ε / λλλλ)²``."""
     none = torch.zeros(2, dtype=torch.float64)
-    step = transformer.Step(
+    step = transformer.TokenStep(
         alpha=none, own=tensor(2.0, -1.0), others=tensor(-0.5, 0.1), others_abs=tensor(0.5, 0.1), norm=1.0,
         delta=0.04, gain=3.0, following=none, before=none,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Backends do the work of a layer's step. `choose` alone decides which one, for a device and a dtype.
 
-`protocol` says what a backend does. `reference` is the definition that all others are tested against. `small` are the
+`base` says what a backend does. `reference` is the definition that all others are tested against. `small` are the
 operators between two attentions, for backends that have them.
 """
 
@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from kvkeep.backends.base import Added, Backend, Repeat, Ring, SlotLimits
+from kvkeep.backends.base import Added, Backend, FusedStep, Repeat, Ring, SlotLimits
 from kvkeep.backends.copying import in_codes, in_pool
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.backends.native import layer_ops as layers
@@ -27,6 +27,7 @@ __all__ = [
     "SWITCH",
     "Added",
     "Backend",
+    "FusedStep",
     "Repeat",
     "Ring",
     "SlotLimits",

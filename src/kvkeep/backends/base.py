@@ -96,6 +96,30 @@ class Added:
         return (*self.states, *ring) if self.lost is None else (*self.states, *ring, self.lost)
 
 
+class FusedStep(NamedTuple):
+    """All that a decode step needs which a backend makes as a whole.
+
+    Attributes:
+        query: the query of each row's token.
+        slots: the slots, without the token.
+        new: its key and value.
+        now: its true position, -1 for padding.
+        statistic: what the policy adds up.
+        options: what the model's attention asks for.
+        added: the state that the step updates.
+        limits: the slots that stay.
+    """
+
+    query: Float[Tensor, "B Hq 1 D"]
+    slots: Slots
+    new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]]
+    now: Int[Tensor, "B 1"]
+    statistic: Statistic
+    options: AttentionOptions
+    added: Added
+    limits: SlotLimits
+
+
 # A prompt read again after itself, without reading it: its own queries, turned ahead, against all of its keys.
 #
 # Under rotary positions the query at position ``p + n`` is the query at ``p``, turned by the constant angle of ``n``
@@ -338,36 +362,14 @@ class Backend(abc.ABC):
         The victim is that of `kvkeep.kv.ranking.weakest` after `kvkeep.kv.ranking.protect`.
         """
 
-    def step(
-        self,
-        query: Float[Tensor, "B Hq 1 D"],
-        slots: Slots,
-        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-        now: Int[Tensor, "B 1"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        added: Added,
-        limits: SlotLimits,
-    ) -> Float[Tensor, "B Hq 1 E"] | None:
+    def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
         """Append, attend, add the report to the policy's sums, expire and evict, fused and in place.
 
         With `Added.ring` no slot is emptied. Returns ``None``, and does nothing, if the backend cannot do it.
         """
         return None
 
-    def repeat(
-        self,
-        query: Float[Tensor, "B Hq 1 D"],
-        slots: Slots,
-        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-        now: Int[Tensor, "B 1"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        added: Added,
-        limits: SlotLimits,
-    ) -> Repeat | None:
+    def repeat(self, step: FusedStep) -> Repeat | None:
         """The same `step` for other tokens, as long as all else stays where and what it is; ``None``: there is none."""
         return None
 

@@ -23,6 +23,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai import requests, responses
 from kvkeep.openai.messages import MAX_DEPTH, ParameterError, decoded
 from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_words_of
+from kvkeep.parameters import REQUEST_CACHE_PARAMETERS, SAMPLING_PARAMETERS
 from kvkeep.pins import Spans, spans
 from kvkeep.snapshot import Snapshot
 
@@ -126,14 +127,11 @@ OPTIONS = "options"
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 _REQUEST = {"policy", "budget", "stop", "ignore_end", "structured_outputs", "logprobs", "pins", "guard"}
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "budget", "logprobs"), (int,)),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), (int, float)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (int, float)),
-    "logit_bias": (dict,),
+    **{name: parameter.json_types for name, parameter in SAMPLING_PARAMETERS.items()},
+    **{parameter.name: parameter.json_types for parameter in REQUEST_CACHE_PARAMETERS},
+    "logprobs": (int,),
     "structured_outputs": (Structure, dict),
-    "policy": (str,),
     "stop": (str, list),
-    "pins": (list,),
     "ignore_end": (bool,),
 }
 _ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
@@ -346,7 +344,7 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
     if isinstance(line, BadLine):
         return line
     first, *others = (
-        dataclasses.replace(one, memory=memory, policy=one.policy or policy) for one in (line.request, *line.others)
+        dataclasses.replace(one, snapshot=memory, policy=one.policy or policy) for one in (line.request, *line.others)
     )
     return dataclasses.replace(line, request=first, others=tuple(others))
 

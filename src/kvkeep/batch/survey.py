@@ -172,7 +172,7 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     """Why an engine refuses a request of this shape; ``None`` if it does not."""
     sampling = SamplingParams(max_new_tokens=shape.max_new_tokens)
     try:
-        own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "memory": memory}
+        own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
         own["structured_outputs"] = shape.structure
         engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:

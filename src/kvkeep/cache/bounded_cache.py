@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -13,32 +14,43 @@ from transformers.cache_utils import DynamicCache
 
 from kvkeep.cache.hf_layers import (
     BoundedLayer,
-    CountingLayer,
-    CountingStepper,
     HandingLayer,
     PhasedCache,
     beside_state,
     handing_part,
     refuse_rollback,
+    state_part,
     usual,
 )
 from kvkeep.cache.layer import Layer
-from kvkeep.cache.layer_layout import Layout, caches_latents, windows_of
+from kvkeep.cache.layer_layout import Layout, caches_latents
+from kvkeep.cache.row_snapshot import (
+    CacheSettings,
+    RowSnapshots,
+    Weights,
+    check_has_layers,
+    check_kind,
+    check_whole,
+    checked_row,
+    identities,
+)
 from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.cache.token_history import Decodes, Ids, TokenHistory, device_of, padded, rows_of
-from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
+from kvkeep.errors import InputError, PolicyError, UnsupportedOperationError
 from kvkeep.kv.lost_mass import LostShares, shares
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
-from kvkeep.snapshot.cache_mixin import SnapshotCache
-from kvkeep.snapshot.snapshot import CacheSettings, identities
+from kvkeep.snapshot.fingerprint import policy_named
+from kvkeep.snapshot.snapshot import Snapshot
 from kvkeep.types import Phase
 
+_Cache = TypeVar("_Cache", bound="BoundedCache")
 
-class BoundedCache(SnapshotCache):
+
+class BoundedCache(PhasedCache):
     """A KV cache in a fixed amount of memory, for any attached model.
 
     Args:
@@ -97,8 +109,7 @@ class BoundedCache(SnapshotCache):
         rules: dict[str, Any] = {"prefill_chunk": prefill_chunk, "positions": positions, "kv_bits": kv_bits}
         layout = Layout.of(config, self.policy, **rules, **spread)
         self.policy = layout.policy
-        self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
-        self._first, self._prompt_columns = min(layout.windows, default=0), 0
+        self._first = min(layout.windows, default=0)
         pinned = spans_of_rows(pins)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
         together = SharedBudget.by_layer(layout.sharing)
@@ -117,14 +128,16 @@ class BoundedCache(SnapshotCache):
                 together=together.get(number),
                 pins=pinned,
                 kv_bits=layout.kv_bits,
+                checked=True,
             )
             bounded.rotary, bounded.heads = layout.rotary, layout.heads
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
-        self._profile = layout.profile
-        self._settings = CacheSettings.of(config, budget, layout, prefill_chunk, cascade)
-        self._history: TokenHistory | None = None
+        self._history = TokenHistory()
+        self.row_snapshots = RowSnapshots(
+            CacheSettings.of(config, budget, layout, prefill_chunk, cascade), self._history
+        )
 
     def continue_with(
         self, ids: Ids, attention_mask: Tensor | None = None, *, tokenizer: Decodes | None = None
@@ -153,7 +166,7 @@ class BoundedCache(SnapshotCache):
             4 bytes of main memory for each token.
         """
         self._check_whole()
-        held, history = self._columns, self._history or TokenHistory()
+        held, history = self._columns, self._history
         if history.columns < held:
             raise InputError(
                 f"The cache holds {held} tokens, and the ids of {held - history.columns} are not known: they were fed "
@@ -162,7 +175,7 @@ class BoundedCache(SnapshotCache):
             )
         history.forget_after(held)
         rest, real = padded(history.rest_of(rows_of(ids, attention_mask), tokenizer))
-        self._history, self._prompt_columns = history, held + rest.shape[1]
+        history.records, history.prompt_columns = True, held + rest.shape[1]
         all_real = torch.cat([history.table()[1].cpu(), real], dim=1) if held else real
         places = (all_real.cumsum(dim=1) - 1).clamp(min=0)[:, held:]
         inputs = {"input_ids": rest, "attention_mask": all_real.long(), "position_ids": places}
@@ -175,7 +188,7 @@ class BoundedCache(SnapshotCache):
             ids: the token ids.
             attention_mask: 0 where a column is padding, of all columns or of the new ones.
         """
-        if self._history is not None:
+        if self._history.records:
             real = torch.ones_like(ids, dtype=torch.bool)
             if attention_mask is not None and attention_mask.ndim == 2:
                 real = attention_mask[:, -ids.shape[1] :].to(ids.device).bool()
@@ -184,36 +197,33 @@ class BoundedCache(SnapshotCache):
     @property
     def records(self) -> bool:
         """Whether token ids are recorded: from the first `continue_with` on."""
-        return self._history is not None
+        return self._history.records
 
     def phase_at(self, columns: int) -> Phase | None:
         """Return `Phase.PREFILL` for the tokens that `continue_with` returned."""
-        return Phase.PREFILL if columns < self._prompt_columns else None
+        return Phase.PREFILL if columns < self._history.prompt_columns else None
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated."""
         super().reset()  # type: ignore[no-untyped-call]
-        self._history, self._prompt_columns, self.awaited = None, 0, None
+        self._history.clear()
+        self.row_snapshots.awaited = None
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._select(beam_idx)
+        self._history.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, next to itself."""
         super().batch_repeat_interleave(repeats)
-        if self._history is not None and self._history.rows:
-            self._select(torch.arange(self._history.rows).repeat_interleave(repeats))
+        if self._history.rows:
+            self._history.select_rows(torch.arange(self._history.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
         """Keep only the rows ``indices``, in that order."""
         super().batch_select_indices(indices)
-        self._select(indices)
-
-    def _select(self, index: Int[Tensor, " n"]) -> None:
-        if self._history is not None:
-            self._history.select_rows(index)
+        self._history.select_rows(indices)
 
     @property
     def _columns(self) -> int:
@@ -228,17 +238,112 @@ class BoundedCache(SnapshotCache):
         return first.seen.device if first and first.allocated else torch.device("cpu")
 
     def _check_whole(self) -> None:
-        """Raise BrokenCacheError if a step has not ended, or layers have seen different tokens."""
-        layers = self.bounded_layers().values()
-        if any(layer.broken for layer in layers):
-            raise BrokenCacheError("a step failed between its beginning and its end")
-        if len({(layer.columns, layer.moves) for layer in layers}) > 1:
-            raise BrokenCacheError("a step, or a selection of rows, ended between two layers")
+        """Refuse to go on after a failed step, see `check_whole`."""
+        check_whole(self.bounded_layers().values())
 
     def bounded_layers(self) -> dict[int, Layer]:
         """The layers with slots, by their number in the model. State-space and linear layers are left out."""
         parts = enumerate(map(handing_part, self.layers))
         return {i: part.layer for i, part in parts if isinstance(part, BoundedLayer)}
+
+    @property
+    def position_mode(self) -> str:
+        """``true``, or ``slot``: tokens are attended at their rank in the cache."""
+        return self.row_snapshots.settings.positions
+
+    @property
+    def weights(self) -> Weights | None:
+        """The weights of the model that has fed the cache; ``None`` before an attached model runs."""
+        return self.row_snapshots.weights
+
+    def feeds(self, weights: Weights) -> None:
+        """Note the weights of the model that is about to feed the cache; an attached model calls it itself.
+
+        Raises:
+            SnapshotError: the cache holds a snapshot that was made with other weights.
+            InputError: so was the profile of the budgets of heads.
+        """
+        self.row_snapshots.feeds(weights)
+
+    def snapshot(self, row: int = 0, *, tokens: Any = None) -> Snapshot:
+        """Copy the memory of one row. The cache can go on, and the copy stays what it is.
+
+        Args:
+            row: which row.
+            tokens: ids of the tokens that the row has seen, without padding. By default the ids that the cache has
+                recorded: from the first `continue_with` on.
+
+        Raises:
+            InputError: there is no such row.
+            SnapshotError: nothing is cached yet, or ``tokens`` are not as many as the row has seen.
+            BrokenCacheError: a step failed in some layer.
+        """
+        return self.row_snapshots.take(list(self.bounded_layers().values()), self._states(), row, tokens)
+
+    def restore(self, row: int, snapshot: Snapshot) -> None:
+        """Replace the memory of one row by that of a snapshot. Other rows stay as they are.
+
+        A cache that was never fed gets one row for each of its budgets, one if it has a single budget. In a cache with
+        one row, this also repairs the damage of a failed step.
+
+        Raises:
+            InputError: there is no such row.
+            SnapshotError: the snapshot belongs to another model, policy, budget or other settings.
+            BrokenCacheError: a step failed in some layer.
+        """
+        check_kind([snapshot])
+        layers = list(self.bounded_layers().values())
+        check_has_layers(layers)
+        rows = len(layers[0].seen) if layers[0].allocated else len(layers[0].budgets)
+        row = checked_row(row, rows)
+        if rows > 1:
+            check_whole(layers)  # a cache with a single row is mended
+        snapshot.fingerprint.check(self.row_snapshots.fingerprint(layers[0], row))
+        self.row_snapshots.put(layers, self._states(), {row: snapshot}, rows)
+
+    @classmethod
+    def from_snapshots(
+        cls: type[_Cache], config: Any, snapshots: Sequence[Snapshot], *, policy: Policy | None = None
+    ) -> _Cache:
+        """Return a cache whose rows are snapshots, in this order, with their policy, budgets and settings.
+
+        Feed it with `continue_with`, which knows how far each row is. Without recorded token ids, give the model an
+        ``attention_mask`` in which shorter rows have padding on the left.
+
+        Args:
+            config: the model's configuration.
+            snapshots: the rows. A snapshot may be given several times.
+            policy: the policy itself, where its string alone does not name it.
+
+        Raises:
+            InputError: there are no snapshots.
+            SnapshotError: they have different settings, or belong to another model.
+        """
+        if not snapshots:
+            raise InputError("There are no snapshots to make rows of; give at least one.")
+        check_kind(snapshots)
+        made = snapshots[0].fingerprint
+        cache = cls(
+            config,
+            policy_named(made.policy) if policy is None else policy,
+            [snapshot.fingerprint.budget for snapshot in snapshots],
+            prefill_chunk=made.chunk,
+            layer_budget=made.layer_budget,
+            head_budget=made.head_budget,
+            positions=made.positions,
+            kv_bits=made.kv_bits,
+        )
+        layers = list(cache.bounded_layers().values())
+        for row, snapshot in enumerate(snapshots):
+            snapshot.fingerprint.check(replace(made, budget=snapshot.fingerprint.budget))
+            check_has_layers(layers)
+            snapshot.fingerprint.check(cache.row_snapshots.fingerprint(layers[0], row))
+        cache.row_snapshots.put(layers, cache._states(), dict(enumerate(snapshots)), len(snapshots))
+        return cache
+
+    def _states(self) -> dict[int, object]:
+        """The layers with a state, or the state beside a layer's slots, by their number in the model."""
+        return {i: state for i, layer in enumerate(self.layers) if (state := state_part(layer)) is not None}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
         """True positions of the tokens in a layer's slots, -1 = empty. The tensor is live: do not change it.
@@ -283,17 +388,3 @@ class BoundedCache(SnapshotCache):
 
     def __repr__(self) -> str:
         return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
-
-
-def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
-    """A cache without slots: the stepper of each layer with attention is made from the layer's number in the model.
-
-    Raises:
-        UnsupportedModelError: the model has layers whose cache cannot be bounded.
-    """
-    layers: list[Any] = DynamicCache(config=config).layers
-    for number, window in windows_of(config).items():
-        layers[number] = beside_state(CountingLayer(make(number), window), layers[number])
-    cache = PhasedCache(layers=layers)
-    cache.latent = caches_latents(config)
-    return cache

@@ -1,7 +1,12 @@
-"""Small tensors of a decode step that need not be made anew for every token."""
+"""The path of a decode step: the last step again with other tokens, one fused call, or one operator after the other.
+
+`DecodePaths` is the one place that chooses among the three. `DecodePaths.path` and `DecodePaths.why` say which one a
+layer's last decode step has taken, and why it was no faster one.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 import weakref
 
@@ -10,10 +15,147 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends import Repeat
+from kvkeep.backends.base import Backend, Repeat
 from kvkeep.kv.block import Block
 from kvkeep.policies.base import Policy
 from kvkeep.types import AttentionOptions, Budget, View
+
+
+class DecodePath(enum.Enum):
+    """A path of a decode step. A layer takes the first one that can take the step, in this order."""
+
+    REPLAY = "replay"
+    """The last fused step again for other tokens: neither the policy nor the backend is asked anything."""
+    FUSED = "fused"
+    """Append, attend, observe and evict in one call of the backend, which applies the policy's rule itself."""
+    PLAIN = "plain"
+    """One after the other, each by the policy's own methods. It takes every step."""
+
+
+class DecodePaths:
+    """Chooses the path of each decode step of one layer.
+
+    Each ``why_not`` method returns the reason against a path, or ``None`` if it may be tried. A backend may still
+    decline; then nothing has changed, and the next path is tried.
+
+    Args:
+        policy: the layer's policy.
+
+    Attributes:
+        path: the path that the last decode step has taken; ``None`` before the first one.
+        why: why it was no faster one.
+        statistic: what the policy wants attention to report.
+        recorded: the last fused step, if the next one may be the same for other tokens.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.statistic = CachedStatistic(policy)
+        self.path: DecodePath | None = None
+        self.why = ""
+        self.recorded: Repeating | None = None
+        self._policy = policy
+        self._not_replayed = _NOT_RECORDED
+        self._not_fused: str | None = "the layer has no slots yet"
+
+    def begin(self, backend: Backend, *, window: int | None, even: bool) -> None:
+        """Look anew whether steps can be fused, since the layer works on another block from now on.
+
+        Args:
+            backend: works on the block.
+            window: sliding window of the layer.
+            even: whether all heads of a row have the same budget.
+        """
+        self.forget(_NOT_RECORDED)
+        self._not_fused = why_not_fused(self._policy, backend, window=window, even=even)
+
+    def forget(self, why: str) -> None:
+        """Forget the recorded step, which is not replayed for this reason."""
+        self.recorded, self._not_replayed = None, why
+
+    def took(self, path: DecodePath, why: str | None = None) -> None:
+        """Note the path of a step, and why it is no faster one; by default why the last step was not replayed."""
+        if not torch.compiler.is_compiling():  # a trace would be made anew whenever the reason changes
+            self.path = path
+            self.why = "" if path is DecodePath.REPLAY else self._not_replayed if why is None else why
+
+    def why_not_replayed(self, block: Block, options: AttentionOptions) -> str | None:
+        """Return the reason against replaying the recorded step on a block."""
+        recorded = self.recorded
+        if recorded is None:
+            return _NOT_RECORDED
+        if torch.is_grad_enabled():
+            return "autograd wants to see every operator"
+        if torch.compiler.is_compiling():
+            return "a compiler's trace has no addresses"
+        if not self.statistic.remembers(block.prompt, block.budget):
+            return "the policy wants another statistic"
+        return None if recorded.is_same(block, options) else "the block or the model's options have changed"
+
+    def why_not_fused(self, block: Block) -> str | None:
+        """Return the reason against a fused step on a block."""
+        return self._not_fused if block.pins is None else "a row has pins, of which a kernel knows nothing"
+
+    def may_record(self, block: Block, *, alone: bool) -> bool:
+        """Whether the next step on a block may be this one for other tokens.
+
+        Args:
+            block: the slots.
+            alone: whether the layer has a budget of its own.
+        """
+        if self._policy.grows is not None or self._policy.bursts is not None or block.pins is not None:
+            return False  # the number of slots that stay may differ next time
+        if not alone or not block.store.in_place or isinstance(block.budget, Tensor):
+            return False
+        return not torch.compiler.is_compiling() and self.statistic.remembers(block.prompt, block.budget)
+
+
+def why_not_fused(policy: Policy, backend: Backend, *, window: int | None = None, even: bool = True) -> str | None:
+    """Return the reason why a backend cannot apply a policy's rule within attention; ``None`` if it can.
+
+    Args:
+        policy: the policy.
+        backend: the backend.
+        window: sliding window of the layer.
+        even: whether all heads of a row have the same budget.
+    """
+    if not backend.fuses:
+        return f"the backend {backend.name} has no fused step"
+    if policy.focuses is not None or policy.cascades is not None or policy.near is not None:
+        return "the policy attends to a part of the slots, or has rules for single heads"
+    if any(policy.slots.values()):
+        return "a new token's state is not 0, with which the kernel starts"
+    if policy.tally is not None:
+        if not backend.tallies:
+            return f"the backend {backend.name} knows no ring of bits"
+        if policy.bursts is None or not policy.bursts.waits or window is not None or not even:
+            return "heads may differ in the number of their tokens"  # in a window they do
+        return None if _is_told(type(policy), "tally", "observe", "wants", "bursts") else _OVERRIDDEN
+    rule = policy.sums
+    if rule is None or policy.bursts is not None or len(policy.slots) > 2:
+        return "the policy's rule is no sum of attention mass"
+    if rule.score is not None and rule.score not in policy.slots:
+        return "the policy's score is none of its sums"
+    if not _is_told(type(policy), "sums", "observe", "score", "wants"):
+        return _OVERRIDDEN
+    holds = all(getattr(policy, name) == value for name, value in rule.only.items())
+    return None if holds else "the policy's options make its rule another one"
+
+
+_NOT_RECORDED = "there is no recorded step"
+_OVERRIDDEN = "a subclass has overridden the rule that the kernel would apply"
+
+
+@functools.cache
+def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
+    """Whether an ability still describes the policy: no subclass has overridden an attribute of which it tells."""
+
+    def owner(name: str) -> type:
+        return next(base for base in kind.__mro__ if name in vars(base))
+
+    return all(issubclass(owner(ability), owner(name)) for name in names)
+
+
+# Small tensors of a decode step that need not be made anew for every token.
 
 
 class CachedStatistic:
@@ -49,7 +191,7 @@ class CachedStatistic:
         last = self._last
         if last is None or last[0] is not prompt or last[1] is not budget:
             return False
-        return last[2] == [one._version for one in (prompt, budget) if isinstance(one, Tensor)]
+        return last[2] == [tensor._version for tensor in (prompt, budget) if isinstance(tensor, Tensor)]
 
     def __reduce__(self) -> tuple[type[CachedStatistic], tuple[Policy]]:
         """A copy remembers nothing: versions count the writes into a tensor, and those of its copy begin at 0."""

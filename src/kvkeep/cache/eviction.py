@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends import Added, Backend, Repeat, Ring, SlotLimits
+from kvkeep.backends.base import Added, Backend, FusedStep, Ring, SlotLimits
 from kvkeep.errors import CapacityError, PolicyError
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, settle
@@ -29,15 +28,15 @@ def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[T
     The sum over a row's heads stays the same.
     """
     assert policy.spreads is not None
-    found = policy.spreads.heads(policy, view, score)
+    asked = policy.spreads.heads(policy, view, score)
     if view.pins is None:
-        return found
-    found = view.heads.all(found)
-    held = _needed(policy, view, found.sum(dim=-1, keepdim=True) // found.shape[1])
-    above = (found - held).clamp(min=0)
-    free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)
-    shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)
-    budgets = torch.where((found < held).any(dim=-1, keepdim=True), held + ranking.rounded(shares, free), found)
+        return asked
+    asked = view.heads.all(asked)
+    needed = _needed(policy, view, asked.sum(dim=-1, keepdim=True) // asked.shape[1])
+    above = (asked - needed).clamp(min=0)
+    free = (asked - needed).sum(dim=-1, keepdim=True).clamp(min=0)
+    shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)  # float32 counts to 2^24 only
+    budgets = torch.where((asked < needed).any(dim=-1, keepdim=True), needed + ranking.rounded(shares, free), asked)
     return view.heads.mine(budgets)
 
 
@@ -94,32 +93,7 @@ def append(
         block.state[name].scatter_(-1, slot, start)
 
 
-def fuses(policy: Policy, backend: Backend, *, window: int | None = None, even: bool = True) -> bool:
-    """Whether `fused` may take a decode step of this policy in a layer.
-
-    Args:
-        policy: the policy.
-        backend: the backend.
-        window: sliding window of the layer.
-        even: whether all heads of a row have the same budget.
-    """
-    if not backend.fuses or policy.focuses is not None or policy.cascades is not None or any(policy.slots.values()):
-        return False  # the kernel starts every state at 0
-    if policy.near is not None:
-        return False
-    if policy.tally is not None:
-        waits = policy.bursts is not None and policy.bursts.waits and window is None  # in a window heads differ in size
-        return backend.tallies and waits and even and _is_told(type(policy), "tally", "observe", "wants", "bursts")
-    rule = policy.sums
-    if rule is None or policy.bursts is not None or len(policy.slots) > 2:
-        return False
-    if rule.score is not None and rule.score not in policy.slots:
-        return False
-    is_told = _is_told(type(policy), "sums", "observe", "score", "wants")
-    return is_told and all(getattr(policy, name) == value for name, value in rule.only.items())
-
-
-def fused(
+def fused_step(
     policy: Policy,
     block: Block,
     view: View,
@@ -128,65 +102,43 @@ def fused(
     statistic: Statistic,
     options: AttentionOptions,
     window: int | None,
-    backend: Backend,
-) -> Float[Tensor, "B Hq 1 E"] | None:
-    """Append, attend, observe and evict in one call of the backend, in place.
+) -> FusedStep:
+    """Return what a backend needs to append, attend, observe and evict in one call, in place.
 
     Args:
-        policy: one that `fuses`.
+        policy: one for which `kvkeep.cache.decode_replay.why_not_fused` has no reason.
         block: the slots, without the new token.
         view: the block's slots as the policy sees them.
         new: the query, key, value and position of each row's token; the position of padding is -1.
         statistic: what the policy wants.
         options: what the model's attention asks for.
         window: sliding window of the layer.
-        backend: does the work.
+    """
+    added, (query, key, value, now) = _added(policy, block, view), new
+    if added.ring is not None:  # such a step evicts nothing, and so protects nothing
+        limits = SlotLimits(view.seen, window=window)
+    else:
+        stay = limit(policy, view, block.state, window=window)
+        limits = SlotLimits(view.seen, *policy.protected(view.budget), stay, window)
+    return FusedStep(query, block.store.slots(), (key, value), now, statistic, options, added, limits)
+
+
+def fused(
+    policy: Policy, block: Block, view: View, step: FusedStep, *, window: int | None, backend: Backend
+) -> Float[Tensor, "B Hq 1 E"] | None:
+    """Make a step of `fused_step`, with the same arguments.
 
     Returns:
         The attention output; ``None`` if the backend cannot take this step, and then nothing has changed.
     """
-    added = _added(policy, block, view)
-    ring = added.ring
-    limits = _limits(policy, view, block.state, window=window) if ring is None else SlotLimits(view.seen, window=window)
-    out = backend.step(*_token(block, new), statistic=statistic, options=options, added=added, limits=limits)
+    out, ring = backend.step(step), step.added.ring
     if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
         block.lost[..., 2] += lost_mass.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
     return out
 
 
-def repeated(
-    policy: Policy,
-    block: Block,
-    view: View,
-    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"], Int[Tensor, "B 1"]],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    window: int | None,
-    backend: Backend,
-) -> Repeat | None:
-    """The same step as `fused` for other tokens, see `Backend.repeat`; ``None``: something may differ next time."""
-    if policy.grows is not None or policy.bursts is not None or view.pins is not None:
-        return None
-    limits, added = _limits(policy, view, block.state, window=window), _added(policy, block, view)
-    return backend.repeat(*_token(block, new), statistic=statistic, options=options, added=added, limits=limits)
-
-
-def _token(
-    block: Block,
-    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"], Int[Tensor, "B 1"]],
-) -> tuple[
-    Float[Tensor, "B Hq 1 D"],
-    Slots,
-    tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-    Int[Tensor, "B 1"],
-]:
-    """The query, the slots, the key and value, and the position, as a backend takes them."""
-    return new[0], block.store.slots(), new[1:3], new[3]
-
-
 def _added(policy: Policy, block: Block, view: View) -> Added:
-    """The state of a policy that `fuses`, as the backend updates it."""
+    """Return the state of a policy as a backend's fused step updates it."""
     state, lost = block.state, block.lost[..., 2:]
     if policy.tally is None:
         assert policy.sums is not None
@@ -199,21 +151,6 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
     return Added((mass, due), is_score=False, ring=ring, lost=lost)
 
 
-def _limits(policy: Policy, view: View, state: State, *, window: int | None) -> SlotLimits:
-    """The number of slots that stay occupied, and which ones are protected."""
-    return SlotLimits(view.seen, *policy.protected(view.budget), limit(policy, view, state, window=window), window)
-
-
-@functools.cache
-def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
-    """Whether an ability still describes the policy: no subclass has overridden an attribute of which it tells."""
-
-    def owner(name: str) -> type:
-        return next(base for base in kind.__mro__ if name in vars(base))
-
-    return all(issubclass(owner(ability), owner(name)) for name in names)
-
-
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> bool:
     """After a decode step, empty slots of every row and head that holds too many tokens. No token moves.
 
@@ -221,7 +158,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
         policy: scores the slots and says how many stay.
         block: the slots, with the new token among them.
         view: the block's slots as the policy sees them.
-        window: sliding window of the layer; expired slots are emptied first, see `scores.expire`.
+        window: sliding window of the layer; expired slots are emptied first, see `ranking.expire`.
         backend: does the work.
 
     Returns:
@@ -325,14 +262,14 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
 
 
 def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """The policy's scores after `scores.protect`."""
+    """The policy's scores after `ranking.protect`."""
     return _shielded(policy, view, _scores(policy, view, state))
 
 
-def _shielded(policy: Policy, view: View, found: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-    """Scores after `scores.protect`."""
+def _shielded(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+    """Scores after `ranking.protect`."""
     sinks, recent = policy.protected(view.budget)
-    return ranking.protect(found, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+    return ranking.protect(score, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
 
 
 def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
@@ -341,13 +278,13 @@ def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]
     Raises:
         PolicyError: they are no floats, or not one for each slot.
     """
-    found: object = policy.score(view, state)
-    if isinstance(found, Tensor):
-        if found.is_floating_point() and found.shape == view.positions.shape:
-            return found if policy.near is None else policy.near.score(view, found)
-        kind = f"{str(found.dtype).removeprefix('torch.')} of the shape {tuple(found.shape)}"
+    score: object = policy.score(view, state)
+    if isinstance(score, Tensor):
+        if score.is_floating_point() and score.shape == view.positions.shape:
+            return score if policy.near is None else policy.near.score(view, score)
+        kind = f"{str(score.dtype).removeprefix('torch.')} of the shape {tuple(score.shape)}"
     else:
-        kind = f"an object of the type {type(found).__name__}"
+        kind = f"an object of the type {type(score).__name__}"
     raise PolicyError(
         f"{type(policy).__name__}.score returned {kind}. It must return floats of the shape of view.positions, here "
         f"{tuple(view.positions.shape)}: for whole numbers add .float()."

@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import caches_latents, windows_of
 from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
 from kvkeep.types import Phase, Stepper
 
@@ -42,7 +44,7 @@ class HandedKeys(Tensor):
         Raises:
             UnsupportedModelError: the model computes attention itself.
         """
-        source = next((one.layer for one in tree_leaves((args, kwargs)) if isinstance(one, cls)), None)
+        source = next((leaf.layer for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
         latent = source is not None and source.latent
         if func.__name__ != "__get__" and not latent and not torch.compiler.is_compiling():
             raise UnsupportedModelError(_BYPASSED)
@@ -382,6 +384,20 @@ def state_part(layer: object) -> object | None:
 def beside_state(keys: HandingLayer, original: object) -> HandingLayer | HybridLayer:
     """A layer that takes the place of transformers' ``original``, whose state it keeps if there is one."""
     return HybridLayer(keys, original) if isinstance(original, LinearAttentionLayer) else keys
+
+
+def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
+    """A cache without slots: the stepper of each layer with attention is made from the layer's number in the model.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+    layers: list[Any] = DynamicCache(config=config).layers
+    for number, window in windows_of(config).items():
+        layers[number] = beside_state(CountingLayer(make(number), window), layers[number])
+    cache = PhasedCache(layers=layers)
+    cache.latent = caches_latents(config)
+    return cache
 
 
 # The argument by which a decoder of transformers takes its cache: ``cache`` since 5.24, ``past_key_values`` before.

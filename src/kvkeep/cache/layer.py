@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends import Backend, Repeat, choose, in_codes, in_pool
-from kvkeep.budget import Number, by_head
-from kvkeep.cache.decode_replay import CachedStatistic, Repeating, one_each
-from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fuses, repeated
+from kvkeep.backends.base import Backend, Repeat
+from kvkeep.budget import Number
+from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
+from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
+from kvkeep.cache.layer_block import BlockPlan, backend_for, store_for
 from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
@@ -30,262 +31,13 @@ from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, beside, view_of
 from kvkeep.kv.cascade import Cascade, NoCascade
 from kvkeep.kv.memory_usage import MemoryUsage
-from kvkeep.kv.pooled_store import PooledStore, kind_of
-from kvkeep.kv.row_copy import RowCopy
+from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.slot_codec import at
 from kvkeep.kv.store import Store, inference
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Fresh, OutputProjection, Phase, Queries, Report, Slots, State, View
-
-# The block that a layer holds between its steps: allocated, handed over, selected from, forgotten and counted.
-#
-# A step that is like the last one but for its tokens is made here, too.
-
-_Layer = TypeVar("_Layer", bound="Held")
-
-
-class Held:
-    """A policy and the block of one layer.
-
-    Args:
-        policy: the eviction policy.
-        index: the layer's number in the model.
-        rotation: the model's rotary embedding, for slot positions.
-        cascade: the tables that this layer shares with others under a policy that prunes through the layers.
-        together: the layers that share their budget with this one.
-        sequences: identity of each row for randomness.
-        pins: spans that the policy may not evict.
-        kv_bits: bits of keys and values in the slots, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's
-        dtype.
-
-    Attributes: see `kvkeep.Layer`.
-    """
-
-    block: Block
-    budgets: tuple[Number, ...]
-    window: int | None
-    rotary: Rotation | None = None
-    heads: Heads = ALONE
-    _together: SharedBudget | None = None
-    _repeating: Repeating | None = None
-    _backend: Backend
-    _kind: type[Store]
-
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        index: int,
-        rotation: Rotation | None,
-        cascade: Cascade | None,
-        together: SharedBudget | None,
-        sequences: Sequence[int] | None,
-        pins: Sequence[Spans],
-        kv_bits: str | None,
-    ):
-        self.policy, self._asked = policy, CachedStatistic(policy)
-        self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
-        self._index, self._rotation, self._sequences, self._pins = index, rotation, sequences, pins
-        self._shared = (cascade or policy.cascades(index)) if policy.cascades else NoCascade()
-        self._kind = store_for(policy, self.budgets, kv_bits)
-        self._together = together
-
-    def reset(self) -> None:
-        """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
-        self.columns, self.moves, self.broken, moves, self._repeating = 0, 0, False, self.moves, None
-        self._shared.clear()
-        if self._together is not None:
-            self._together.clear()
-        self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
-        if self.allocated:
-            self.block.clear()
-
-    def mend(self, moves: int) -> None:
-        """Forget steps that have not ended, after the block was filled anew; ``moves``: those of the first layer."""
-        self.broken, self.moves = False, moves
-        if self._together is not None:
-            self._together.clear()
-
-    @inference
-    def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
-        if self.allocated:
-            self.moves += 1
-            broken, self.broken = self.broken, True  # until all rows have moved
-            self.block.select_rows(index)
-            self._shared.select_rows(self._index, index)
-            self.broken = broken
-
-    def over(
-        self: _Layer,
-        block: Block,
-        *,
-        columns: int,
-        cascade: Cascade | None = None,
-        together: SharedBudget | None = None,
-    ) -> _Layer:
-        """A copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
-        other = copy.copy(self)
-        other.hold(block, columns=columns)
-        other._together = together
-        other._shared, other._asked = cascade or NoCascade(), CachedStatistic(self.policy)
-        return other
-
-    def memory(self) -> MemoryUsage:
-        """Bytes of this layer; zeros before the first step."""
-        if not self.allocated:
-            return MemoryUsage()
-        shared = self._shared.bytes(self._index)
-        return self.block.memory() + MemoryUsage(allocated_bytes=shared, state_bytes=shared)
-
-    @property
-    def store(self) -> Store:
-        """Keys, values and positions."""
-        return self.block.store
-
-    @property
-    def state(self) -> State:
-        """The policy's state, of slots and of heads. A copy where heads share a pool."""
-        return self.block.opened().state
-
-    @property
-    def seen(self) -> Int[Tensor, " B"]:
-        """Real tokens seen per row."""
-        return self.block.seen
-
-    def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
-        """An empty block for such keys and values. It is not yet the layer's own."""
-        given: dict[str, Any] = {
-            "numbers": self.budgets,
-            "starts": self.policy.slots,
-            "heads": self.policy.summaries,
-            "sequences": self._sequences,
-            "pins": self._pins,
-            "store": self._kind,
-        }
-        if self._together is not None:
-            return self._together.block(self._index, keys, values, **given)
-        room = self.heads.ranks if self.policy.spreads else 1
-        block = Block(keys, values, room=room, **given)
-        reach(block, self.policy, self.budgets, self.heads)
-        return block
-
-    def like(self, copy: RowCopy, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of no token, of a row of this layer; arguments as for `Store.like`."""
-        held = {name.removeprefix("store."): x[None] for name, x in copy.tensors.items() if name.startswith("store.")}
-        return self._kind.like(held, dtype)
-
-    def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
-        """Use a block that has seen ``columns`` columns; ``own``: with the layer's budgets and pins."""
-        self.block, self.columns, self._kind = block, columns, type(block.store)
-        self.allocated, self._made, self._repeating = True, own, None
-        pooled, turned = isinstance(block.store, PooledStore), self._rotation is not None
-        backend = choose(block.seen.device, block.store.dtype)
-        backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
-        if block.store.bits is not None:
-            backend = in_codes(backend, turned=turned)
-        self._backend = in_pool(backend) if pooled else backend
-        self._fuses = fuses(self.policy, self._backend, window=self.window, even=not pooled)
-
-    def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
-        """Allocate the block on the first step; later, check that the tensors fit it."""
-        if keys.shape[2] == 0:
-            raise ShapeError("There are no tokens: the prompt is empty.")
-        if not self.allocated or not (self.columns or self.store.fits(keys, values)):
-            self.heads.check(keys.shape[1])
-            self.hold(self.new_block(keys, values), columns=self.columns, own=True)
-        self.store.check_fit(keys, values)
-
-    def repeat(
-        self, options: AttentionOptions, run: Callable[[Repeat], Float[Tensor, "*n"] | None]
-    ) -> Float[Tensor, "*n"] | None:
-        """Let somebody else make a decode step that differs from the last one in its tokens alone.
-
-        Args:
-            options: what the model's attention asks for.
-            run: makes the step and adds each row's token to `Block.seen`; if it returns ``None``, nothing has changed.
-
-        Returns:
-            What ``run`` returned; ``None`` if there is no such step, or if it could not be made.
-
-        Raises:
-            CapacityError: the policy does not evict and the budget is exhausted.
-        """
-        repeating = self._repeating
-        if repeating is None or not self._may_go_on(repeating, options):
-            return None
-        return self._made_again(repeating, lambda: run(repeating.call))
-
-    def _again(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        keys: Float[Tensor, "B Hk T D"],
-        values: Float[Tensor, "B Hk T E"],
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """A decode step like the last one; ``None`` if it is another one, and then nothing has changed."""
-        repeating, block, self._repeating = self._repeating, self.block, None
-        if repeating is None or not self._may_go_on(repeating, options):
-            return None
-        if not repeating.call.takes(query, keys, values):
-            return None
-
-        def run() -> Tensor | None:
-            out = repeating.call(query, keys, values, block.advance(1, None, Phase.DECODE))
-            if out is None:
-                block.seen.sub_(1)
-            return out
-
-        return self._made_again(repeating, run)
-
-    def _may_go_on(self, repeating: Repeating, options: AttentionOptions) -> bool:
-        """Whether a step that has these options may be the last one for other tokens."""
-        if self.broken or torch.is_grad_enabled() or torch.compiler.is_compiling():  # a trace has no addresses
-            return False
-        return self._asked.remembers(self.block.prompt, self.block.budget) and repeating.is_same(self.block, options)
-
-    def _made_again(self, repeating: Repeating, run: Callable[[], Tensor | None]) -> Tensor | None:
-        """What ``run`` returns, which makes the step; ``None`` if it could not, and then nothing has changed."""
-        self._repeating = None
-        check_room(self.policy, self.block, 1, None, phase=Phase.DECODE, window=self.window)
-        self.broken = True  # until the step has ended
-        out = run()
-        if out is not None:
-            self.columns, self._repeating = self.columns + 1, repeating
-        self.broken = False
-        return out
-
-    def _may_repeat(self) -> bool:
-        """Whether the next step may be like this one but for its tokens."""
-        block = self.block
-        if self._together is not None or not block.store.in_place or isinstance(block.budget, Tensor):
-            return False
-        return not torch.compiler.is_compiling() and self._asked.remembers(block.prompt, block.budget)
-
-
-def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = None) -> type[Store]:
-    """The kind of store for a policy under these budgets of rows: a pool where heads have budgets of their own.
-
-    Args:
-        policy: the policy.
-        numbers: the budgets.
-        kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
-    """
-    return kind_of(kv_bits, pooled=bool(policy.spreads) or any(isinstance(number, tuple) for number in numbers))
-
-
-def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads = ALONE) -> None:
-    """Tell a block's pool, if it has one, how many slots a head may get when the policy shares budgets among heads."""
-    store = block.store
-    if not isinstance(store, PooledStore) or policy.spreads is None:
-        return
-    heads = store.sizes.shape[1]
-    means = {-(-sum(each) // heads) for each in by_head(numbers, heads)}
-    most = max(policy.spreads.most(policy, mean, heads * among.ranks) for mean in means)
-    store.widest = max(store.widest, min(most + 1, store.entries.shape[1] - 1))
-
 
 # The parts of a prompt's step: its chunks, its second reading, and the queries that a policy may ask for.
 
@@ -385,8 +137,11 @@ def read(  # noqa: PLR0913  the arguments of attention
     return out, Report({**report.sums, "again": again})
 
 
-class Layer(Held):
+class Layer:
     """One layer's slots and their policy.
+
+    Its parts are a `BlockPlan`, from which the first step allocates the block, and `DecodePaths`, which choose how a
+    decode step is made. The cascade and the shared budget are parts that several layers have in common.
 
     Args:
         policy: the eviction policy.
@@ -401,7 +156,9 @@ class Layer(Held):
         together: the layers that share their budget with this one; ``None``: none do.
         pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
         kv_bits: bits of keys and values in the slots, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's
-        dtype.
+            dtype.
+        checked: whether the policy has been asked already whether the budget is enough, as `Layout.spread` does for
+            all layers at once.
 
     Raises:
         BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget, or
@@ -415,7 +172,12 @@ class Layer(Held):
         budgets: the budget asked for, at most the window; one number, or one per row.
         rotary: the model's rotary embedding, set for a policy that looks at unrotated keys or turns queries.
         heads: which of the layer's KV heads this process holds; by default all.
+        plan: what the block is made of.
+        paths: how decode steps are made; `DecodePaths.path` is the path of the last one.
     """
+
+    block: Block
+    _backend: Backend
 
     def __init__(  # noqa: PLR0913  a layer is told everything at once
         self,
@@ -431,24 +193,103 @@ class Layer(Held):
         together: SharedBudget | None = None,
         pins: Sequence[Spans] = (),
         kv_bits: str | None = None,
+        checked: bool = False,
     ):
         numbers = budgets.check(budget)
-        for number in {one for row in numbers for one in (row if isinstance(row, tuple) else (row,))}:
-            policy.check(number)
+        if not checked:
+            for number in {size for row in numbers for size in (row if isinstance(row, tuple) else (row,))}:
+                policy.check(number)
         self.window, self._prefill_chunk = window, chunk_size(prefill_chunk)
-        self.budgets = tuple(budgets.at_most(number, window) for number in numbers)
+        self.budgets: tuple[Number, ...] = tuple(budgets.at_most(number, window) for number in numbers)
         pins = pins if policy.evicts else ()
         check_pins(policy, [budgets.smallest(number) for number in self.budgets], pins, window=window)
-        super().__init__(
-            policy,
-            index=index,
-            rotation=rotation,
-            cascade=cascade,
-            together=together,
-            sequences=sequences,
-            pins=pins,
-            kv_bits=kv_bits,
-        )
+        self.policy, self.paths = policy, DecodePaths(policy)
+        store = store_for(policy, self.budgets, kv_bits)
+        self.plan = BlockPlan(policy, index, store, sequences, pins)
+        self.heads: Heads = ALONE
+        self.rotary: Rotation | None = None
+        self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
+        self._index, self._rotation, self._together = index, rotation, together
+        self._shared = (cascade or policy.cascades(index)) if policy.cascades else NoCascade()
+
+    def reset(self) -> None:
+        """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
+        moves = self.moves
+        self.columns, self.moves, self.broken, self.paths.recorded = 0, 0, False, None
+        self._shared.clear()
+        if self._together is not None:
+            self._together.clear()
+        self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
+        if self.allocated:
+            self.block.clear()
+
+    def mend(self, moves: int) -> None:
+        """Forget steps that have not ended, after the block was filled anew; ``moves``: those of the first layer."""
+        self.broken, self.moves = False, moves
+        if self._together is not None:
+            self._together.clear()
+
+    @inference
+    def select_rows(self, index: Int[Tensor, " n"]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
+        if self.allocated:
+            self.moves += 1
+            broken, self.broken = self.broken, True  # until all rows have moved
+            self.block.select_rows(index)
+            self._shared.select_rows(self._index, index)
+            self.broken = broken
+
+    def over(
+        self, block: Block, *, columns: int, cascade: Cascade | None = None, together: SharedBudget | None = None
+    ) -> Layer:
+        """Return a copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
+        other = copy.copy(self)
+        other.paths = DecodePaths(self.policy)  # before `hold`, which would otherwise change those of the original
+        other.hold(block, columns=columns)
+        other._together, other._shared = together, cascade or NoCascade()
+        return other
+
+    def memory(self) -> MemoryUsage:
+        """Return the bytes of this layer; zeros before the first step."""
+        if not self.allocated:
+            return MemoryUsage()
+        shared = self._shared.bytes(self._index)
+        return self.block.memory() + MemoryUsage(allocated_bytes=shared, state_bytes=shared)
+
+    @property
+    def store(self) -> Store:
+        """Keys, values and positions."""
+        return self.block.store
+
+    @property
+    def state(self) -> State:
+        """The policy's state, of slots and of heads. A copy where heads share a pool."""
+        return self.block.opened().state
+
+    @property
+    def seen(self) -> Int[Tensor, " B"]:
+        """Real tokens seen per row."""
+        return self.block.seen
+
+    def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
+        """Return an empty block for such keys and values. It is not yet the layer's own."""
+        return self.plan.block(keys, values, budgets=self.budgets, heads=self.heads, together=self._together)
+
+    def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
+        """Use a block that has seen ``columns`` columns; ``own``: with the layer's budgets and pins."""
+        self.block, self.columns, self.plan = block, columns, self.plan.filled_by(block)
+        self.allocated, self._made = True, own
+        self._backend = backend_for(block, self._rotation)
+        self.paths.begin(self._backend, window=self.window, even=not isinstance(block.store, PooledStore))
+
+    def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
+        """Allocate the block on the first step; later, check that the tensors fit it."""
+        if keys.shape[2] == 0:
+            raise ShapeError("There are no tokens: the prompt is empty.")
+        if not self.allocated or not (self.columns or self.store.fits(keys, values)):
+            self.heads.check(keys.shape[1])
+            self.hold(self.new_block(keys, values), columns=self.columns, own=True)
+        self.store.check_fit(keys, values)
 
     def step(
         self,
@@ -479,11 +320,68 @@ class Layer(Held):
             BrokenCacheError: an earlier step failed before its end.
             UnsupportedOperationError: under `Phase.PROBE`, the policy prunes through the layers.
         """
-        if self._repeating is not None and phase is Phase.DECODE and real is None:
-            again = self._again(query, keys, values, options)
-            if again is not None:
-                return again
+        if self.paths.recorded is not None and phase is Phase.DECODE and real is None:
+            out = self._replay(query, keys, values, options)
+            if out is not None:
+                return out
         return self._step(query, keys, values, options=options, phase=phase, real=real)
+
+    def repeat(
+        self, options: AttentionOptions, run: Callable[[Repeat], Float[Tensor, "*n"] | None]
+    ) -> Float[Tensor, "*n"] | None:
+        """Let somebody else replay the recorded decode step, for other tokens.
+
+        Args:
+            options: what the model's attention asks for.
+            run: makes the step and adds each row's token to `Block.seen`; if it returns ``None``, nothing has changed.
+
+        Returns:
+            What ``run`` returned; ``None`` if there is no such step, or if it could not be made.
+
+        Raises:
+            CapacityError: the policy does not evict and the budget is exhausted.
+        """
+        recorded = self.paths.recorded
+        if recorded is None or self.broken or self.paths.why_not_replayed(self.block, options) is not None:
+            return None
+        return self._replayed(recorded, lambda: run(recorded.call))
+
+    def _replay(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """Make a decode step on the path `DecodePath.REPLAY`; return ``None`` if that is not the path, unchanged."""
+        recorded, block = self.paths.recorded, self.block
+        why = self.paths.why_not_replayed(block, options)
+        if recorded is None or self.broken or why is not None or not recorded.call.takes(query, keys, values):
+            self.paths.forget(why or "the tensors of the tokens lie in another way")
+            return None
+
+        def run() -> Tensor | None:
+            out = recorded.call(query, keys, values, block.advance(1, None, Phase.DECODE))
+            if out is None:
+                block.seen.sub_(1)  # `advance` has counted the token, and the next path counts it again
+            return out
+
+        return self._replayed(recorded, run)
+
+    def _replayed(self, recorded: Repeating, run: Callable[[], Tensor | None]) -> Tensor | None:
+        """Return what ``run`` returns, which makes the step; ``None`` if it could not, and then nothing has changed."""
+        self.paths.recorded = None  # a step that fails is not tried again
+        check_room(self.policy, self.block, 1, None, phase=Phase.DECODE, window=self.window)
+        self.broken = True  # until the step has ended
+        out = run()
+        if out is not None:
+            self.columns, self.paths.recorded = self.columns + 1, recorded
+            if self.paths.path is not DecodePath.REPLAY:  # replays follow each other, and each microsecond counts
+                self.paths.took(DecodePath.REPLAY)
+        else:
+            self.paths.forget("the backend could not replay the step")
+        self.broken = False
+        return out
 
     @inference
     def _step(
@@ -507,7 +405,7 @@ class Layer(Held):
             raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
         check_room(self.policy, self.block, T, real, phase=phase, window=self.window)
         self.broken = True  # until the step has ended
-        held, self.block = self.block, self.block.opened()
+        held, self.block = self.block, self.block.opened()  # a pool is worked on side by side, and then written back
         try:
             out = self._run(query, keys, values, options=options, phase=phase, real=real)
             held.close(self.block)
@@ -515,8 +413,8 @@ class Layer(Held):
             self.block = held
         if self._together is not None:
             self._together.end(self.policy, held)
-        if self._repeating is not None:
-            self._repeating.hold(held)
+        if self.paths.recorded is not None:
+            self.paths.recorded.hold(held)
         self.broken = False
         return out
 
@@ -545,23 +443,63 @@ class Layer(Held):
         options: AttentionOptions,
         real: Bool[Tensor, "B 1"] | None,
     ) -> Float[Tensor, "B Hq 1 E"]:
-        """Write the token into an empty slot, attend, and empty the victim's slot. No other slot is moved."""
+        """Make a decode step on the fused path if it can be, otherwise on the plain one; see `DecodePaths`."""
         positions = self.block.advance(1, real, Phase.DECODE)
         self.columns += 1
-        slots, backend = self.store.slots(), self._backend
         fresh = one_each(len(positions), positions.device) if real is None else real.sum(dim=1)
-        if self._fuses and self.block.pins is None:
-            view, new = self._view(slots, new=fresh, phase=Phase.DECODE), (query, keys, values, positions)
-            asked, window = self._asked.by(view), self.window
-            done = fused(
-                self.policy, self.block, view, new, statistic=asked, options=options, window=window, backend=backend
-            )
-            if done is not None:
-                if real is None and self._may_repeat():
-                    given = (self.policy, self.block, view, new)
-                    call = repeated(*given, statistic=asked, options=options, window=window, backend=backend)
-                    self._repeating = None if call is None else Repeating(call, options)
-                return done
+        why = self.paths.why_not_fused(self.block)
+        if why is None:
+            out = self._decode_fused(query, keys, values, positions, fresh, options, may_record=real is None)
+            if out is not None:
+                self.paths.took(DecodePath.FUSED)
+                return out
+            why = "the backend cannot take these tensors"
+        self.paths.took(DecodePath.PLAIN, why)
+        return self._decode_plain(query, keys, values, positions, fresh, options)
+
+    def _decode_fused(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        keys: Float[Tensor, "B Hk 1 D"],
+        values: Float[Tensor, "B Hk 1 E"],
+        positions: Int[Tensor, "B 1"],
+        fresh: Int[Tensor, " B"],
+        options: AttentionOptions,
+        *,
+        may_record: bool,
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """Let the backend do all of a decode step; return ``None`` if it declines, and then nothing has changed.
+
+        Args:
+            query: see `step`.
+            keys: see `step`.
+            values: see `step`.
+            positions: position of each row's token, -1 for padding.
+            fresh: number of real tokens per row.
+            options: see `step`.
+            may_record: whether the step may be replayed: a replay knows nothing of padding.
+        """
+        view = self._view(self.store.slots(), new=fresh, phase=Phase.DECODE)
+        statistic, window = self.paths.statistic.by(view), self.window
+        tokens = query, keys, values, positions
+        step = fused_step(self.policy, self.block, view, tokens, statistic=statistic, options=options, window=window)
+        out = fused(self.policy, self.block, view, step, window=window, backend=self._backend)
+        if out is not None and may_record and self.paths.may_record(self.block, alone=self._together is None):
+            call = self._backend.repeat(step)
+            self.paths.recorded = None if call is None else Repeating(call, options)
+        return out
+
+    def _decode_plain(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        keys: Float[Tensor, "B Hk 1 D"],
+        values: Float[Tensor, "B Hk 1 E"],
+        positions: Int[Tensor, "B 1"],
+        fresh: Int[Tensor, " B"],
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hq 1 E"]:
+        """Write the token into an empty slot, attend, and empty the victim's slot. No other slot is moved."""
+        slots, backend = self.store.slots(), self._backend
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, positions)
         append(self.policy, self.block, keys, values, positions, backend=backend)

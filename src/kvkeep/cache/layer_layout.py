@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -47,6 +47,10 @@ _WITH_KEYS = (
 )
 
 
+_MOST_BUDGETS = 256
+"""So many budgets are remembered with their spread."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layers of a model that hold slots, and how a policy's budget is spread over them.
@@ -73,6 +77,7 @@ class Layout:
     profile: Profile | None = None
     kv_bits: str | None = None
     heads: Heads = ALONE
+    _slots: dict[int, tuple[Number, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -131,32 +136,48 @@ class Layout:
         return [self.policy if number in sharing else apart for number in self.windows]
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
-        """The budget of each layer with slots: one number for all rows, or one per row. See `kvkeep.budget.Number`.
+        """Return the budget of each layer with slots: one number for all rows, or one per row, see `budget.Number`.
 
         Raises:
-            BudgetError: the budget is out of range, or too small for a layer.
+            BudgetError: the budget is out of range, too small for a layer, or smaller than what the policy protects.
         """
-        numbers, layers = budgets.check_rows(budget), len(self.windows)
+        spread = self._spread(budgets.check_rows(budget))
+        sizes = (size for rows in spread for row in rows for size in (row if isinstance(row, tuple) else (row,)))
+        for size in dict.fromkeys(sizes):  # equal budgets once, whatever the number of layers
+            self.policy.check(size)
+        return spread
+
+    def _spread(self, numbers: Sequence[int]) -> list[Sequence[Number]]:
+        """Return the budget of each layer, for rows with these budgets."""
+        layers = len(self.windows)
         if self.profile is not None:
             heads = [self.profile.budgets(number, self.policy.least) for number in numbers]
             return [[tuple(row[layer]) for row in heads] for layer in range(layers)]
         if self.layer_budget == "uniform":
             return [numbers] * layers
-        each = (budgets.per_layer(self.layer_budget, number, layers, least=self.policy.least) for number in numbers)
-        return list(zip(*each, strict=True))
+        least = self.policy.least
+        return list(zip(*(budgets.per_layer(self.layer_budget, n, layers, least=least) for n in numbers), strict=True))
 
     def slots(self, budget: int) -> list[Number]:
-        """The most tokens that the heads of each layer may hold: the layer's budget, at most its sliding window.
+        """Return the most tokens that the heads of each layer may hold: its budget, at most its sliding window.
+
+        Each budget is spread and checked once: an engine asks several times for each request.
 
         Raises:
-            BudgetError: see `spread`; or the policy protects more than a layer's budget.
+            BudgetError: see `spread`.
         """
-        found = []
-        for (number,), window in zip(self.spread(budget), self.windows.values(), strict=True):
-            for one in number if isinstance(number, tuple) else (number,):
-                self.policy.check(one)
-            found.append(budgets.at_most(number, window))
-        return found
+        if type(budget) is not int:  # True and 1.0 would be taken for 1
+            return self._limited(budget)
+        if budget not in self._slots:
+            if len(self._slots) >= _MOST_BUDGETS:
+                self._slots.clear()
+            self._slots[budget] = tuple(self._limited(budget))
+        return list(self._slots[budget])
+
+    def _limited(self, budget: int) -> list[Number]:
+        """Return the budget of each layer, at most its sliding window."""
+        pairs = zip(self.spread(budget), self.windows.values(), strict=True)
+        return [budgets.at_most(number, window) for (number,), window in pairs]
 
     def check_pins(self, budget: int, pins: Spans) -> None:
         """Refuse pins that do not fit into the budget of some layer.

@@ -56,10 +56,12 @@ class Waiting:
         index = (~stays).int().argsort(dim=-1, stable=True)[..., :width]
         there = stays.gather(-1, index)
         positions = self.view.positions.gather(-1, index).masked_fill(~there, EMPTY)
-        found = [{name: x.gather(-1, index) for name, x in held.items()} for held in (self.state, self.report.sums)]
+        state, sums = (
+            {name: x.gather(-1, index) for name, x in held.items()} for held in (self.state, self.report.sums)
+        )
         keys, values = nothing(positions)
         view = replace(self.view, positions=positions, keys=keys, values=values)
-        return Waiting(view, self.tokens.chosen(index), self.score.gather(-1, index), found[0], Report(found[1]))
+        return Waiting(view, self.tokens.chosen(index), self.score.gather(-1, index), state, Report(sums))
 
     def settle(self, policy: Policy, block: Block) -> None:
         """Keep the best tokens in the ranges that the heads of the layer's block have now."""
@@ -139,9 +141,9 @@ class SharedBudget:
             return
         waiting, blocks = self._waiting, self._blocks
         self.clear()
-        divide(blocks, shared_budgets(policy, [(one.view, one.score) for one in waiting]))
-        for one, mine in zip(waiting, blocks, strict=True):
-            one.settle(policy, mine)
+        divide(blocks, shared_budgets(policy, [(step.view, step.score) for step in waiting]))
+        for step, own_block in zip(waiting, blocks, strict=True):
+            step.settle(policy, own_block)
 
     def _thin(self, policy: Policy, block: Block) -> None:
         """Let tokens go that cannot stay, whatever the layers to come hold, once far more wait than there are slots.
@@ -153,13 +155,13 @@ class SharedBudget:
         assert isinstance(block, PartBlock)
         numbers = block.whole.budget
         assert isinstance(numbers, Tensor)
-        if sum(one.score.numel() for one in self._waiting) <= AT_ONCE * int(numbers.sum()):
+        if sum(step.score.numel() for step in self._waiting) <= AT_ONCE * int(numbers.sum()):
             return
-        view, score = _joined([(one.view, one.score) for one in self._waiting])
+        view, score = _joined([(step.view, step.score) for step in self._waiting])
         mean = numbers.sum(dim=1, keepdim=True) // numbers.shape[1]
         stays = may_stay(policy, view, score, mean, heads=numbers.shape[1]).chunk(len(self._waiting), dim=1)
         pairs = zip(self._waiting, self._blocks, stays, strict=True)
-        self._waiting = [one.thinned(block, mine[..., : one.score.shape[-1]]) for one, block, mine in pairs]
+        self._waiting = [step.thinned(block, own[..., : step.score.shape[-1]]) for step, block, own in pairs]
 
 
 def positions_of(view: View) -> View:
@@ -176,9 +178,9 @@ def shared_budgets(policy: Policy, layers: Sequence[tuple[View, Float[Tensor, "B
 def _joined(layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> tuple[View, Float[Tensor, "B heads S"]]:
     """The tokens of all layers as those of one layer, and their scores."""
     most = max(score.shape[-1] for _, score in layers)
-    found = [(view, score, most - score.shape[-1]) for view, score in layers]
-    positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in found], dim=1)
-    score = torch.cat([pad(score, (0, room)) for _, score, room in found], dim=1)
+    padded = [(view, score, most - score.shape[-1]) for view, score in layers]
+    positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in padded], dim=1)
+    score = torch.cat([pad(score, (0, room)) for _, score, room in padded], dim=1)
     budget = torch.cat([table(view.budget, view.seen).expand(view.positions.shape[:2]) for view, _ in layers], dim=1)
     keys, values = nothing(positions)
     return replace(layers[0][0], positions=positions, keys=keys, values=values, budget=budget), score

@@ -32,11 +32,31 @@ class TokenHistory:
 
     Attributes:
         columns: number of columns that were told.
+        records: whether ids are recorded.
+        prompt_columns: number of columns after which the announced prompt ends.
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, and record nothing."""
         self._pieces: list[tuple[Tensor, Tensor]] = []
-        self.columns = 0
+        self.columns, self.prompt_columns, self.records = 0, 0, False
+
+    def begin_again(self, rows: Sequence[Tensor] | None, *, columns: int, device: torch.device) -> None:
+        """Replace everything by the ids of rows that have been put in.
+
+        Args:
+            rows: the ids of each row without padding, which then stands on the left; ``None``: they are not known.
+            columns: columns that the cache has now.
+            device: where the ids shall be.
+        """
+        self.clear()
+        if rows is not None:
+            ids, real = padded([torch.empty(columns), *rows])  # a row as long as the columns, so that others are padded
+            self.add(ids[1:].to(device), real[1:].to(device), held=0)
+            self.records = True
 
     def add(self, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"], *, held: int) -> None:
         """Append the ids of columns that are about to be fed.
@@ -87,7 +107,7 @@ class TokenHistory:
                 f"The cache holds {self.rows} rows, and there are {len(rows)} texts. Call reset() for another batch."
             )
         ids, real = self.table()
-        told = [one[mask].cpu() for one, mask in zip(ids, real, strict=True)]
+        told = [row[mask].cpu() for row, mask in zip(ids, real, strict=True)]
         name = "The text" if len(rows) == 1 else "Text {}"
         for i, (old, new) in enumerate(zip(told, rows, strict=True)):
             _check_begins(old, new, name.format(i), tokenizer)
@@ -155,8 +175,8 @@ def rows_of(ids: Ids, mask: Tensor | None) -> list[Tensor]:
 
 def _nested(given: object) -> list[list[Any]]:
     """Return a tensor, an array, a row or several rows as a list of rows; a single row becomes a list of one."""
-    found = _as_list(given)
-    return [_as_list(row) for row in found] if found and getattr(found[0], "__len__", None) else [found]
+    rows = _as_list(given)
+    return [_as_list(row) for row in rows] if rows and getattr(rows[0], "__len__", None) else [rows]
 
 
 def _as_list(given: Any) -> list[Any]:
@@ -173,15 +193,15 @@ def _shown_in(mask: object, rows: Sequence[Tensor]) -> list[Bool[Tensor, " n"]]:
         shown = [torch.tensor(row).bool() for row in _nested(mask)]
     except (TypeError, ValueError, RuntimeError):
         shown = []
-    if [one.shape for one in shown] != [row.shape for row in rows]:
+    if [row_mask.shape for row_mask in shown] != [row.shape for row in rows]:
         raise InputError("The attention mask has another shape than the token ids; it covers them alone.")
     return shown
 
 
 def device_of(ids: Ids, otherwise: torch.device) -> torch.device:
     """Return the device of token ids; lists have none."""
-    found: Any = ids["input_ids"] if isinstance(ids, Mapping) else ids
-    return found.device if isinstance(found, Tensor) else otherwise
+    tensor: Any = ids["input_ids"] if isinstance(ids, Mapping) else ids
+    return tensor.device if isinstance(tensor, Tensor) else otherwise
 
 
 def padded(rows: Sequence[Tensor]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:

@@ -8,31 +8,31 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep.cache.bounded_cache import handing_cache
-from kvkeep.cache.hf_layers import HandingLayer
+from kvkeep.attention_probe import keeps_states
 from kvkeep.calibration.head_losses import Head, Loss, LossMeter, NearWindow, Passage
 from kvkeep.errors import InputError
 from kvkeep.evals import texts
-from kvkeep.evals.attention_probe import Adding, Drive, batches, left_padded
+from kvkeep.evals.forward import Drive, batches, left_padded
 from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, ask, right, wording_of
 from kvkeep.head_profile import Profile, describe
-from kvkeep.models.load import Checkpoint, ends_of
+from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.load import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
-from kvkeep.result_files import Lock, as_text, finite, read_rows, sync
+from kvkeep.result_files import RowFile, as_text, finite, first_fault, list_of, optional, real_number, tuple_of
 
 # The passages of a calibration: texts with planted facts and questions about them, and windows of the user's text.
 #
@@ -114,21 +114,23 @@ def windows(checkpoint: Checkpoint, text: str | None, *, n: int, tokens: int, se
 
 _BEGINNING = b'{"row": "'
 _RUN = "run"
-_LOSS = (int | float | None, int | float | None, int | float)
-"""Types of the numbers of a loss."""
+_LOSS = tuple_of(optional(real_number()), optional(real_number()), real_number())
+"""The numbers of a `Loss`."""
 
 
 class CalibrationFile:
     """Lines of one calibration, in a file beside the profile. They are read when the calibration goes on.
 
     Args:
-        file: open for reading and writing, and locked.
+        file: the file, locked.
+
+    Attributes:
         path: its path.
     """
 
-    def __init__(self, file: IO[bytes], path: Path):
-        self._file, self.path = file, path
-        self._rows: list[dict[str, Any]] = []
+    def __init__(self, file: RowFile):
+        self._file, self.path = file, file.path
+        self._rows = file.read()
 
     @classmethod
     @contextmanager
@@ -140,15 +142,13 @@ class CalibrationFile:
         """
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is no file, and the calibration notes its progress there. Remove it.")
-        with _writing(path):
-            file = path.open("ab+")
-        with file, Lock(file, str(path)):
+        rows = RowFile(path, _BEGINNING, _fault)
+        with ExitStack() as held:
+            with _writing(path):
+                file = held.enter_context(rows.locked())
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 raise InputError(f"Another run has just finished and removed {path}. Look at what it wrote first.")
-            part = cls(file, path)
-            end, part._rows = read_rows(path, _BEGINNING, _fault)
-            with _writing(path):
-                file.truncate(end)
+            part = cls(rows)
             try:
                 yield part
             finally:
@@ -176,9 +176,9 @@ class CalibrationFile:
 
     def find(self, row: str, **keys: object) -> dict[str, Any] | None:
         """The line of this kind with these values; ``None`` if it was not measured yet."""
-        for one in self._rows:
-            if one["row"] == row and all(one.get(key) == value for key, value in keys.items()):
-                return one
+        for line in self._rows:
+            if line["row"] == row and all(line.get(key) == value for key, value in keys.items()):
+                return line
         return None
 
     def add(self, row: str, values: Mapping[str, Any]) -> None:
@@ -187,11 +187,8 @@ class CalibrationFile:
         Raises:
             InputError: it cannot be written; the lines before are safe.
         """
-        line = {"row": row, **values}
         with _writing(self.path):
-            self._file.write(json.dumps(finite(line), ensure_ascii=False).encode() + b"\n")
-            sync(self._file)
-        self._rows.append(line)
+            self._rows += self._file.extend([finite({"row": row, **values})])
 
     def remove(self) -> None:
         """Remove the file: the profile is written."""
@@ -212,18 +209,7 @@ def _writing(path: Path) -> Iterator[None]:
 def _fault(row: Mapping[str, Any]) -> str | None:
     if not isinstance(row.get("row"), str):
         return "it is no line of a calibration"
-    losses = row.get("losses", [])
-    if not isinstance(losses, list) or not all(_is_loss(loss) for loss in losses):
-        return "its losses are damaged"
-    return None
-
-
-def _is_loss(loss: object) -> bool:
-    return (
-        isinstance(loss, list)
-        and len(loss) == len(_LOSS)
-        and all(isinstance(part, kind) for part, kind in zip(loss, _LOSS, strict=True))
-    )
+    return first_fault({"losses": [], **row}, {"losses": list_of(_LOSS)})
 
 
 METHOD = 1
@@ -407,10 +393,7 @@ def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
     """The passages, with what the model says of them under the full cache."""
     s, name = job.settings, "reading with the full cache"
     made = job.documents
-    layers = handing_cache(writer.model.config, lambda index: Adding()).layers
-    together = all(
-        isinstance(layer, HandingLayer) for layer in layers
-    )  # questions cannot share a state, as they do keys
+    together = not keeps_states(writer.model.config)  # questions cannot share a state, as they do keys
     asked: list[Passage] = []
     for index, document in enumerate(made):
         on_stage(name, index / (len(made) + 1))

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.attention_probe import LayerStep, OnePass, probe_cache
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import choose, reference
-from kvkeep.cache.bounded_cache import handing_cache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.evals import task
-from kvkeep.evals.attention_probe import BATCH_TOKENS, WholeText
+from kvkeep.evals.forward import BATCH_TOKENS
 from kvkeep.models.device import enough_memory
 from kvkeep.types import AttentionOptions, Slots
 
@@ -82,8 +82,8 @@ class Passage:
         return [torch.arange(end - n, end) - 1 for end, n in zip(ends, self.targets, strict=True)]
 
 
-class Limited(WholeText):
-    """Attention of one layer over a passage.
+class LimitedHeads(OnePass):
+    """Stands in for a layer: attention over a passage, in which some heads are limited.
 
     Args:
         passage: the passage that every row reads.
@@ -100,15 +100,9 @@ class Limited(WholeText):
         super().__init__()
         self._passage, self._near, self._limited = passage, near, limited
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        keys: Float[Tensor, "B Hk T D"],
-        values: Float[Tensor, "B Hk T E"],
-        positions: Int[Tensor, "B T"],
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hq T E"]:
+    def attend(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
         """Full attention, and then the limited heads anew. The passage gives the positions."""
+        query, keys, values, options = step.query, step.keys, step.values, step.options
         self.heads = keys.shape[1]
         places, out = self._passage.positions.to(query.device), []
         for part, columns in self._passage.parts():
@@ -199,18 +193,13 @@ def read(
     """
     limited = limited or {}
     rows = len(next(iter(limited.values()))) if limited else 1
-    layers: dict[int, Limited] = {}
-
-    def make(index: int) -> Limited:
-        layers[index] = Limited(passage, near, limited.get(index))
-        return layers[index]
-
+    cache, layers = probe_cache(model.config, lambda index: LimitedHeads(passage, near, limited.get(index)))
     columns = passage.columns()
     with enough_memory(model.device):
         logits = model(
             input_ids=passage.ids.to(model.device).expand(rows, -1),
             position_ids=passage.positions.to(model.device).expand(rows, -1),
-            **handed(model, handing_cache(model.config, make)),
+            **handed(model, cache),
             use_cache=True,
             logits_to_keep=torch.cat(columns).to(model.device),
         ).logits

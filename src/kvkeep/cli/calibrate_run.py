@@ -5,21 +5,19 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvkeep.calibration import duo_attention
-from kvkeep.calibration.calibrate import Calibration, CalibrationFile, CalibrationSettings, OnStage, calibrate
+from kvkeep.calibration.calibrate import Calibration, CalibrationFile, CalibrationSettings, calibrate
 from kvkeep.cli import console
-from kvkeep.cli.calibrate import CalibrateOptions, target
+from kvkeep.cli.calibrate import CalibrateOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.progress import resumable, staged
 from kvkeep.errors import InputError
 from kvkeep.head_profile import Profile
 from kvkeep.models import threads
@@ -113,9 +111,12 @@ def serve(request: CalibrateOptions) -> None:
         KVKeepError: the request or the model cannot be used, or the profile cannot be written.
         Exit: the user pressed Ctrl-C; finished layers are safe.
     """
-    with quiet(), threads.restored():
-        duo_pattern = request.from_duo
-        profile = _measure(request) if duo_pattern is None else _import(request, duo_pattern)
+    duo_pattern = request.from_duo
+    try:
+        with quiet(), threads.restored():
+            profile = _measure(request) if duo_pattern is None else _import(request, duo_pattern)
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(console.INTERRUPTED) from interrupt
     show(request, profile)
 
 
@@ -137,9 +138,9 @@ def _measure(request: CalibrateOptions) -> Profile:
     for note in job.notes():
         console.note(note)
     part_path = request.output.with_name(request.output.name + ".part")
-    with _resumable(part_path), CalibrationFile.open(part_path) as part:
+    with resumable(lambda: _stopped(part_path)), CalibrationFile.open(part_path) as part:
         writer = writer_of(job.checkpoint, request)
-        with _progress() as on_stage:
+        with staged() as on_stage:
             profile = calibrate(job, writer, part, on_stage)
         _save(profile, request)
         part.remove()
@@ -176,44 +177,12 @@ def prepare(request: CalibrateOptions) -> Calibration:
 
 
 def _save(profile: Profile, request: CalibrateOptions) -> None:
-    target(str(request.output), overwrite=request.overwrite)  # somebody may have written it in the meantime
+    request.check_output()
     profile.save(request.output)
 
 
-@contextmanager
-def _resumable(part: Path) -> Iterator[None]:
-    """After Ctrl-C, a note on how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        if part.exists():
-            console.note(f"stopped. Finished layers are in {part}; run the same command again to go on.")
-        else:
-            console.note("stopped; nothing was written")
-        raise typer.Exit(console.INTERRUPTED) from interrupt
-
-
-@contextmanager
-def _progress() -> Iterator[OnStage]:
-    """A bar on standard error that moves with each finished layer; nothing where that is no terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("time left", style="dim"),
-        TimeRemainingColumn(),
-    )
-    screen = console.err()
-    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
-    lines: dict[str, Any] = {}
-
-    def on_stage(what: str, share: float) -> None:
-        if what not in lines:
-            for line in lines.values():
-                bar.update(line, visible=False)
-            lines[what] = bar.add_task(what, total=1.0)
-        bar.update(lines[what], completed=share, refresh=True)
-
-    with bar:
-        yield on_stage
+def _stopped(part: Path) -> str:
+    """Return the note after Ctrl-C."""
+    if not part.exists():
+        return "stopped; nothing was written"
+    return f"stopped. Finished layers are in {part}; run the same command again to go on."

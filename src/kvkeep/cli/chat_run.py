@@ -16,8 +16,9 @@ import typer
 
 from kvkeep import budget as budgets
 from kvkeep.cli import console
-from kvkeep.cli.chat_sessions import MOST_BACK, ChatFolder, ChatPlace, ChatSession
-from kvkeep.cli.generate import GenerateOptions
+from kvkeep.cli.chat import ChatOptions
+from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
+from kvkeep.cli.chat_sessions import MOST_BACK, ChatSession
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
@@ -25,9 +26,10 @@ from kvkeep.engine import Engine
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.document_prompt import check_system
-from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.registry import parse
 
@@ -201,14 +203,15 @@ ROOM = 8192
 """The default budget of a policy that keeps everything."""
 
 
-def serve(request: GenerateOptions, folder: ChatFolder, name: str | None) -> None:
+def serve(request: ChatOptions) -> None:
     """Hold a conversation until the user ends it.
 
     Raises:
         KVKeepError: the request, the model or the conversation cannot be used; or a message without a terminal.
         Exit: the user pressed Ctrl-C while nothing could be stopped but the program.
     """
-    place = folder.claim(name)
+    folder = ChatFolder.of(request.sessions)
+    place = folder.claim(request.session)
     talk = None
     try:
         with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
@@ -223,7 +226,7 @@ def serve(request: GenerateOptions, folder: ChatFolder, name: str | None) -> Non
             _end(talk, request.model)
 
 
-def _begin(request: GenerateOptions, folder: ChatFolder, place: ChatPlace) -> ChatSession:
+def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSession:
     """Load the model and open the conversation, after checks that need no weights.
 
     Raises:
@@ -248,7 +251,7 @@ def _begin(request: GenerateOptions, folder: ChatFolder, place: ChatPlace) -> Ch
     return ChatSession(engine, folder, place, sampling=sampling, system=request.system, memory=snapshot)
 
 
-def _memory(request: GenerateOptions, place: ChatPlace) -> SavedMemory | None:
+def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
     """The memory with which the conversation goes on or begins.
 
     Raises:
@@ -266,7 +269,7 @@ def _memory(request: GenerateOptions, place: ChatPlace) -> SavedMemory | None:
     return SavedMemory.read(str(place.file), shown=f"the conversation {place.name}")
 
 
-def _engine(checkpoint: Checkpoint, request: GenerateOptions, budget: int) -> Engine:
+def _engine(checkpoint: Checkpoint, request: ChatOptions, budget: int) -> Engine:
     engine = engine_for(writer_of(checkpoint, request), request, budget=budget, rows=1)
     if checkpoint.tokenizer.chat_template is None:
         console.note(f"{checkpoint.name} has no chat template, so it continues your messages as text")

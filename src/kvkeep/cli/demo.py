@@ -23,11 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 import kvkeep
-from kvkeep.cache.hf_layers import handed
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.options import Debug, Threads, parse_threads
-from kvkeep.models.threads import restored, use
+from kvkeep.cli.options import Debug, Threads
+from kvkeep.models.threads import check, restored, use
 from kvkeep.policies import DEFAULT
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def demo(
 
     Runs the embedded model on the CPU; nothing is downloaded.
     """
-    number = parse_threads(threads)
+    number = check(threads)
     from kvkeep.models.load import embedded, find, quiet, read_weights
     from kvkeep.models.tokenization import Writer
 
@@ -216,6 +215,8 @@ def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterato
         room = budget if policy.evicts else tokens + ANSWER_TOKENS
         cache = kvkeep.BoundedCache(writer.model.config, policy, room)
         writer.read(prompt[:, :-1], cache)  # cuts the text to the budget; the reply sees nothing else
+        from kvkeep.cache.hf_layers import handed  # imports torch
+
         given = handed(writer.model, cache)
         reply = generate(prompt, **given, max_new_tokens=ANSWER_TOKENS, do_sample=False)[0, tokens:]
         yield Answer(name, room, writer.text_of(reply.tolist()), cache.memory().allocated_bytes)
@@ -287,7 +288,7 @@ class Page:
 
     def _render(self) -> RenderableType:
         seen, held = self._seen, min(self._seen, STORY_BUDGET)
-        memory = self._result.memory if self._result else self._engine.memory()
+        memory = self._result.memory_usage if self._result else self._engine.memory_usage()
         bars = Table.grid(padding=(0, 2))
         ours, theirs = memory.allocated_bytes, memory.full_bytes
         bars.add_row("bounded cache", f"{held} of {seen} tokens", console.show_bytes(ours), _bar(ours, theirs))

@@ -16,17 +16,17 @@ from rich.table import Table
 
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli import eval as eval_options
-from kvkeep.cli.distributed import PROCESS_BYTES, ended_with_its_cluster, interruptible, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, ended_with_its_cluster, interruptible, room_for, whole
 from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.progress import EvalBar, eval_progress
 from kvkeep.errors import InputError, KVKeepError, show_bytes
 from kvkeep.evals import confidence, curves, leaderboard, tasks
 from kvkeep.evals import report as reports
-from kvkeep.evals.attention_probe import BATCH_TOKENS, Setup
 from kvkeep.evals.datasets import HUB
+from kvkeep.evals.forward import BATCH_TOKENS, Setup
 from kvkeep.evals.grid import GridArguments, Planned, RequestedBudget, split_arms
+from kvkeep.evals.recipes.recipe import find as find_recipe
 from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders
 from kvkeep.evals.records import read as read_folders
@@ -189,6 +189,29 @@ def _fitting(columns: Sequence[Sequence[str]], room: int) -> Iterator[Sequence[S
     yield group
 
 
+# The paper of a recipe.
+
+
+def _recipe_facts(name: str | None) -> dict[str, str]:
+    """What a recipe repeats, and the paper's model; nothing without a recipe."""
+    if name is None:
+        return {}
+    recipe = find_recipe(name)
+    return {"recipe": f"{name}: {recipe.title}", "the paper's model": recipe.model}
+
+
+def _show_recipe(name: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print the paper's figures beside ours, and what keeps them apart."""
+    recipe, screen = find_recipe(name), console.out()
+    found = recipe.table(rows)
+    screen.print(console.visible(found.title), style="bold")
+    for part in parts(found, screen.width):
+        screen.print(part)
+    for note in recipe.notes(rows):
+        screen.print(f"  {console.visible(note)}", style="dim")
+    screen.print()
+
+
 EMBEDDED = "embedded"
 """Name of the embedded model in results."""
 
@@ -209,7 +232,7 @@ def serve(request: EvalOptions) -> None:
             grid = prepare(request)
             for note in grid.notes:
                 console.note(note)
-            show(grid, request.dtype, request.device, eval_options.facts(request.recipe))
+            show(grid, request.dtype, request.device, _recipe_facts(request.recipe))
             return
         records = Records(request.output)
         grid = prepare(request)
@@ -251,25 +274,25 @@ def show_report(request: EvalOptions) -> None:
     _show(request, records)
 
 
-def merge(request: EvalOptions, folders: Sequence[Path]) -> None:
+def merge(request: EvalOptions) -> None:
     """Join folders of results, and show them.
 
     Raises:
         InputError: they are of different runs, or cannot be read or written.
     """
-    records, doubled = merge_folders(folders, request.output)
+    records, doubled = merge_folders(request.folders, request.output)
     if doubled:
         console.note(f"{console.count(doubled, 'cell')} had other scores in a later folder; the first one's stay.")
     _show(request, records)
 
 
-def page(request: EvalOptions, folders: Sequence[Path]) -> None:
+def page(request: EvalOptions) -> None:
     """Write the leaderboard of folders of results.
 
     Raises:
         InputError: they cannot stand in one table, or cannot be read or written.
     """
-    paths = leaderboard.write(leaderboard.board(read_folders(folders)), request.output)
+    paths = leaderboard.write(leaderboard.board(read_folders(request.folders)), request.output)
     if request.json:
         console.write_json({"output": str(request.output), "pages": [str(path) for path in paths]})
     else:
@@ -341,7 +364,7 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
         return
     screen = console.out()
     if request.recipe is not None:
-        eval_options.show_table(request.recipe, records.rows)
+        _show_recipe(request.recipe, records.rows)
     for found in [
         *reports.tables(records.rows, confidence.of_cell),
         *confidence.share_tables(records.rows),

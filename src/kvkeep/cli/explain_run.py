@@ -5,20 +5,17 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import typer
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli import console
-from kvkeep.cli.explain import ExplainOptions, target
+from kvkeep.cli.explain import ExplainOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.progress import ProgressBar
 from kvkeep.errors import InputError
 from kvkeep.evals.grid import split_policies
 from kvkeep.explain import explanation
@@ -102,39 +99,21 @@ def _serve(request: ExplainOptions) -> None:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     writer = writer_of(find(name, allow_pickle=request.allow_pickle), request)
-    with _progress() as progress:
+    with ProgressBar("text", "wide bar", "percent", "bare left", text="recording", speed_over_s=_SPEED_OVER_S) as bar:
         found = explain(
             writer.model,
             text,
             tokenizer=writer.checkpoint.tokenizer,
             name=request.model or "the embedded model",
-            question=request.question,
+            question=request.question or "",
             policies=policies,
             budget=request.budget,
             raw=request.raw,
             command=request.line(),
-            progress=progress,
+            progress=bar.show,
             **options,
         )
     _report(request, found)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[float], None]]:
-    """A bar on standard error; nothing where that is no terminal."""
-    screen = console.err()
-    columns = (TextColumn("recording"), BarColumn(bar_width=None), TaskProgressColumn(), TimeRemainingColumn())
-    bar = Progress(
-        *columns,
-        console=screen,
-        disable=not screen.is_terminal,
-        transient=True,
-        expand=True,
-        speed_estimate_period=_SPEED_OVER_S,
-    )
-    task = bar.add_task("", total=1.0)
-    with bar:
-        yield lambda share: bar.update(task, completed=share)
 
 
 def _report(request: ExplainOptions, found: Explanation) -> None:
@@ -143,7 +122,7 @@ def _report(request: ExplainOptions, found: Explanation) -> None:
         console.note(note)
     drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
     if request.output is not None:
-        target(str(request.output), overwrite=request.overwrite)  # somebody may have written it in the meantime
+        request.check_output()
         try:
             write_whole(request.output, found.to_html().encode())
         except OSError as error:

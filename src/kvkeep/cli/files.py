@@ -107,6 +107,37 @@ def place(text: str, option: str) -> Path:
     return in_full(text)
 
 
+def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
+    """Return the file of ``--output``, after a check that it can be written.
+
+    Args:
+        path: its name.
+        what: what it will hold, for messages: ``page``.
+        example: a name for such a file.
+        overwrite: whether it may replace another one.
+
+    Raises:
+        InputError: there is something of that name already, or no folder for it.
+    """
+    if str(path) == STANDARD_OUTPUT:
+        raise InputError(f"A {what} is written to a file, not to standard output; give a name such as {example}.")
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
+        raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from error
+    if path.is_dir() or (os.path.lexists(path) and not path.is_file()):
+        raise InputError(f"{path} is a folder, or no regular file. Give the name of a file for the {what}.")
+    if os.path.lexists(path) and not overwrite:
+        raise InputError(f"{path} exists. Give another --output, or --overwrite to replace it.")
+    if not path.parent.is_dir():
+        raise InputError(f"There is no folder {path.parent} for the {what}. Make it first, or give another --output.")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"Nothing can be written to the folder {path.parent}. Give another --output.")
+    return path
+
+
 def data_folder() -> Path:
     """The folder in which the system keeps a user's data.
 

@@ -1,95 +1,37 @@
 """``kvkeep generate``: its options, and where the prompt comes from.
 
-The work is done by `completion` for one prompt, and by `job` for a file of prompts.
+The work is in `kvkeep.cli.generate_run` for one prompt, and in `kvkeep.cli.generate_batch` for a file of prompts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
 
-import typer
-
+from kvkeep import parameters
 from kvkeep.cli import distributed, options, shell_completion
-from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.command import argument, option
 from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, not_empty, place, read_text
 from kvkeep.cli.options import (
-    MEMORY,
-    SAMPLING,
-    AllowPickle,
-    Debug,
-    Device,
-    Dtype,
-    HeadBudget,
-    Json,
-    KvBits,
-    LayerBudget,
-    LoadIn,
-    MaxNewTokens,
-    MinP,
-    Model,
-    ModelRequest,
-    PolicyOrNone,
-    Positions,
-    PrefillChunk,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
+    BUDGET,
+    JSON,
+    MAX_NEW_TOKENS,
+    NO_DEFAULT,
+    POLICY,
+    RAY_ADDRESS,
+    TEMPERATURE,
+    CacheOptions,
+    described,
     parse_bytes,
-    parse_head_budget,
-    parse_kv_bits,
-    parse_layer_budget,
-    parse_positions,
-    parse_prefill_chunk,
-    parse_threads,
+    parse_system,
     parse_tokens,
 )
 from kvkeep.cli.usage_errors import exists, quoted, quotes_missing, shown
-from kvkeep.errors import InputError, ModelFileError
+from kvkeep.errors import InputError
+from kvkeep.parameters import MEMORY, SAMPLING
 from kvkeep.policies import DEFAULT
-from kvkeep.scale.remote_files import is_address
 
-# A request to ``kvkeep generate``: read by the command, done by `completion` and `job`.
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ModelRequest):
-    """The options of ``kvkeep generate``. Numbers of tokens and the prompt are read; the rest is not checked.
-
-    Attributes:
-        memory: the file of a memory that prompts follow.
-        json_schema: the schema that the answer follows.
-        names_policy: whether the user has named the policy.
-    """
-
-    prompt: str
-    system: str | None = None
-    raw: bool
-    policy: str
-    budget: int | None
-    keep_ratio: float | None
-    prefill_chunk: int | None
-    layer_budget: str | list[float] | None
-    head_budget: str | None
-    kv_bits: str | None
-    positions: Literal["true", "slot"] | None
-    pin_system: bool = False
-    guard: float | None = None
-    compare: bool
-    max_new_tokens: int
-    temperature: float
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float
-    seed: int
-    json: bool
-    memory: str | None = None
-    json_schema: str | None = None
-    names_policy: bool = False
+_PROMPT, JOB = "Prompt", "Batch job"
+"""Groups of options on the page of help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,87 +59,32 @@ class BatchOptions:
     address: str | None = None
 
 
-# The words of ``kvkeep generate`` as values: its memory, its budget, and the options of a batch job.
-
-JOB = "Batch job"
-"""The heading of its options in the help."""
-RayWorkers = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Run the lines on N engines, each in a process of a cluster of Ray. --max-rows and --kv-memory are then "
-        "those of each. Needs the extra kvkeep\\[ray].",
-        rich_help_panel=JOB,
-    ),
-]
-RayAddress = Annotated[str | None, options.address(JOB)]
-
-
-def parse_memory(text: str | None) -> str | None:
+def parse_memory(text: str, option: str) -> str:
     """Read ``--memory``, the name of a file.
 
     Raises:
         InputError: it is empty, or a size.
     """
-    if text is None or exists(text):
+    if exists(text):
         return text
     if not text.strip():
-        raise InputError("--memory is empty. Give a file that kvkeep remember has written.")
+        raise InputError(f"{option} is empty. Give a file that kvkeep remember has written.")
     if text.endswith("B") and text[:1].isdigit():
         raise InputError(
-            f"--memory {text} is a size, and --memory takes a file that kvkeep remember has written. For the size of "
+            f"{option} {text} is a size, and {option} takes a file that kvkeep remember has written. For the size of "
             f"all KV memory: --kv-memory {text}"
         )
     return text
 
 
-def parse_budget(text: str) -> int:
+def parse_budget(text: str, option: str) -> int:
     """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
     if text.endswith("%"):
         raise InputError(
-            f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
+            f"{option} {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
             "single prompt there is --keep-ratio, e.g. 0.2."
         )
-    return parse_tokens(text, "--budget")
-
-
-def parse_batch(
-    source: str | None,
-    output: str | None,
-    *,
-    skip_bad: bool,
-    max_rows: int | None,
-    kv_memory: str | None,
-    layers: bool,
-    workers: int | None,
-    address: str | None,
-) -> BatchOptions | None:
-    """The options of a batch job; ``None`` if there is no ``--input``."""
-    if source is None:
-        if skip_bad or layers or any(one is not None for one in (output, max_rows, kv_memory, workers, address)):
-            raise InputError(
-                "--output, --skip-bad, --max-rows, --kv-memory, --compile, --ray-workers and --ray-address belong to a "
-                "batch job: give --input FILE."
-            )
-        return None
-    if output is None:
-        raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
-    if output != STANDARD_OUTPUT and not is_address(output):
-        output = str(place(output, "--output"))
-    if max_rows is not None and max_rows < 1:
-        raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
-    options.check_workers(workers, address)
-    size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
-    return BatchOptions(
-        input=source,
-        output=output,
-        skip_bad=skip_bad,
-        max_rows=max_rows,
-        kv_memory=size,
-        compile=layers,
-        workers=workers,
-        address=address,
-    )
+    return parse_tokens(text, option)
 
 
 # Where the prompt of ``kvkeep generate`` comes from, and words that were meant to be a prompt.
@@ -254,14 +141,23 @@ def read_prompt(prompt: str | None, file: str | None, *, model: str | None = Non
     return read_text(file, kind="prompt file", purpose=_PURPOSE)
 
 
-def read_schema(file: str | None) -> str | None:
-    """The JSON schema of a file; ``None`` without a file.
+def _output_place(output: str) -> str:
+    """Return the place of a job's completions: a path in full, an address, or ``-``.
+
+    Raises:
+        InputError: the name is empty.
+    """
+    from kvkeep.scale.remote_files import is_address  # imports torch
+
+    return output if output == STANDARD_OUTPUT or is_address(output) else str(place(output, "--output"))
+
+
+def read_schema(file: str, option: str) -> str:
+    """The JSON schema of a file.
 
     Raises:
         InputError: the file cannot be read.
     """
-    if file is None:
-        return None
     return read_text(file, kind="JSON schema", purpose='Give a schema such as {"type": "object"}.')
 
 
@@ -287,255 +183,208 @@ def _check_no_file(prompt: str) -> None:
         raise InputError(f"The prompt is the name of a file. To read the file: --prompt-file {quoted(prompt)}")
 
 
-_PROMPT = "Prompt"
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(CacheOptions):
+    """The options of a command that continues text, whether prompts or a conversation.
+
+    Attributes:
+        prompt: the text to continue.
+        memory: the file of a memory that the text follows.
+        policy: the eviction policy; before `checked` it is empty if the user has named none.
+        names_policy: whether the user has named the policy.
+    """
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    memory: str | None = None
+    policy: str = ""
+    names_policy: bool = False
+    budget: int | None = None
+    pin_system: bool = False
+    guard: float | None = None
+    max_new_tokens: int = option(MAX_NEW_TOKENS)
+    temperature: float = option(TEMPERATURE)
+    top_p: float | None = option(described(parameters.TOP_P))
+    top_k: int | None = option(described(parameters.TOP_K))
+    min_p: float | None = option(described(parameters.MIN_P))
+    repetition_penalty: float = option(described(parameters.REPETITION_PENALTY))
+    seed: int = option(described(parameters.SEED))
 
 
-@one_line_errors
-def generate(
-    model: Model = None,
-    source: Annotated[
-        str | None,
-        typer.Argument(help="- reads the prompt from standard input.", show_default=False, metavar="-"),
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT)
-    ] = None,
-    prompt_file: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt-file",
-            "-f",
-            metavar="FILE",
-            help="Read the prompt from a UTF-8 file; - is standard input. A final line break is dropped.",
-            rich_help_panel=_PROMPT,
-        ),
-    ] = None,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="A system message before the prompt, for models with a chat template.",
-            rich_help_panel=_PROMPT,
-        ),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.", rich_help_panel=_PROMPT)
-    ] = False,
-    input: Annotated[  # noqa: A002  the option's name
-        str | None,
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="FILE",
-            help='Run a batch job: a JSONL file whose lines have a "prompt" or "messages", and perhaps "options" of '
-            "their own. Other fields are copied to the output. Lines of OpenAI's batch files are answered as such.",
-            rich_help_panel=JOB,
-        ),
-    ] = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="JSONL or Parquet file for the completions, or an address such as s3://bucket/answers.jsonl; the same "
-            "command again resumes a job that was stopped. - is standard output.",
-            rich_help_panel=JOB,
-        ),
-    ] = None,
-    skip_bad: Annotated[
-        bool,
-        typer.Option(
-            "--skip-bad",
-            help="Write lines that cannot be run to OUTPUT.bad, or to standard error for -, and run the others.",
-            rich_help_panel=JOB,
-        ),
-    ] = False,
-    max_rows: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Sequences that run at once. Default: 16, or what fits.", rich_help_panel=JOB),
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="KV memory of all sequences, e.g. 2GiB or 500MB.", rich_help_panel=JOB),
-    ] = None,
-    compile: Annotated[  # noqa: A002  the option's name
-        bool,
-        typer.Option(
-            "--compile/--no-compile",
-            help="Compile norms and feed-forward layers with torch.compile; worth it on a GPU.",
-            rich_help_panel=JOB,
-        ),
-    ] = False,
-    ray_workers: RayWorkers = None,
-    ray_address: RayAddress = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            metavar="FILE",
-            help="A text that kvkeep remember has read: prompts are questions about it. Policy, budget and the other "
-            "settings of the memory are then the file's.",
-            autocompletion=shell_completion.snapshots,
-            rich_help_panel=_PROMPT,
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="A kvkeep.toml, as [b]kvkeep tune[/b] writes it. Its settings hold where no option is given.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    policy: PolicyOrNone = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget",
-            "-b",
-            metavar="TOKENS",
-            help="Tokens kept per layer and head, e.g. 512, 4K (4096) or 4k (4000). "
-            "Default: 1024, or the number of prompt and new tokens if it is smaller or the policy is full.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    keep_ratio: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATIO",
-            help="Instead of --budget: the share of the prompt's tokens that is kept, in (0, 1].",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    prefill_chunk: PrefillChunk = None,
-    layer_budget: LayerBudget = None,
-    head_budget: HeadBudget = None,
-    kv_bits: KvBits = None,
-    positions: Positions = None,
-    pin_system: Annotated[
-        bool,
-        typer.Option(
-            "--pin-system",
-            help="Never evict the system message: that of --system, or those of a file's messages.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = False,
-    guard: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Take a quarter or half of the budget where the prompt then loses at most this share of attention, in "
-            "[0, 1].",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option("--compare", help="Run a full cache too, and show both side by side.", rich_help_panel=MEMORY),
-    ] = False,
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            "--json-schema",
-            metavar="FILE",
-            help="The answer is JSON that follows this schema. Needs the extra 'structured'.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    max_new_tokens: MaxNewTokens = "256",
-    temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    load_in: LoadIn = None,
-    threads: Threads = None,
-    allow_pickle: AllowPickle = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(GenerationOptions):
     """Continue a prompt, or a file of prompts (--input), with a bounded KV cache.
 
     The text goes to standard output while it is generated, and a short summary to standard error.
     """
-    model, prompt_file = standard_input(model, source, prompt, prompt_file)
-    batch = parse_batch(
-        input,
-        output,
-        skip_bad=skip_bad,
-        max_rows=max_rows,
-        kv_memory=kv_memory,
-        layers=compile,
-        workers=ray_workers,
-        address=ray_address,
+
+    source: str | None = argument(
+        "- reads the prompt from standard input.", default=None, metavar="-", more={"show_default": False}
     )
-    if batch and (compare or any(one is not None for one in (prompt, prompt_file, system, keep_ratio, json_schema))):
-        raise InputError(
-            "--input runs a file of prompts; --prompt, --system, --json-schema, --compare and --keep-ratio are for a "
-            "single one."
-        )
-    if system is not None and raw:
-        raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
-    if memory is not None and (compare or system is not None or keep_ratio is not None or pin_system):
-        raise InputError(
-            "--memory brings the text, its system message and its budget; --system, --pin-system, --keep-ratio and "
-            "--compare are for prompts without one."
-        )
-    if pin_system and not batch and system is None:
-        raise InputError("--pin-system keeps a system message, and there is none; give --system TEXT.")
-    request = GenerateOptions(
-        model=model,
-        prompt="" if batch else read_prompt(prompt, prompt_file, model=model),
-        system=None if system is None else not_empty(system, "--system", "Leave it out, or give some text."),
-        raw=raw,
-        policy=policy or DEFAULT,
-        names_policy=policy is not None,
-        memory=parse_memory(memory),
-        budget=None if budget is None else parse_budget(budget),
-        keep_ratio=keep_ratio,
-        prefill_chunk=parse_prefill_chunk(prefill_chunk),
-        layer_budget=parse_layer_budget(layer_budget),
-        head_budget=parse_head_budget(head_budget),
-        kv_bits=parse_kv_bits(kv_bits),
-        positions=parse_positions(positions),
-        pin_system=pin_system,
-        guard=guard,
-        compare=compare,
-        json_schema=read_schema(json_schema),
-        max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        load_in=load_in,
-        threads=parse_threads(threads),
-        allow_pickle=allow_pickle,
-        json=json,
+    prompt_words: str | None = option(
+        "The prompt.", "--prompt", "-p", name="prompt", default=None, metavar="TEXT", group=_PROMPT
     )
-    if config is not None:
-        from kvkeep.cli.generate_batch import with_file_settings  # imports torch
+    prompt_file: str | None = option(
+        "Read the prompt from a UTF-8 file; - is standard input. A final line break is dropped.",
+        "-f",
+        default=None,
+        metavar="FILE",
+        group=_PROMPT,
+    )
+    system: str | None = option(
+        "A system message before the prompt, for models with a chat template.",
+        read=parse_system,
+        default=None,
+        metavar="TEXT",
+        group=_PROMPT,
+    )
+    raw: bool = option("Do not apply the tokenizer's chat template.", default=False, group=_PROMPT)
+    input: str | None = option(
+        'Run a batch job: a JSONL file whose lines have a "prompt" or "messages", and perhaps "options" of their own. '
+        "Other fields are copied to the output. Lines of OpenAI's batch files are answered as such.",
+        "-i",
+        default=None,
+        metavar="FILE",
+        group=JOB,
+    )
+    output: str | None = option(
+        "JSONL or Parquet file for the completions, or an address such as s3://bucket/answers.jsonl; the same command "
+        "again resumes a job that was stopped. - is standard output.",
+        "-o",
+        default=None,
+        metavar="FILE",
+        group=JOB,
+    )
+    skip_bad: bool = option(
+        "Write lines that cannot be run to OUTPUT.bad, or to standard error for -, and run the others.",
+        default=False,
+        group=JOB,
+    )
+    max_rows: int | None = option(
+        "Sequences that run at once. Default: 16, or what fits.", default=None, metavar="N", group=JOB
+    )
+    kv_memory: int | None = option(
+        "KV memory of all sequences, e.g. 2GiB or 500MB.", read=parse_bytes, default=None, metavar="SIZE", group=JOB
+    )
+    compile: bool = option(
+        "Compile norms and feed-forward layers with torch.compile; worth it on a GPU.",
+        "--compile/--no-compile",
+        default=False,
+        group=JOB,
+    )
+    ray_workers: int | None = option(
+        "Run the lines on N engines, each in a process of a cluster of Ray. --max-rows and --kv-memory are then those "
+        "of each. Needs the extra kvkeep\\[ray].",
+        default=None,
+        metavar="N",
+        group=JOB,
+    )
+    ray_address: str | None = option(RAY_ADDRESS, group=JOB)
+    memory: str | None = option(
+        "A text that kvkeep remember has read: prompts are questions about it. Policy, budget and the other settings "
+        "of the memory are then the file's.",
+        read=parse_memory,
+        default=None,
+        metavar="FILE",
+        complete=shell_completion.snapshots,
+        group=_PROMPT,
+    )
+    config: str | None = option(
+        "A kvkeep.toml, as [b]kvkeep tune[/b] writes it. Its settings hold where no option is given.",
+        default=None,
+        metavar="FILE",
+        group=MEMORY,
+    )
+    policy: str = option(POLICY, help=f"{POLICY.help} Default: {DEFAULT}.", default="", more=NO_DEFAULT)
+    budget: int | None = option(
+        BUDGET,
+        help=f"{BUDGET.help} Default: 1024, or the number of prompt and new tokens if it is smaller or the policy is "
+        "full.",
+        read=parse_budget,
+    )
+    keep_ratio: float | None = option(
+        described(parameters.KEEP_RATIO),
+        help="Instead of --budget: the share of the prompt's tokens that is kept, in (0, 1].",
+    )
+    pin_system: bool = option(
+        "Never evict the system message: that of --system, or those of a file's messages.", default=False, group=MEMORY
+    )
+    guard: float | None = option(described(parameters.GUARD))
+    compare: bool = option("Run a full cache too, and show both side by side.", default=False, group=MEMORY)
+    json_schema: str | None = option(
+        "The answer is JSON that follows this schema. Needs the extra 'structured'.",
+        read=read_schema,
+        default=None,
+        metavar="FILE",
+        group=SAMPLING,
+    )
+    json: bool = option(JSON)
 
-        request = with_file_settings(request, config)
-    if budget is not None and keep_ratio is not None:
-        raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
-    if batch:
-        from kvkeep.cli import generate_batch  # imports torch and transformers
+    @property
+    def batch(self) -> BatchOptions | None:
+        """The options of a batch job; ``None`` for a single prompt."""
+        if self.input is None or self.output is None:
+            return None
+        return BatchOptions(
+            input=self.input,
+            output=_output_place(self.output),
+            skip_bad=self.skip_bad,
+            max_rows=self.max_rows,
+            kv_memory=self.kv_memory,
+            compile=self.compile,
+            workers=self.ray_workers,
+            address=self.ray_address,
+        )
 
-        generate_batch.serve(request, batch)
-    else:
-        from kvkeep.cli import generate_run
+    @property
+    def run(self) -> str:
+        """The function that does the work."""
+        return "kvkeep.cli.generate_run:serve" if self.input is None else "kvkeep.cli.generate_batch:serve"
 
-        try:
-            generate_run.serve(request)
-        except ModelFileError as error:
-            if remedy := word_of_prompt(model, prompt):
-                raise ModelFileError(f"{remedy}. If {model} is the model: {error}") from error
-            raise
+    def checked(self) -> GenerateOptions:
+        """Return the options with the text of the prompt, after all checks that concern several of them."""
+        model, file = standard_input(self.model, self.source, self.prompt_words, self.prompt_file)
+        self._check_batch(file)
+        self._check_system()
+        prompt = read_prompt(self.prompt_words, file, model=model) if self.input is None else ""
+        if self.budget is not None and self.keep_ratio is not None:
+            raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
+        policy = self.policy or DEFAULT
+        return replace(self, model=model, prompt=prompt, policy=policy, names_policy=self.policy != "")
+
+    def _check_batch(self, file: str | None) -> None:
+        """Check the options of a batch job."""
+        job = (self.output, self.max_rows, self.kv_memory, self.ray_workers, self.ray_address)
+        if self.input is None:
+            if self.skip_bad or self.compile or any(given is not None for given in job):
+                raise InputError(
+                    "--output, --skip-bad, --max-rows, --kv-memory, --compile, --ray-workers and --ray-address belong "
+                    "to a batch job: give --input FILE."
+                )
+            return
+        if self.output is None:
+            raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
+        _output_place(self.output)
+        if self.max_rows is not None and self.max_rows < 1:
+            raise InputError(f"--max-rows {self.max_rows} runs nothing; give 1 or more.")
+        options.check_workers(self.ray_workers, self.ray_address)
+        single = (self.prompt_words, file, self.system, self.keep_ratio, self.json_schema)
+        if self.compare or any(given is not None for given in single):
+            raise InputError(
+                "--input runs a file of prompts; --prompt, --system, --json-schema, --compare and --keep-ratio are for "
+                "a single one."
+            )
+
+    def _check_system(self) -> None:
+        """Check that there is a place for a system message, and that there is one if it is pinned."""
+        if self.system is not None and self.raw:
+            raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
+        own = self.compare or self.system is not None or self.keep_ratio is not None or self.pin_system
+        if self.memory is not None and own:
+            raise InputError(
+                "--memory brings the text, its system message and its budget; --system, --pin-system, --keep-ratio and "
+                "--compare are for prompts without one."
+            )
+        if self.pin_system and self.input is None and self.system is None:
+            raise InputError("--pin-system keeps a system message, and there is none; give --system TEXT.")

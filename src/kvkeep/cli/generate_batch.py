@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import typer
 
@@ -21,26 +21,26 @@ from kvkeep.batch.output import LAYOUT, OutputFile
 from kvkeep.batch.progress import TokenCounts
 from kvkeep.batch.survey import Judge, Survey, foreign, problem, remove_bad, write_bad
 from kvkeep.cli import console, distributed
-from kvkeep.cli.distributed import ended_with_its_cluster, interruptible
-from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again, refuse_device
+from kvkeep.cli.cluster import ended_with_its_cluster, interruptible
+from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_batch_workers import Read, engine_of, reader, show_with
-from kvkeep.cli.generate_run import SavedMemory, sampling_of, with_memory_settings
+from kvkeep.cli.generate_run import SavedMemory, sampling_of, with_file_settings, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
-from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.cli.progress import BatchBar, batch_progress
-from kvkeep.config import NAME, Config
 from kvkeep.engine import Engine, Result
 from kvkeep.engine.request import checked_guard
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models import tensor_parallel, threads
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.prepare import chosen
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
+from kvkeep.parameters import MAX_TOKENS
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse as parse_policy
@@ -247,39 +247,7 @@ class AnswerWriter:
         self._results.pop(line.number, None)
 
 
-# The settings of a job, and those of ``--config``, where the command line gives none. It imports torch.
-
-
-def with_file_settings(request: GenerateOptions, file: str) -> GenerateOptions:
-    """The request with the settings of a ``kvkeep.toml`` in place of options that were not given.
-
-    Raises:
-        InputError: the file cannot be used, or a memory was given, which brings settings of its own.
-    """
-    if request.memory is not None:
-        raise InputError("--config and --memory were both given, and a memory has settings of its own. Leave one out.")
-    if not file:
-        raise InputError(f"--config is empty. Give the {NAME} that kvkeep tune has written, or leave it out.")
-    refuse_device(file, "configuration")
-    found = Config.read(file).settings()
-    if isinstance(weights := found.get("layer_budget"), tuple):
-        found["layer_budget"] = list(weights)
-    if "kv_bits" in found:
-        found["kv_bits"] = str(found["kv_bits"])
-    if request.keep_ratio is not None:
-        found.pop("budget", None)
-    named = request.names_policy or "policy" in found
-    return replace(
-        request, **{name: value for name, value in found.items() if _is_open(request, name)}, names_policy=named
-    )
-
-
-def _is_open(request: GenerateOptions, name: str) -> bool:
-    """Whether the command line says nothing about a setting."""
-    if name == "policy":
-        return not request.names_policy
-    given: Any = getattr(request, name)
-    return given is None or (name == "dtype" and given == "auto")
+# The settings of a job.
 
 
 def settings_of(
@@ -410,12 +378,14 @@ def tell(output: OutputFile) -> None:
 
 
 @ended_with_its_cluster()
-def serve(request: GenerateOptions, batch: BatchOptions) -> None:
+def serve(request: GenerateOptions) -> None:
     """Run a batch job.
 
     Raises:
         KVKeepError: the request, the input, the output or the model cannot be used.
     """
+    request, batch = with_file_settings(request), request.batch
+    assert batch is not None
     checked_guard(request.guard)
     check_weights(request)
     if batch.input == STANDARD_INPUT:

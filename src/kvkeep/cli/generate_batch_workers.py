@@ -13,7 +13,7 @@ from kvkeep.batch.input import BadLine, InputLine, after, parse
 from kvkeep.batch.output import OutputFile
 from kvkeep.batch.progress import TokenCounts
 from kvkeep.cli import console, distributed
-from kvkeep.cli.distributed import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
 from kvkeep.cli.loading import writer_of
@@ -26,10 +26,11 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import system_spans
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.compile import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.fused_modules import pack_weights
-from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.prepare import chosen, prepare
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
@@ -20,20 +20,23 @@ from kvkeep import budget as budgets
 from kvkeep import engine as engines
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
-from kvkeep.cli.generate import GenerateOptions
+from kvkeep.cli.files import refuse_device
+from kvkeep.cli.generate import GenerateOptions, GenerationOptions, word_of_prompt
 from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.config import NAME, Config
 from kvkeep.engine import Engine, Result
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.budget_guard import levels
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import checked_guard, json_structure
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.errors import InputError, KVKeepError, SnapshotError
+from kvkeep.errors import InputError, KVKeepError, ModelFileError, SnapshotError
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models import tensor_parallel, threads, tokenization
 from kvkeep.models.chat_templates import system_spans
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
@@ -87,7 +90,10 @@ class SavedMemory:
             )
 
 
-def with_memory_settings(request: GenerateOptions, memory: SavedMemory | None) -> GenerateOptions:
+_G = TypeVar("_G", bound=GenerationOptions)
+
+
+def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
     """The request with the settings of its memory, which are the only ones under which it means anything.
 
     Raises:
@@ -119,7 +125,7 @@ def with_memory_settings(request: GenerateOptions, memory: SavedMemory | None) -
     )
 
 
-def _settings(request: GenerateOptions, made: Fingerprint) -> list[tuple[str, object, object]]:
+def _settings(request: GenerationOptions, made: Fingerprint) -> list[tuple[str, object, object]]:
     """The options that a memory decides: flag, given value, the memory's value."""
     layer_budget = None if request.layer_budget is None else rule(request.layer_budget)
     return [
@@ -132,6 +138,40 @@ def _settings(request: GenerateOptions, made: Fingerprint) -> list[tuple[str, ob
         ("--positions", request.positions, made.positions),
         ("--dtype", None if request.dtype == "auto" else request.dtype, made.dtype or request.dtype),
     ]
+
+
+def with_file_settings(request: GenerateOptions) -> GenerateOptions:
+    """Return the request with the settings of its ``kvkeep.toml`` in place of options that were not given.
+
+    Raises:
+        InputError: the file cannot be used, or a memory was given, which brings settings of its own.
+    """
+    if (file := request.config) is None:
+        return request
+    if request.memory is not None:
+        raise InputError("--config and --memory were both given, and a memory has settings of its own. Leave one out.")
+    if not file:
+        raise InputError(f"--config is empty. Give the {NAME} that kvkeep tune has written, or leave it out.")
+    refuse_device(file, "configuration")
+    found = Config.read(file).settings()
+    if isinstance(weights := found.get("layer_budget"), tuple):
+        found["layer_budget"] = list(weights)
+    if "kv_bits" in found:
+        found["kv_bits"] = str(found["kv_bits"])
+    if request.keep_ratio is not None:
+        found.pop("budget", None)
+    named = request.names_policy or "policy" in found
+    return replace(
+        request, **{name: value for name, value in found.items() if _is_open(request, name)}, names_policy=named
+    )
+
+
+def _is_open(request: GenerateOptions, name: str) -> bool:
+    """Whether the command line says nothing about a setting."""
+    if name == "policy":
+        return not request.names_policy
+    given: Any = getattr(request, name)
+    return given is None or (name == "dtype" and given == "auto")
 
 
 # A request for one prompt, checked before weights are read, and its model.
@@ -178,7 +218,7 @@ class PreparedRequest:
             prompt=self.prompt,
             raw=self.request.raw,
             sampling=self.sampling,
-            memory=self.memory.snapshot,
+            snapshot=self.memory.snapshot,
             policy=self.policy,
             structured_outputs=form,
         )
@@ -231,7 +271,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     return PreparedRequest(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
 
 
-def sampling_of(request: GenerateOptions) -> SamplingParams:
+def sampling_of(request: GenerationOptions) -> SamplingParams:
     """The sampling options of a request.
 
     Raises:
@@ -248,7 +288,7 @@ def sampling_of(request: GenerateOptions) -> SamplingParams:
     )
 
 
-def engine_for(writer: tokenization.Writer, request: GenerateOptions, **options: Any) -> Engine:
+def engine_for(writer: tokenization.Writer, request: GenerationOptions, **options: Any) -> Engine:
     """An engine for a request, for one prompt or many.
 
     Args:
@@ -299,7 +339,7 @@ def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
     return found
 
 
-def messages_of(request: GenerateOptions) -> list[dict[str, str]]:
+def messages_of(request: GenerationOptions) -> list[dict[str, str]]:
     """The conversation of a prompt after a system message."""
     return [{"role": "system", "content": request.system or ""}, {"role": "user", "content": request.prompt}]
 
@@ -375,7 +415,7 @@ def nothing_evicted(job: PreparedRequest, result: Result) -> str | None:
 
 
 def _memory(job: PreparedRequest, result: Result) -> str:
-    memory = result.memory
+    memory = result.memory_usage
     held, full = console.show_bytes(memory.allocated_bytes), console.show_bytes(memory.full_bytes)
     if reason := nothing_evicted(job, result):
         return f"{held} held; {reason}"
@@ -525,9 +565,10 @@ def serve(request: GenerateOptions) -> None:
         KVKeepError: the request or the model cannot be used, or a step failed.
         Exit: the user pressed Ctrl-C; the text that was printed stays.
     """
+    request = with_file_settings(request)
     try:
         with quiet(), threads.restored(), enough_memory(parse_device(request.device)), tensor_parallel.left():
-            job = prepare(request)
+            job = _prepared(request)
             if request.compare:
                 _serve_comparison(job)
             else:
@@ -535,6 +576,16 @@ def serve(request: GenerateOptions) -> None:
     except KeyboardInterrupt as interrupt:
         console.note("stopped before the end of the text")
         raise typer.Exit(console.INTERRUPTED) from interrupt
+
+
+def _prepared(request: GenerateOptions) -> PreparedRequest:
+    """Check a request and load its model; see `prepare`."""
+    try:
+        return prepare(request)
+    except ModelFileError as error:
+        if remedy := word_of_prompt(request.model, request.prompt_words):
+            raise ModelFileError(f"{remedy}. If {request.model} is the model: {error}") from error
+        raise
 
 
 def _run_bounded(job: PreparedRequest, on_text: Callable[[str], object]) -> Result:
@@ -574,7 +625,7 @@ def _ignore(piece: str) -> None:
 def _serve_one(job: PreparedRequest) -> None:
     if job.request.json:
         result = _run_bounded(job, _ignore)
-        console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory)})
+        console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory_usage)})
         return
     with console.streamed_text() as write:
         result = _run_bounded(job, write)
@@ -590,19 +641,19 @@ def _serve_comparison(job: PreparedRequest) -> None:
     console.progress("running the full cache …")
     full = _run_full(job)
     difference = measure(bounded.token_ids, full.token_ids, job.writer.show_token)
-    full_bytes = full.memory.full_bytes  # bytes of the tokens; the run's slots had room for more
+    full_bytes = full.memory_usage.full_bytes  # bytes of the tokens; the run's slots had room for more
     if job.request.json:
         console.write_json(
             {
                 **_describe(job),
                 **_result(bounded),
-                "memory": _measure(bounded.memory),
+                "memory": _measure(bounded.memory_usage),
                 "full": {**_result(full), "memory": {"allocated_bytes": full_bytes}},
                 "comparison": asdict(difference),
             }
         )
         return
-    left = Side(job.name, f"budget {bounded.budget}", bounded, bounded.memory.allocated_bytes)
+    left = Side(job.name, f"budget {bounded.budget}", bounded, bounded.memory_usage.allocated_bytes)
     right = Side("full cache", "keeps everything", full, full_bytes)
     show(left, right, difference)
     if job.policy.evicts and (reason := nothing_evicted(job, bounded)):

@@ -16,20 +16,30 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from kvkeep.cli import console, usage_errors
+from kvkeep.cli.command import OUTPUT, WORKERS
 from kvkeep.cli.examples import EXAMPLES
-from kvkeep.cli.options import OUTPUT
 from kvkeep.cli.shell_completion import joined_words
 
 # Pages of ``--help``: usage, description, examples, and the options in groups, in the width of the terminal.
 
 _WIDEST = 120
 _OPTIONS, _ARGUMENTS, _COMMANDS = "Options", "Arguments", "Commands"
-ORDER = {_ARGUMENTS: -1, OUTPUT: 1, _OPTIONS: 2}
+ORDER = {_ARGUMENTS: -1, WORKERS: 1, OUTPUT: 2, _OPTIONS: 3}
 """Places of groups among the others, which stand in the order of the parameters."""
 
 
-def show(command: Any, ctx: Any) -> None:
-    """Print the page of a command or a group."""
+ALL = "--help-all"
+"""Shows the options that few people need, too."""
+
+
+def show(command: Any, ctx: Any, *, everything: bool = False) -> None:
+    """Print the page of a command or a group.
+
+    Args:
+        command: the command.
+        ctx: its context.
+        everything: whether options that few people need are shown, too.
+    """
     screen = console.out()
     screen.width = min(screen.width, _WIDEST)
     screen.print(Text.assemble(("Usage: ", "bold"), " ".join((ctx.command_path, *pieces(command)))))
@@ -38,7 +48,7 @@ def show(command: Any, ctx: Any) -> None:
         screen.print(_text(paragraph))
     _show_examples(screen, examples(command, ctx.command_path.partition(" ")[2]))
     rows: dict[str, list[tuple[Text, Text]]] = {}
-    for title, name, text in (*_commands(command), *parameters(command, ctx)):
+    for title, name, text in (*_commands(command), *parameters(command, ctx, everything=everything)):
         rows.setdefault(title, []).append((name, text))
     width = max((name.cell_len for found in rows.values() for name, _ in found), default=0)
     for title in sorted(rows, key=lambda title: ORDER.get(title, 0)):
@@ -89,10 +99,19 @@ def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
             yield getattr(found, "rich_help_panel", None) or _COMMANDS, Text(name, "cyan"), _text(first)
 
 
-def parameters(command: Any, ctx: Any) -> Iterator[tuple[str, Text, Text]]:
-    """The arguments and options of a command: group, names, description."""
-    for param in command.get_params(ctx):
-        if getattr(param, "hidden", False):
+def parameters(command: Any, ctx: Any, *, everything: bool = False) -> Iterator[tuple[str, Text, Text]]:
+    """Yield the arguments and options of a command: group, names, description.
+
+    Args:
+        command: the command.
+        ctx: its context.
+        everything: whether options that few people need are among them.
+    """
+    params = command.get_params(ctx)
+    if not everything and any(getattr(param, "hidden", False) for param in params):
+        yield _OPTIONS, Text(f"    {ALL}", "cyan"), Text("Show the options that few people need, too.")
+    for param in params:
+        if getattr(param, "hidden", False) and not everything:
             continue
         if param.param_type_name == "argument":
             yield _ARGUMENTS, Text(param.metavar or param.name.upper(), "cyan"), _text(param.help or "")
@@ -139,6 +158,9 @@ class Command(TyperCommand):
         """Read the words after the command."""
         if "--help" in args and not ctx.resilient_parsing:
             args = ["--help"]  # whatever else is still missing or wrong
+        if ALL in args and not ctx.resilient_parsing:
+            show(self, ctx, everything=True)
+            ctx.exit()
         with usage_errors.explained(ctx, tuple(args)):
             if not ctx.resilient_parsing:
                 usage_errors.check(ctx, args, group=False)

@@ -7,31 +7,25 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli import (
-    calibrate,
-    chat,
-    console,
-    demo,
-    distributed,
-    env,
-    explain,
-    generate,
-    lm_eval,
-    memory,
-    plan,
-    policies,
-    remember,
-    serve,
-    tune,
-)
-from kvkeep.cli import eval as evaluation
+from kvkeep.cli import console, demo, distributed, env, lm_eval, memory, policies
+from kvkeep.cli.calibrate import CalibrateOptions
+from kvkeep.cli.chat import ChatOptions
+from kvkeep.cli.command import command
+from kvkeep.cli.eval import EvalOptions
+from kvkeep.cli.explain import ExplainOptions
+from kvkeep.cli.generate import GenerateOptions
 from kvkeep.cli.help import Command, Noting, Passing
+from kvkeep.cli.plan import PlanOptions
 from kvkeep.cli.plugins import LOOK, MEASURE, RUN, Application
+from kvkeep.cli.remember import RememberOptions
+from kvkeep.cli.serve import ServeOptions
+from kvkeep.cli.tune import TuneOptions
 from kvkeep.version import __version__
 
 _WIDTHS = {"COLUMNS": 20, "LINES": 1, "JUPYTER_COLUMNS": 20, "JUPYTER_LINES": 1, "TERMINAL_WIDTH": 20}
@@ -45,20 +39,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo", cls=Command, rich_help_panel=RUN)(demo.demo)
-app.command("generate", cls=Command, rich_help_panel=RUN)(generate.generate)
-app.command("remember", cls=Command, rich_help_panel=RUN)(remember.remember)
-app.command("chat", cls=Command, rich_help_panel=RUN)(chat.chat)
-app.command("serve", cls=Command, rich_help_panel=RUN, context_settings={"auto_envvar_prefix": "KVKEEP"})(serve.serve)
-app.command("eval", cls=Noting, rich_help_panel=MEASURE)(evaluation.evaluate)
-app.command("lm-eval", cls=Passing, rich_help_panel=MEASURE)(lm_eval.lm_eval)
-app.command("tune", cls=Command, rich_help_panel=MEASURE)(tune.tune)
-app.command("calibrate", cls=Command, rich_help_panel=MEASURE)(calibrate.calibrate)
-app.command("explain", cls=Command, rich_help_panel=LOOK)(explain.explain)
-app.command("plan", cls=Command, rich_help_panel=LOOK)(plan.plan)
+
+
+def _add(name: str, run: Callable[..., None], panel: str, cls: type[Command] = Command, **settings: Any) -> None:
+    app.command(name, cls=cls, rich_help_panel=panel, context_settings=settings or None)(run)
+
+
+_add("demo", demo.demo, RUN)
+_add("generate", command(GenerateOptions, lambda asked: asked.run), RUN)
+_add("remember", command(RememberOptions, "kvkeep.cli.remember_run:serve"), RUN)
+_add("chat", command(ChatOptions, lambda asked: asked.run), RUN)
+_add("serve", command(ServeOptions, "kvkeep.cli.serve_run:run"), RUN, auto_envvar_prefix="KVKEEP")
+_add("eval", command(EvalOptions, lambda asked: asked.run), MEASURE, Noting)
+_add("lm-eval", lm_eval.lm_eval, MEASURE, Passing)
+_add("tune", command(TuneOptions, "kvkeep.cli.tune_run:serve"), MEASURE)
+_add("calibrate", command(CalibrateOptions, "kvkeep.cli.calibrate_run:serve"), MEASURE)
+_add("explain", command(ExplainOptions, "kvkeep.cli.explain_run:serve"), LOOK)
+_add("plan", command(PlanOptions, "kvkeep.cli.plan_run:serve"), LOOK)
 app.add_typer(policies.app, name="policies", rich_help_panel=LOOK)
-app.command("memory", cls=Command, rich_help_panel=LOOK)(memory.memory)
-app.command("env", cls=Command, rich_help_panel=LOOK)(env.env)
+_add("memory", memory.memory, LOOK)
+_add("env", env.env, LOOK)
 
 
 def _print_version(value: bool) -> bool:

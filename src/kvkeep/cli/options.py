@@ -1,4 +1,4 @@
-"""Options that several subcommands share, and how the text of an option becomes a number of tokens or bytes."""
+"""Options that several commands share, and how the text of an option becomes a number of tokens or bytes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
+from kvkeep import parameters
 from kvkeep.cli import shell_completion
-from kvkeep.cli.files import refuse_device
+from kvkeep.cli.command import DEBUG, OUTPUT, CommandOptions, Option, argument, option
+from kvkeep.cli.files import not_empty, refuse_device
 from kvkeep.cli.usage_errors import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
-from kvkeep.policies import DEFAULT
+from kvkeep.parameters import MAX_TOKENS, Parameter
 from kvkeep.result_files import in_full, parse
-
-MODEL, MEMORY, OUTPUT = "Model", "KV memory", "Output"
-"""Panels of ``--help``."""
-
-MAX_TOKENS = 2**31 - 1
-"""The largest position."""
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _MAX_BYTES = 2**63 - 1
@@ -45,112 +41,6 @@ def given(model: str | None) -> str | None:
 
 def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or ("/" in name and not name.endswith((".", "?", "!")))
-
-
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="A hub name or a local folder. The embedded model if not given.",
-        show_default=False,
-        metavar="MODEL",
-        callback=given,
-        autocompletion=shell_completion.models,
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="float32, bfloat16, float16, or auto: the checkpoint's dtype.",
-        autocompletion=shell_completion.words("auto", "float32", "bfloat16", "float16"),
-        rich_help_panel=MODEL,
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="cpu, cuda, cuda:1, or auto: CUDA if there is one, else cpu.",
-        autocompletion=shell_completion.words("auto", "cpu", "cuda"),
-        rich_help_panel=MODEL,
-    ),
-]
-LoadIn = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FORMAT",
-        help="Quantise the weights while they are read: int8 or fp8 (torchao), 4bit or 8bit (bitsandbytes, on CUDA).",
-        autocompletion=shell_completion.words("int8", "fp8", "4bit", "8bit"),
-        rich_help_panel=MODEL,
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Threads on a CPU. Default: KVKEEP_THREADS, OMP_NUM_THREADS, or a choice by the model's size and the "
-        "machine's load.",
-        rich_help_panel=MODEL,
-    ),
-]
-AllowPickle = Annotated[
-    bool,
-    typer.Option(
-        "--allow-pickle",
-        help="Accept weights that are not safetensors. Only for files that you trust.",
-        rich_help_panel=MODEL,
-    ),
-]
-Policy = Annotated[
-    str,
-    typer.Option(
-        metavar="POLICY",
-        help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b].",
-        autocompletion=shell_completion.policies,
-        rich_help_panel=MEMORY,
-    ),
-]
-PolicyOrNone = Annotated[
-    str | None,
-    typer.Option(
-        metavar="POLICY",
-        help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b]. "
-        f"Default: {DEFAULT}.",
-        autocompletion=shell_completion.policies,
-        rich_help_panel=MEMORY,
-    ),
-]
-LayerBudget = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULE",
-        help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, taper:0.5, or calibrated:FILE "
-        "with the persistence.json of [b]kvkeep analyze[/b]. Default: the policy's own rule.",
-        autocompletion=shell_completion.words("uniform", "ramp:0.2", "pyramid:20", "taper:0.5", "calibrated:"),
-        rich_help_panel=MEMORY,
-    ),
-]
-Positions = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODE",
-        help="true: tokens keep their positions in the text. slot: tokens get their rank in the cache, for streams "
-        "longer than the trained length. Default: the policy's own mode.",
-        autocompletion=shell_completion.words("true", "slot"),
-        rich_help_panel=MEMORY,
-    ),
-]
-PrefillChunk = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="Read prompts in chunks of this size, which bounds the memory of prefill; the policy evicts before it has "
-        "read a question at the end. Default: whole prompts.",
-        rich_help_panel=MEMORY,
-    ),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=OUTPUT)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)]
 
 
 def parse_tokens(text: str, option: str) -> int:
@@ -217,15 +107,13 @@ def parse_bytes(text: str, option: str, *, example: str = "24GiB (2^30 each) or 
     return size
 
 
-def parse_layer_budget(text: str | None) -> str | list[float] | None:
+def parse_layer_budget(text: str, option: str = "--layer-budget") -> str | list[float]:
     """Read ``--layer-budget``: the rule itself, or one weight per layer from a file of persistence ratios.
 
     Raises:
         InputError: there is no such rule, or the file holds no persistence ratios.
         BudgetError: the rule's parameter is out of range.
     """
-    if text is None:
-        return None
     from kvkeep.budget import RULES, calibrated, per_layer  # imports torch
 
     name, _, file = text.partition(":")
@@ -234,7 +122,7 @@ def parse_layer_budget(text: str | None) -> str | list[float] | None:
         return text
     if name != "calibrated":
         raise InputError(
-            f"--layer-budget {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE."
+            f"{option} {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE."
         )
     refuse_device(file, "file of ratios")
     try:
@@ -242,11 +130,17 @@ def parse_layer_budget(text: str | None) -> str | list[float] | None:
         numbers = [float(ratio) for ratio in _persistence(content)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"--layer-budget {text}: {file or 'no file'} is no JSON list of persistence ratios by layer ({error})."
+            f"{option} {text}: {file or 'no file'} is no JSON list of persistence ratios by layer ({error})."
         ) from error
     if not all(0.0 <= number <= 1.0 for number in numbers):
-        raise InputError(f"--layer-budget {text}: a persistence ratio is a share from 0 to 1.")
+        raise InputError(f"{option} {text}: a persistence ratio is a share from 0 to 1.")
     return calibrated(numbers)
+
+
+def parse_layer_weights(text: str, option: str) -> str | tuple[float, ...]:
+    """Read ``--layer-budget`` like `parse_layer_budget`, as a value that can be a key."""
+    found = parse_layer_budget(text, option)
+    return tuple(found) if isinstance(found, list) else found
 
 
 def _persistence(content: Any) -> list[Any]:
@@ -260,93 +154,47 @@ def _persistence(content: Any) -> list[Any]:
     return [1.0 if ratio is None else ratio for ratio in ratios]  # where nothing mattered late, nothing was missed
 
 
-def parse_positions(text: str | None) -> Literal["true", "slot"] | None:
+def parse_positions(text: str, option: str) -> Literal["true", "slot"]:
     """Read ``--positions``.
 
     Raises:
         InputError: there is no such mode.
     """
-    if text not in (None, "true", "slot"):
-        raise InputError(f"--positions {text!r} is not a mode; use true or slot.")
-    return cast(Literal["true", "slot"] | None, text)
+    if text not in ("true", "slot"):
+        raise InputError(f"{option} {text!r} is not a mode; use true or slot.")
+    return cast(Literal["true", "slot"], text)
 
 
-def parse_threads(number: int | None) -> int | None:
-    """Check ``--threads``, or the variable KVKEEP_THREADS where it is not given.
-
-    Raises:
-        InputError: the number is below 1 or above the number of cores.
-    """
-    return threads.check(number)
-
-
-def parse_prefill_chunk(text: str | None) -> int | None:
-    """Read ``--prefill-chunk``; ``None`` if it is not given. See `parse_chunk`."""
-    return None if text is None else parse_chunk(text)
-
-
-def parse_chunk(text: str) -> int:
+def parse_chunk(text: str, option: str) -> int:
     """Read the number of tokens of a chunk.
 
     Raises:
         InputError: the text is not a whole number of 1 or more.
     """
-    tokens = parse_tokens(text, "--prefill-chunk")
+    tokens = parse_tokens(text, option)
     if tokens < 1:
-        raise InputError(f"--prefill-chunk {text} takes no token; give 1 or more, or leave the option out.")
+        raise InputError(f"{option} {text} takes no token; give 1 or more, or leave the option out.")
     return tokens
 
 
-# The option for the bits of keys and values in the slots.
-
-KvBits = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BITS",
-        help="Bits of keys and values in the slots: 8, 4, k8v4 (keys in 8, values in 4), or 16 for the model's dtype. "
-        "Default: 16.",
-        autocompletion=shell_completion.words("8", "4", "k8v4", "16"),
-        rich_help_panel=MEMORY,
-    ),
-]
-
-
-def parse_kv_bits(text: str | None) -> str | None:
+def parse_kv_bits(text: str, option: str) -> str:
     """Read ``--kv-bits``; ``"16"`` stays what it is, for options that a file decides otherwise.
 
     Raises:
         InputError: slots cannot have so many bits.
     """
-    if text is None:
-        return None
     from kvkeep.kv.slot_codec import check_bits  # imports torch
 
     return check_bits(text) or "16"
 
 
-# The option that divides the budget among KV heads.
-
-HeadBudget = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULE",
-        help="How the budget is divided among KV heads: uniform, ada:0.2 within each layer, global:0.2 over all "
-        "layers, or profile:FILE with the file of [b]kvkeep calibrate[/b]. Default: the policy's own rule.",
-        autocompletion=shell_completion.words("uniform", "ada:0.2", "global:0.2", "profile:"),
-        rich_help_panel=MEMORY,
-    ),
-]
-
-
-def parse_head_budget(text: str | None) -> str | None:
+def parse_head_budget(text: str, option: str) -> str:
     """Read ``--head-budget``.
 
     Raises:
         BudgetError: there is no such rule, or its number is out of range.
         InputError: the profile cannot be read.
     """
-    if text is None:
-        return None
     from kvkeep.head_profile import Profile
     from kvkeep.policies._head_budgets import PROFILE, parsed  # imports torch
 
@@ -355,66 +203,88 @@ def parse_head_budget(text: str | None) -> str | None:
     return text
 
 
-# Options of sampling that ``kvkeep generate`` and ``kvkeep chat`` share.
+def parse_system(text: str, option: str) -> str:
+    """Read a system message.
 
-SAMPLING = "Sampling"
-"""The panel of ``--help``."""
-
-MaxNewTokens = Annotated[
-    str,
-    typer.Option(
-        "--max-new-tokens", "-n", metavar="TOKENS", help="Stop after so many new tokens.", rich_help_panel=SAMPLING
-    ),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature",
-        "-t",
-        metavar="NUMBER",
-        help="0 takes the likeliest token. Above 0, tokens are drawn.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        metavar="NUMBER",
-        help="Draw among the likeliest tokens whose probabilities sum up to this.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopK = Annotated[
-    int | None, typer.Option(metavar="N", help="Draw among the N likeliest tokens.", rich_help_panel=SAMPLING)
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        metavar="NUMBER",
-        help="Draw among tokens that are at least this share as likely as the likeliest.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-RepetitionPenalty = Annotated[
-    float,
-    typer.Option(metavar="NUMBER", help="Above 1: tokens that were used become less likely.", rich_help_panel=SAMPLING),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        help="The same seed draws the same text. Each line of a batch job and each answer draws its own.",
-        rich_help_panel=SAMPLING,
-    ),
-]
+    Raises:
+        InputError: it is empty.
+    """
+    return not_empty(text, option, "Leave it out, or give some text.")
 
 
-# The options by which every command that loads a model says which one, and how.
+def items(text: str, option: str) -> list[str]:
+    """Return the words of a list with commas.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = list(filter(None, (item.strip() for item in text.split(","))))
+    if not found:
+        raise InputError(f"{option} is an empty list; leave it out for the default.")
+    return found
+
+
+def parse_budgets(text: str | None, option: str) -> tuple[float | int, ...]:
+    """Read budgets with commas between them; none without a text."""
+    return () if text is None else tuple(parse_budget(item, option) for item in items(text, option))
+
+
+def described(parameter: Parameter, **changes: Any) -> Option:
+    """Return the option of a parameter.
+
+    Args:
+        parameter: what it is.
+        changes: what a command line has besides, see `Option`.
+    """
+    if parameter.words:
+        changes.setdefault("complete", shell_completion.words(*parameter.words))
+    shown = {"metavar": parameter.metavar, "group": parameter.group, "rare": parameter.rare}
+    return Option(**{"help": parameter.help, "default": parameter.default, **shown, **changes})
+
+
+MODEL_WORD = Option(
+    help="A hub name or a local folder. The embedded model if not given.",
+    default=None,
+    metavar="MODEL",
+    complete=shell_completion.models,
+    is_argument=True,
+    more={"show_default": False, "callback": given},
+)
+DTYPE = described(parameters.DTYPE)
+DEVICE = described(parameters.DEVICE)
+LOAD_IN = described(parameters.LOAD_IN)
+THREADS = described(
+    parameters.THREADS, read=lambda number, flag: threads.check(number), reads_none=True, type=int | None
+)
+ALLOW_PICKLE = described(parameters.ALLOW_PICKLE)
+POLICY = described(parameters.POLICY, complete=shell_completion.policies)
+BUDGET = described(parameters.BUDGET, flags=("-b",), read=parse_tokens)
+PREFILL_CHUNK = described(parameters.PREFILL_CHUNK, read=parse_chunk)
+LAYER_BUDGET = described(parameters.LAYER_BUDGET, read=parse_layer_budget)
+HEAD_BUDGET = described(parameters.HEAD_BUDGET, read=parse_head_budget)
+KV_BITS = described(parameters.KV_BITS, read=parse_kv_bits)
+POSITIONS = described(parameters.POSITIONS, read=parse_positions)
+MAX_NEW_TOKENS = described(parameters.MAX_NEW_TOKENS, flags=("-n",), default="256", read=parse_tokens)
+TEMPERATURE = described(parameters.TEMPERATURE, flags=("-t",))
+JSON = Option(help="Print one JSON object and nothing else.", default=False, group=OUTPUT)
+NO_DEFAULT = {"show_default": False}
+"""For an option whose help says its default."""
+RAY_ADDRESS = Option(
+    help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine alone.",
+    default=None,
+    metavar="HOST:PORT",
+)
+"""Where workers of Ray run."""
+
+Threads = Annotated[int | None, THREADS.info("threads", int | None)]
+Debug = Annotated[bool, DEBUG.info("debug", bool)]
+Json = Annotated[bool, JSON.info("json", bool)]
+"""Options of commands that are written as functions, for they have few."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRequest:
-    """The options of a command that loads a model, as values.
+class ModelOptions(CommandOptions):
+    """The options of a command that loads a model.
 
     Attributes:
         model: a folder or a name on the hub; ``None`` for the embedded model.
@@ -424,27 +294,28 @@ class ModelRequest:
         allow_pickle: whether weights may be read from pickles.
     """
 
-    model: str | None
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
+    model: str | None = argument(MODEL_WORD)
+    dtype: str = option(DTYPE)
+    device: str = option(DEVICE)
+    load_in: str | None = option(LOAD_IN)
+    threads: int | None = option(THREADS)
+    allow_pickle: bool = option(ALLOW_PICKLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions(ModelOptions):
+    """The options of a command that runs a model with one policy."""
+
+    prefill_chunk: int | None = option(PREFILL_CHUNK)
+    layer_budget: str | list[float] | None = option(LAYER_BUDGET)
+    head_budget: str | None = option(HEAD_BUDGET)
+    kv_bits: str | None = option(KV_BITS)
+    positions: Literal["true", "slot"] | None = option(POSITIONS)
 
 
 # ``--ray-workers`` and ``--ray-address``: how many workers of Ray share the work of a command, and where they run.
 
 MOST_WORKERS = 1024
-
-
-def address(panel: str) -> Any:
-    """The option, under a heading of the help."""
-    return typer.Option(
-        metavar="HOST:PORT",
-        help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine "
-        "alone.",
-        rich_help_panel=panel,
-    )
 
 
 def check_address(text: str | None, what: str, *, asked: bool) -> None:

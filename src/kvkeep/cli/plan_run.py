@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from rich.text import Text
 
 from kvkeep.cli import console
+from kvkeep.cli.plan import PlanOptions
 from kvkeep.errors import show_bytes
 from kvkeep.models.device import parse_device
 from kvkeep.models.load import quiet
@@ -99,27 +99,21 @@ NOT_COUNTED = (
 )
 
 
-def serve(*, measure: bool, device: str, json: bool, **asked: Any) -> None:
+def serve(request: PlanOptions) -> None:
     """Make a plan and print it.
-
-    Args:
-        measure: whether the bandwidth of the device is measured.
-        device: its name.
-        json: whether the plan is printed as a JSON object.
-        asked: arguments of `plan`.
 
     Raises:
         KVKeepError: an option or the model cannot be used, or not one row fits.
     """
-    place = parse_device(device)
+    place = parse_device(request.device)
     console.progress("reading the configuration of the model …")
     with quiet():
-        made = plan(**asked)
+        made = plan(**request.arguments())
     found = None
-    if measure:
+    if request.measure:
         console.progress(f"measuring the memory of {place}, and products …")
         made, found = measured(made, place)
-    show(made, found, json=json)
+    show(made, found, json=request.json)
 
 
 def show(made: Plan, found: MeasuredDevice | None, *, json: bool) -> None:

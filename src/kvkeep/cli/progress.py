@@ -1,15 +1,18 @@
-"""A progress bar that counts what is done, beside the name of one piece of the work."""
+"""The progress bar of all commands; above it, those of evaluations and batch jobs, which know what moves them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
 
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
@@ -25,13 +28,104 @@ from kvkeep.engine.request import Request, Result
 from kvkeep.evals.grid import Cell, Planned
 from kvkeep.models.load import watched
 
-_BAR = 20
-"""Width of the bar in columns."""
+_SHORT = 20
+"""Columns of a short bar."""
+
+
+class ProgressBar:
+    """Shows in one line on standard error how far work is; nothing where standard error is no terminal.
+
+    Args:
+        parts: what stands in the line, from left to right: ``spinner``, ``text``, ``short bar``, ``bar``, ``wide bar``,
+            ``percent``, ``count``, ``note``, ``elapsed``, ``left``, ``bare left``.
+        text: the text at the beginning; without one the line is empty until there is something to show.
+        note: the note at the beginning.
+        total: what is done at the end; ``None`` while nobody knows.
+        is_shown: whether there is something to show.
+        room: columns of the text, where a longer one is cut; ``None`` to show it whole.
+        speed_over_s: seconds over which the time left is averaged.
+    """
+
+    def __init__(
+        self,
+        *parts: str,
+        text: str = "",
+        note: str = "",
+        total: int | float | None = 1.0,
+        is_shown: bool = True,
+        room: int | None = None,
+        speed_over_s: int | float = 30.0,
+    ) -> None:
+        screen = console.err()
+        cut = Column(no_wrap=True, overflow="ellipsis", max_width=room) if room is not None else None
+        columns: dict[str, tuple[ProgressColumn, ...]] = {
+            "spinner": (SpinnerColumn(),),
+            "text": (TextColumn("{task.description}", table_column=cut),),
+            "bar": (BarColumn(),),
+            "short bar": (BarColumn(bar_width=_SHORT),),
+            "wide bar": (BarColumn(bar_width=None),),
+            "percent": (TaskProgressColumn(),),
+            "count": (MofNCompleteColumn(),),
+            "note": (TextColumn("{task.fields[note]}"),),
+            "elapsed": (TimeElapsedColumn(),),
+            "left": (TextColumn("time left", style="dim"), TimeRemainingColumn()),
+            "bare left": (TimeRemainingColumn(),),
+        }
+        self._drawn = Progress(
+            *(column for part in parts for column in columns[part]),
+            console=screen,
+            disable=not screen.is_terminal or not is_shown,
+            transient=True,
+            expand="wide bar" in parts,
+            speed_estimate_period=speed_over_s,
+        )
+        self._line = self._drawn.add_task(text, total=total, visible=text != "", note=note)
+
+    def __enter__(self) -> ProgressBar:
+        """Draw the bar."""
+        self._drawn.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the bar."""
+        self._drawn.stop()
+
+    def begin(self, text: str, total: int | float = 1.0) -> None:
+        """Show another piece of work in the place of the last one, with a time of its own."""
+        self._drawn.update(self._line, visible=False)
+        self._line = self._drawn.add_task(text, total=total, note="")
+
+    def show(
+        self,
+        done: int | float | None = None,
+        *,
+        text: str | None = None,
+        note: str | None = None,
+        total: int | float | None = None,
+        at_once: bool = False,
+    ) -> None:
+        """Show what is done, with the texts and the total that have changed.
+
+        Args:
+            done: how much is done.
+            text, note, total: see `ProgressBar`.
+            at_once: whether the line is drawn now; otherwise some moments later.
+        """
+        fields: dict[str, Any] = {} if note is None else {"note": note}
+        self._drawn.update(
+            self._line, completed=done, description=text, total=total, visible=True, refresh=at_once, **fields
+        )
+
+    def advance(self, done: int | float) -> None:
+        """Show that so much more is done."""
+        self._drawn.advance(self._line, done)
 
 
 @contextmanager
 def counted(total: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar in one line with the time left, on a terminal only; after Ctrl-C, a note on how to resume.
+    """Show how many pieces are done, and the name of one; after Ctrl-C, a note on how to resume.
 
     Args:
         total: the number of pieces.
@@ -39,29 +133,56 @@ def counted(total: int) -> Iterator[Callable[[str, int], None]]:
     Yields:
         A function that shows the name of a piece, and how many are done.
     """
-    screen = console.err()
-    room = max(12, screen.width - _BAR - 2 * len(str(total)) - len("  /  0:00:00  time left  0:00:00"))
-    columns = (
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=room)),
-        BarColumn(bar_width=_BAR),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("time left", style="dim"),
-        TimeRemainingColumn(),
-    )
-    drawn = Progress(*columns, console=screen, disable=not screen.is_terminal or not total, transient=True)
-    line = drawn.add_task("starting", total=total)
-    with resumable(), drawn:
-        yield lambda name, done: drawn.update(line, completed=done, description=name, refresh=True)
+    others = _SHORT + 2 * len(str(total)) + len("  /  0:00:00  time left  0:00:00")
+    room = max(12, console.err().width - others)
+    with (
+        resumable(),
+        ProgressBar(
+            *("text", "short bar", "count", "elapsed", "left"),
+            text="starting",
+            total=total,
+            is_shown=total > 0,
+            room=room,
+        ) as bar,
+    ):
+        yield lambda name, done: bar.show(done, text=name, at_once=True)
 
 
 @contextmanager
-def resumable() -> Iterator[None]:
-    """Say after Ctrl-C how to resume."""
+def staged() -> Iterator[Callable[[str, float], None]]:
+    """Show how much of a stage is done, and the time that it has left.
+
+    Yields:
+        A function that shows the name of a stage, and the share of it that is done.
+    """
+    with ProgressBar("text", "bar", "percent", "elapsed", "left") as bar:
+        shown = ""
+
+        def show(stage: str, share: float) -> None:
+            nonlocal shown
+            if stage != shown:
+                bar.begin(stage)
+            shown = stage
+            bar.show(share, at_once=True)
+
+        yield show
+
+
+def _on_the_disk() -> str:
+    return "stopped. What is finished is on the disk; run the same command again to go on."
+
+
+@contextmanager
+def resumable(said: Callable[[], str] = _on_the_disk) -> Iterator[None]:
+    """Say after Ctrl-C how to resume.
+
+    Args:
+        said: returns the note.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        console.note("stopped. What is finished is on the disk; run the same command again to go on.")
+        console.note(said())
         raise
 
 
@@ -203,20 +324,11 @@ def batch_progress(engine: Engine | None, work: TokenCounts, total: int, done: i
         total: number of all lines.
         done: number of lines that were done before.
     """
-    screen = console.err()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[speed]}"),
-    )
-    is_shown = screen.is_terminal and sum(work) > 0
-    drawn = Progress(*columns, console=screen, disable=not is_shown, transient=True, expand=True)
-    task = drawn.add_task("", total=None, speed="")
+    is_shown = console.err().is_terminal and sum(work) > 0
+    drawn = ProgressBar("spinner", "text", "wide bar", "percent", "note", total=None, is_shown=is_shown)
 
     def show(tokens: float, of: float, lines: str, speed: str) -> None:
-        drawn.update(task, completed=tokens, total=of, description=lines, speed=speed)
+        drawn.show(tokens, text=lines, note=speed, total=of)
 
     bar = BatchBar(work, total, done, show)
     with drawn, watched(engine.model, bar.read_in_part) if is_shown and engine is not None else nullcontext():

@@ -6,27 +6,26 @@ Bad input is refused before weights are read. Importing this module imports torc
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from shlex import quote as quoted
 from typing import Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
-from kvkeep.cli.remember import RememberOptions, target
+from kvkeep.cli.progress import ProgressBar
+from kvkeep.cli.remember import RememberOptions
 from kvkeep.engine import Engine, Result
 from kvkeep.engine.admission import check_room
 from kvkeep.models import threads
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.document_prompt import Opening, noted, opened
-from kvkeep.models.load import Checkpoint, Model, embedded, find, quiet, watched
+from kvkeep.models.load import embedded, find, quiet, watched
 from kvkeep.models.tokenization import Writer, check_length
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.base import Policy
@@ -93,11 +92,11 @@ def _serve(request: RememberOptions) -> None:
         positions=request.positions,
     )
     start = time.perf_counter()
-    with engine.session() as session, _progress(writer.model, len(text.ids)):
+    with engine.session() as session, _bar(len(text.ids)) as bar, watched(writer.model, bar.advance):
         result = session.read(text.ids)
         snapshot = noted(session.snapshot(), text.opening)
     seconds = time.perf_counter() - start
-    target(str(request.output), overwrite=request.overwrite)  # somebody may have written it in the meantime
+    request.check_output()
     snapshot.save(request.output)
     _report(request, writer, text, result, seconds)
 
@@ -124,27 +123,15 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
     return _Text(ids, opening, policy, budget, mode)
 
 
-@contextmanager
-def _progress(model: Model, tokens: int) -> Iterator[None]:
-    """A bar on standard error that moves while the model reads; nothing where that is no terminal."""
-    screen = console.err()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("reading"),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[count]}"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True, expand=True)
-    task = bar.add_task("", total=tokens, count=console.count(tokens, "token"))
-    with bar, watched(model, lambda read: bar.advance(task, read)):
-        yield
+def _bar(tokens: int) -> ProgressBar:
+    """Return the bar that moves while the model reads."""
+    parts = ("spinner", "text", "wide bar", "percent", "note", "bare left")
+    return ProgressBar(*parts, text="reading", note=console.count(tokens, "token"), total=tokens)
 
 
 def _report(request: RememberOptions, writer: Writer, text: _Text, result: Result, seconds: float) -> None:
     """Print what was written."""
-    size, memory = request.output.stat().st_size, result.memory
+    size, memory = request.output.stat().st_size, result.memory_usage
     if request.json:
         console.write_json(
             {

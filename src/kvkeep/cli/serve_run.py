@@ -20,7 +20,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
-from kvkeep.cli.distributed import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
@@ -32,8 +32,9 @@ from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.load import embedded, find, quiet
 from kvkeep.openai.messages import ToolUse
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvkeep import config, plots
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
-from kvkeep.cli.options import ModelRequest
-from kvkeep.cli.progress import resumable
+from kvkeep.cli.progress import ProgressBar, resumable
+from kvkeep.cli.tune import TuneOptions
 from kvkeep.errors import InputError
-from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.forward import Setup
 from kvkeep.evals.tune import report
 from kvkeep.evals.tune.documents import read_questions
 from kvkeep.evals.tune.plan import TuneArguments, TunePlan, lay_out
@@ -36,33 +32,6 @@ from kvkeep.version import __version__
 
 _PURPOSE = "Give some text to plant facts in, or leave --text out for the package's own."
 _EMBEDDED = "embedded"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions(ModelRequest):
-    """The options of ``kvkeep tune``. Numbers are read; lists of names and files are not.
-
-    Attributes:
-        budgets: each a share of the text (a float) or a number of tokens (an int); empty for the default.
-    """
-
-    case: str
-    target: float
-    text: str | None
-    questions: str | None
-    context: int | None
-    facts: int
-    limit: int | None
-    seed: int
-    policies: str | None
-    budgets: tuple[float | int, ...]
-    prefill_chunk: int | None
-    layer_budget: str | tuple[float, ...] | None
-    head_budgets: tuple[str | None, ...]
-    positions: Literal["true", "slot"] | None
-    output: Path
-    plots: bool
-    json: bool
 
 
 def serve(request: TuneOptions) -> None:
@@ -133,18 +102,14 @@ def _wanted(request: TuneOptions) -> TuneArguments:
 
 @contextmanager
 def _progress() -> Iterator[OnBlock]:
-    """A line with the present candidate; after Ctrl-C, a note on how to resume."""
-    screen = console.err()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    bar = Bar(*columns, console=screen, disable=not screen.is_terminal, transient=True)
-    line = bar.add_task("starting", total=None)
+    """Show what is measured, and how many documents have been read; after Ctrl-C, a note on how to resume."""
+    room = max(20, console.err().width - 40)
+    with resumable(), ProgressBar("spinner", "text", "elapsed", text="starting", total=None) as bar:
 
-    def on_block(progress: Progress) -> None:
-        at = "the full cache" if progress.budget is None else f"{progress.arm} at {progress.budget}"
-        room = max(20, screen.width - 40)
-        bar.update(line, description=f"{console.visible(at):.{room}}, {progress.units} documents read", refresh=True)
+        def on_block(progress: Progress) -> None:
+            at = "the full cache" if progress.budget is None else f"{progress.arm} at {progress.budget}"
+            bar.show(text=f"{console.visible(at):.{room}}, {progress.units} documents read", at_once=True)
 
-    with resumable(), bar:
         yield on_block
 
 

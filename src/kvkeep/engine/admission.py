@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator
@@ -26,8 +25,9 @@ from kvkeep.engine.request import Request, checked_guard, usable
 from kvkeep.engine.sampling_params import Biases, SamplingParams
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
+from kvkeep.models.checkpoint import Model, Tokenizer
 from kvkeep.models.device import device_of
-from kvkeep.models.load import Model, Tokenizer, ends_of, position_limit
+from kvkeep.models.load import ends_of, position_limit
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, end, spans
@@ -88,13 +88,13 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
     try:
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
         folder = None if own is None else root / own.strip("/")
-        for one in [] if folder is None else (folder, *folder.parents):
-            if not one.is_relative_to(root):
+        for group in [] if folder is None else (folder, *folder.parents):
+            if not group.is_relative_to(root):
                 return
-            limit = _read(one / "memory.max")
+            limit = _read(group / "memory.max")
             if limit.isdecimal():
-                cached = re.search(r"^inactive_file (\d+)$", _read(one / "memory.stat"), re.MULTILINE)
-                yield max(0, int(limit) - int(_read(one / "memory.current") or 0) + int(cached[1] if cached else 0))
+                cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+                yield max(0, int(limit) - int(_read(group / "memory.current") or 0) + int(cached[1] if cached else 0))
     except (OSError, ValueError):
         return
 
@@ -316,18 +316,18 @@ class Admission:
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
-        policy, budget = self.settle(request.policy, request.budget, request.memory)
-        if request.memory is not None:
-            past = ConversationHistory.of(request.memory)
+        policy, budget = self.settle(request.policy, request.budget, request.snapshot)
+        if request.snapshot is not None:
+            past = ConversationHistory.of(request.snapshot)
         if past is not None:
             budget = budget_guard.chosen(self._layout(policy), budget, past.budgets)
         if past and past.ids and request.prompt_logprobs is not None:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
         prompt = self.words.continued(request, past or ConversationHistory())
         if prompt is not request.prompt:
-            request = dataclasses.replace(request, prompt=prompt, messages=None, tools=())
-        if not past and request.guard is None:
-            request = dataclasses.replace(request, guard=self._guard)
+            request = request.replaced(prompt=prompt, messages=None, tools=())
+        if not past and request.guard is None and self._guard is not None:
+            request = request.replaced(guard=self._guard)
         levels = self._levels(policy, budget, request, past or ConversationHistory())
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
@@ -341,7 +341,7 @@ class Admission:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
-        load = None if request.memory is None else partial(getattr, request.memory, "contents")
+        load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
         bound = self.grammars.constraint(request)
         found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
         if past is not None:
@@ -409,15 +409,15 @@ class Admission:
         self._layout(policy).check_pins(budget, pins)
 
     def settle(
-        self, policy: str | Policy | None, budget: int | None, memory: Snapshot | None = None
+        self, policy: str | Policy | None, budget: int | None, snapshot: Snapshot | None = None
     ) -> tuple[Policy, int]:
         """Return the policy and the budget of a request or a session; a memory brings its own.
 
         Raises:
             KVKeepError: the engine has no rows for them, or the memory belongs to others.
         """
-        if memory is not None:
-            made = memory.fingerprint
+        if snapshot is not None:
+            made = snapshot.fingerprint
             policy = policy_named(made.policy) if policy is None else policy
             budget = made.budget if budget is None else budget
         found = self._policy if policy is None else usable(policy)
@@ -427,13 +427,17 @@ class Admission:
                 f"A budget of {number} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Ask for less, or give the engine a larger `budget`."
             )
-        if memory is not None:
+        if snapshot is not None:
             made.check(self.fingerprint(found, number))
         return found, number
 
     def fingerprint(self, policy: Policy, budget: int) -> Fingerprint:
         """Return what the memory of a sequence belongs to."""
         return self.identity.fingerprint(self._layout(policy), budget)
+
+    def weights_hash(self) -> str:
+        """Return a hash of the model's weights as they are now."""
+        return self.identity.weights
 
     def make_rows(self, policy: Policy) -> KVManager:
         """Allocate the engine's rows for a policy.

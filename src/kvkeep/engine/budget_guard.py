@@ -60,7 +60,7 @@ def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
         return f"what it asks of attention cannot be told beforehand ({one_line(error)})"
     if "mass" not in asked[0].fields:
         return "its statistic shows no attention mass"
-    if not all(_same(asked[0], one) for one in asked[1:]):
+    if not all(_same(asked[0], statistic) for statistic in asked[1:]):
         return "what it asks of attention depends on the budget"
     return None
 
@@ -94,9 +94,9 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def measure(one: Sequence, rows: KVManager, row: int) -> None:
+def measure(sequence: Sequence, rows: KVManager, row: int) -> None:
     """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
-    one.memory, one.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
+    sequence.memory_usage, sequence.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
 
 
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
@@ -236,14 +236,18 @@ class Trial:
 
     def __init__(self, batch: InputBatch, rows: KVManager) -> None:
         self._rows = rows
-        self._guarded = {one.row: one for one in batch.requests if len(one.levels) > 1 and one.row is not None}
+        self._guarded = {
+            sequence.row: sequence
+            for sequence in batch.requests
+            if len(sequence.levels) > 1 and sequence.row is not None
+        }
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._rated: dict[tuple[int, int], list[Rated]] = {}
 
     @classmethod
     def of(cls, batch: InputBatch, rows: KVManager) -> Trial | None:
         """Return the trial of a batch; ``None`` if no row of it has a budget to choose."""
-        return cls(batch, rows) if batch.fresh and any(one.levels for one in batch.requests) else None
+        return cls(batch, rows) if batch.fresh and any(sequence.levels for sequence in batch.requests) else None
 
     def watch(self, layer: int, segment: Segment, policy: Policy) -> Policy:
         """Return the policy of some rows of a layer, which notes the cuts of smaller budgets when asked for scores."""
@@ -281,23 +285,23 @@ class Trial:
 
     def _number(self, row: int, place: int, layer: int) -> int:
         """The budget of one row in one layer at one of the smaller budgets; without any, more than it has."""
-        one = self._guarded.get(row)
-        if one is None or place >= len(one.levels) - 1:
+        sequence = self._guarded.get(row)
+        if sequence is None or place >= len(sequence.levels) - 1:
             return _LATER
-        return largest([self._rows.numbers(one.policy, one.levels[place])[layer]])
+        return largest([self._rows.numbers(sequence.policy, sequence.levels[place])[layer]])
 
     @inference
     def settle(self) -> None:
         """Choose the budgets of the guarded rows, and reduce the rows to the tokens of these budgets."""
         self._cut_together()
-        for row, one in self._guarded.items():
-            found = [self._loss(row, place) for place in range(len(one.levels) - 1)]
-            guard = cast(float, one.request.guard)
+        for row, sequence in self._guarded.items():
+            found = [self._loss(row, place) for place in range(len(sequence.levels) - 1)]
+            guard = cast(float, sequence.request.guard)
             fits = (place for place, lost in enumerate(found) if lost is not None and lost <= guard)
             place = next((place for place in fits if self._holds(row, place)), None)
             if place is not None:
-                one.budget = one.levels[place]
-                self._reduce(row, one)
+                sequence.budget = sequence.levels[place]
+                self._reduce(row, sequence)
 
     def _holds(self, row: int, place: int) -> bool:
         """Whether a row holds the tokens of a smaller budget. Where heads share one, a head may get more of less."""
@@ -306,11 +310,11 @@ class Trial:
         missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
         return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
 
-    def _reduce(self, row: int, one: Sequence) -> None:
+    def _reduce(self, row: int, sequence: Sequence) -> None:
         """Reduce a row to the tokens of the budget that was chosen."""
-        cuts = [cut for _, cut in self._of(row, one.levels.index(one.budget))]
+        cuts = [cut for _, cut in self._of(row, sequence.levels.index(sequence.budget))]
         held = [Reduced.of(block, cut) for block, cut in zip(self._rows.blocks_of(row), cuts, strict=True)]
-        self._rows.limit_row(row, one.policy, one.budget)
+        self._rows.limit_row(row, sequence.policy, sequence.budget)
         blocks = self._rows.blocks_of(row)
         give(blocks, [cut.budget for cut in cuts])
         for block, cut, tokens in zip(blocks, cuts, held, strict=True):
@@ -321,12 +325,12 @@ class Trial:
         """Cut the layers that share a budget, once all of them have attended."""
         for (_, start), layers in sorted(self._rated.items(), key=lambda item: item[0]):
             policy = layers[0].policy
-            budgets = shared_budgets(policy, [(one.view, one.score) for one in layers]).chunk(len(layers), dim=1)
-            for one, budget in zip(layers, budgets, strict=True):
-                view = dataclasses.replace(one.view, budget=budget)
-                stays = kept(policy, view, {}, one.score)
-                cut = Cut.of(view, stays, one.mass, divided=True)
-                self._cuts.setdefault((one.layer, start), []).append(cut)
+            budgets = shared_budgets(policy, [(rated.view, rated.score) for rated in layers]).chunk(len(layers), dim=1)
+            for rated, budget in zip(layers, budgets, strict=True):
+                view = dataclasses.replace(rated.view, budget=budget)
+                stays = kept(policy, view, {}, rated.score)
+                cut = Cut.of(view, stays, rated.mass, divided=True)
+                self._cuts.setdefault((rated.layer, start), []).append(cut)
 
     def _of(self, row: int, place: int) -> list[tuple[int, Cut]]:
         """The cut of one row at a smaller budget in each layer."""

@@ -239,7 +239,7 @@ class Dispatcher:
         """
         box.open.add(number)
         self._boxes[number] = box
-        if self._thread is None and (not box.blocks or any(one is not box for one in self._boxes.values())):
+        if self._thread is None and (not box.blocks or any(listener is not box for listener in self._boxes.values())):
             thread = threading.Thread(target=self._serve, args=(step,), name="kvkeep-engine", daemon=True)
             thread.start()
             self._thread = thread
@@ -303,8 +303,8 @@ class Dispatcher:
         try:
             while more or box.open:
                 while more and (not box.open or has_room()):
-                    if more := (one := next(source, _END)) is not _END:
-                        add(one, box)
+                    if more := (request := next(source, _END)) is not _END:
+                        add(request, box)
                 yield from self.events(box, step)
         finally:  # a caller that stops listening wants no more tokens
             self.leave(box)
@@ -323,7 +323,7 @@ class Dispatcher:
         """End the requests to which nobody listens any more. The caller has the turn."""
         while self._left:
             box = self._left.popleft()
-            for number in [number for number, one in self._boxes.items() if one is box]:
+            for number in [number for number, listener in self._boxes.items() if listener is box]:
                 del self._boxes[number]
                 end(number)
 

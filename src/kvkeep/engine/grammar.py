@@ -11,11 +11,10 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
-from collections.abc import Sequence as GenericSequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,11 +22,8 @@ from torch import Tensor
 
 from kvkeep.engine.request import NAMES, Request, Structure
 from kvkeep.errors import InputError, KVKeepError, pip_install
-from kvkeep.models.load import Tokenizer
+from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.sandbox import SandboxProcess
-
-if TYPE_CHECKING:
-    from kvkeep.engine.sequence import Sequence
 
 # The tokens that may come next in an answer of a given form: a state per request, and a mask over all rows.
 
@@ -47,7 +43,7 @@ class Constraint:
         error: why no token can follow, if the grammar engine has failed.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, avoided: GenericSequence[int] = ()) -> None:
+    def __init__(self, matcher: Any, vocabulary: int, avoided: Sequence[int] = ()) -> None:
         self._matcher, self.vocabulary, self._avoided = matcher, vocabulary, avoided
         self.error: str | None = None
 
@@ -89,9 +85,14 @@ def failure(error: str) -> str:
     return f"{TOO_COMPLEX} ({why:.100}). Use a simpler one."
 
 
-def masked(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
-    """Return the logits with minus infinity for tokens that the requests' grammars do not allow."""
-    bound = [(i, one.constraint) for i, one in enumerate(generations) if one.constraint is not None]
+def masked(logits: Float[Tensor, "n V"], constraints: Sequence[Constraint | None]) -> Float[Tensor, "n V"]:
+    """Return the logits with minus infinity for tokens that the grammar of their row does not allow.
+
+    Args:
+        logits: the logits of each row.
+        constraints: the place in the grammar of each row; ``None``: all tokens are allowed.
+    """
+    bound = [(i, constraint) for i, constraint in enumerate(constraints) if constraint is not None]
     if not bound:
         return logits
     V = logits.shape[-1]
@@ -265,7 +266,7 @@ class Grammars:
         backend: Any = self._tokenizer.backend_tokenizer if self._tokenizer is not None else None
         ends = self._ends or (getattr(self._tokenizer, "eos_token_id", None),)
         size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
-        return backend.to_str(), size, [one for one in ends if one is not None]
+        return backend.to_str(), size, [token for token in ends if token is not None]
 
     def _grammar(self, asked: Structure) -> str:
         """Return the grammar of a form, as the process that tries it understands it.

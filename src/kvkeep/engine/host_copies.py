@@ -259,8 +259,8 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Bytes of all copies on the device; one that has left in the meantime counts until the end of a step."""
-        leaving, one = self._leaving, self._staged()  # other threads may ask
-        staged = None if one is None else one.staged
+        leaving, coming = self._leaving, self._staged()  # other threads may ask
+        staged = None if coming is None else coming.staged
         return (leaving.nbytes if leaving else 0) + (len(staged[0]) if staged else 0)
 
     @inference
@@ -295,7 +295,7 @@ class Staging:
         return Pinned(layout, blocks, written, self._queue)
 
     @inference
-    def prefetch(self, one: Pinned | None) -> bool:
+    def prefetch(self, pinned: Pinned | None) -> bool:
         """Begin to bring the sequence to the device that comes next, and give up another one that is there.
 
         Args:
@@ -305,25 +305,25 @@ class Staging:
             Whether there was anything to begin.
         """
         self.settle()
-        if (other := self._staged()) is not None and other is not one:
+        if (other := self._staged()) is not None and other is not pinned:
             other.staged = None
-        if one is None or one.staged or one.stays:
+        if pinned is None or pinned.staged or pinned.stays:
             return False
         try:
-            if not self._fits(one.device_bytes) or not (self._arrived is None or self._arrived.query()):
+            if not self._fits(pinned.device_bytes) or not (self._arrived is None or self._arrived.query()):
                 return False
-            self._coming = weakref.ref(one)
-            self._arrived = one.stage()
+            self._coming = weakref.ref(pinned)
+            self._arrived = pinned.stage()
         except Exception as error:
             _log.debug("A sequence is not brought to the device ahead of its turn.", exc_info=error)
-            one.stays = True
+            pinned.stays = True
         return True
 
     def clear(self) -> None:
         """Give up the memory on the device, once no copy uses it."""
         self.settle(wait=True)
-        if (one := self._staged()) is not None:
-            one.staged = None
+        if (coming := self._staged()) is not None:
+            coming.staged = None
         try:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -349,8 +349,8 @@ class Staging:
         self._leaving = None
 
     def _staged(self) -> Pinned | None:
-        one = self._coming() if self._coming else None
-        return one if one is not None and one.staged else None
+        coming = self._coming() if self._coming else None
+        return coming if coming is not None and coming.staged else None
 
     def _fits(self, nbytes: int) -> bool:
         return self.most_bytes is None or self.nbytes + nbytes <= self.most_bytes

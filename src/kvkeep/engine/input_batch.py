@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
 
-from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.types import Phase
 
 
@@ -37,7 +37,7 @@ class InputBatch:
     @property
     def requests(self) -> list[Sequence]:
         """The requests that are fed."""
-        return [one for one in self.rows if one is not None]
+        return [sequence for sequence in self.rows if sequence is not None]
 
     def commit(self) -> list[tuple[int, Sequence]]:
         """Note that the model has seen the tokens.
@@ -45,10 +45,14 @@ class InputBatch:
         Returns:
             The requests whose next token follows from this run, each with its place in the batch.
         """
-        for one, tokens in zip(self.rows, self.tokens, strict=True):
-            if one is not None:
-                one.fed += len(tokens)
-        return [(i, one) for i, one in enumerate(self.rows) if one is not None and one.prompt_left == 0]
+        for sequence, tokens in zip(self.rows, self.tokens, strict=True):
+            if sequence is not None:
+                sequence.commit(len(tokens))
+        return [
+            (i, sequence)
+            for i, sequence in enumerate(self.rows)
+            if sequence is not None and sequence.status is SequenceStatus.DECODE
+        ]
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class ModelRun:
     @property
     def requests(self) -> list[Sequence]:
         """The requests that are fed."""
-        return [one for batch in self.batches for one in batch.requests]
+        return [sequence for batch in self.batches for sequence in batch.requests]
 
     def commit(self) -> list[tuple[int, Sequence]]:
         """Note that the model has seen the tokens.
@@ -82,6 +86,6 @@ class ModelRun:
         """
         ready, before = [], 0
         for batch in self.batches:
-            ready += [(before + place, one) for place, one in batch.commit()]
+            ready += [(before + place, sequence) for place, sequence in batch.commit()]
             before += len(batch.rows)
         return ready

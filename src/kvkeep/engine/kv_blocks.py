@@ -16,21 +16,22 @@ from torch import Tensor
 from kvkeep.budget import Number, by_head
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed, state_part
-from kvkeep.cache.layer import reach, store_for
+from kvkeep.cache.layer_block import reach, store_for
 from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.block import Block, add_state, lacks, shared
 from kvkeep.kv.cascade import Cascade
-from kvkeep.kv.joint_block import JointBlock, check_together
+from kvkeep.kv.joint_block import JointBlock
 from kvkeep.kv.memory_usage import MemoryUsage, bytes_of
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
-from kvkeep.models.attention import Decoder
+from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
-from kvkeep.snapshot.contents import StateCopy, put_beside, take_beside
+from kvkeep.snapshot.contents import check_together, put_beside, take_beside
+from kvkeep.snapshot.state_copy import StateCopy
 from kvkeep.types import Slots
 
 
@@ -306,7 +307,7 @@ class RecurrentState:
         return MemoryUsage(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
 
 
-def keeps_states(model: Decoder) -> bool:
+def keeps_states(model: Model) -> bool:
     """Whether a model has layers with a state. Such a model runs one row at a time and reads every prompt whole.
 
     Raises:
@@ -315,7 +316,7 @@ def keeps_states(model: Decoder) -> bool:
     return bool(states_of(BoundedCache(model.config, "full", 1)))
 
 
-def probed(model: Decoder) -> BoundedCache:
+def probed(model: Model) -> BoundedCache:
     """A cache that one token has gone through, which shows the shapes of every layer."""
     cache = BoundedCache(model.config, "full", 1)
     with torch.inference_mode():

@@ -20,7 +20,7 @@ from kvkeep.kv.block import Block
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.row_copy import has_room
 from kvkeep.kv.store import inference
-from kvkeep.models.attention import Decoder
+from kvkeep.models.checkpoint import Model
 from kvkeep.pins import Spans, spans
 from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies.base import Policy
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 def segments(owners: Sequence[Owner | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
     """Cut a range of rows where the owner changes. A row without an owner joins the rows before it."""
-    first = next((one for one in owners[start:stop] if one is not None), Owner(default))
+    first = next((owner_of_row for owner_of_row in owners[start:stop] if owner_of_row is not None), Owner(default))
     found = [Segment(first, start, start)]
     for row, owner in enumerate(owners[start:stop], start):
         if owner is not None and owner != found[-1].owner:
@@ -94,7 +94,7 @@ class Segments:
 def joined(parts: Sequence[tuple[Segment, Stepper]]) -> Stepper:
     """The layers of neighbouring segments as one."""
     start = parts[0][0].start
-    steppers = [(slice(one.start - start, one.stop - start), layer) for one, layer in parts]
+    steppers = [(slice(segment.start - start, segment.stop - start), layer) for segment, layer in parts]
     return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
 
 
@@ -128,7 +128,7 @@ class KVManager:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
 
-    def __init__(self, model: Decoder, policy: Policy, budget: int, **options: Any) -> None:
+    def __init__(self, model: Model, policy: Policy, budget: int, **options: Any) -> None:
         self._config = model.config
         self._budget, self._options = budget, options
         self._layouts: dict[Policy, Layout] = {}
@@ -329,28 +329,32 @@ class KVManager:
         """Some rows of all layers, as a cache for the model."""
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
-        shared = {one: SharedBudget.by_layer(self._layout(one.owner.policy).sharing) for one in parts}
+        shared = {segment: SharedBudget.by_layer(self._layout(segment.owner.policy).sharing) for segment in parts}
         for i, (index, window) in enumerate(self._windows.items()):
-            steps = joined([(one, self._layer(i, one, columns, watch, shared[one].get(index))) for one in parts])
+            steps = joined(
+                [(segment, self._layer(i, segment, columns, watch, shared[segment].get(index))) for segment in parts]
+            )
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
         cache.latent = caches_latents(self._config)
         return cache
 
-    def _layer(self, index: int, one: Segment, columns: int, watch: Watch | None, shared: SharedBudget | None) -> Layer:
+    def _layer(
+        self, index: int, segment: Segment, columns: int, watch: Watch | None, shared: SharedBudget | None
+    ) -> Layer:
         """Some rows of one layer and one owner."""
-        policy = one.owner.policy
+        policy = segment.owner.policy
         if policy not in self._layers:
             _make_room(self._layers)
             self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
-        block = self._blocks[index].under(policy.slots, policy.summaries).part(one.start, one.stop)
-        if not one.owner.pinned:
+        block = self._blocks[index].under(policy.slots, policy.summaries).part(segment.start, segment.stop)
+        if not segment.owner.pinned:
             block.pins = None
-        own = self._own[one.start]
+        own = self._own[segment.start]
         given: dict[str, Any] = {"columns": columns, "cascade": own.cascade if own else None, "together": shared}
         layer = self._layers[policy][index].over(block, **given)
         if watch is not None:
-            layer.policy = watch(index, one, layer.policy)
+            layer.policy = watch(index, segment, layer.policy)
         return layer
 
     def _new_own(self, policy: Policy) -> RecurrentState | None:

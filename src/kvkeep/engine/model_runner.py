@@ -17,8 +17,8 @@ from kvkeep.engine.input_batch import InputBatch, ModelRun
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampler import is_scored, score
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
-from kvkeep.models.load import Model
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 # One run of the model over several batches: each layer steps batch by batch.
@@ -156,10 +156,11 @@ class ModelRunner:
                 score(scored, logits)
             return logits[:, -1]
         parts = [
-            RunPart(len(one.ids), one.ids.shape[1], one.real, cache) for one, cache in zip(given, caches, strict=True)
+            RunPart(len(batch.ids), batch.ids.shape[1], batch.real, cache)
+            for batch, cache in zip(given, caches, strict=True)
         ]
-        ids = torch.cat([one.ids.flatten() for one in given])
-        positions = torch.cat([one.positions.flatten() for one in given])
+        ids = torch.cat([batch.ids.flatten() for batch in given])
+        positions = torch.cat([batch.positions.flatten() for batch in given])
         together, ends = _Input(ids[None], positions[None], None), _last_tokens(parts, ids.device)
         if self._keeps_any and not scored:
             return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]

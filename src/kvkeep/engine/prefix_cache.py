@@ -56,29 +56,35 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._found)
 
-    def find(self, one: Sequence) -> Contents | None:
+    def find(self, sequence: Sequence) -> Contents | None:
         """Return the memory of the most chunks with which a prompt begins. At least one token is left to read."""
         if not self._found:
             return None
-        borders = islice(self._borders(one), (len(one.prompt) - 1) // self._chunk)
+        borders = islice(self._borders(sequence), (len(sequence.prompt) - 1) // self._chunk)
         key = next((key for key in reversed(list(borders)) if key in self._found), None)
         if key is None:
             return None
         self._found.move_to_end(key)
         return self._found[key]
 
-    def keep(self, one: Sequence, rows: KVManager) -> None:
+    def keep(self, sequence: Sequence, rows: KVManager) -> None:
         """Keep the memory of a request whose row stands at a border of its prompt's chunks.
 
         A request that continues a memory of its own has other borders, and is left out.
         """
-        if not self._most_bytes or one.row is None or one.load or one.token_ids or one.fed % self._chunk:
+        if (
+            not self._most_bytes
+            or sequence.row is None
+            or sequence.load
+            or sequence.token_ids
+            or sequence.fed % self._chunk
+        ):
             return
-        if rows.memory_of(one.row).occupied_bytes > self._most_bytes:
+        if rows.memory_of(sequence.row).occupied_bytes > self._most_bytes:
             return
-        key = next(islice(self._borders(one), one.fed // self._chunk - 1, None))
+        key = next(islice(self._borders(sequence), sequence.fed // self._chunk - 1, None))
         if key not in self._found:
-            contents = rows.take(one.row)
+            contents = rows.take(sequence.row)
             self._found[key] = contents
             self.held_bytes += contents.nbytes
         self._found.move_to_end(key)
@@ -90,13 +96,13 @@ class PrefixCache:
         self._found.clear()
         self.held_bytes = 0
 
-    def _borders(self, one: Sequence) -> Iterator[Hashable]:
+    def _borders(self, sequence: Sequence) -> Iterator[Hashable]:
         """The key of each border: the settings on which a memory depends, and a hash of the tokens before it."""
-        if one.borders is None:
-            one.borders = list(_hashes(one.prompt, self._chunk))
+        if sequence.borders is None:
+            sequence.borders = list(_hashes(sequence.prompt, self._chunk))
         weights = self._weights()
-        for digest in one.borders:
-            yield one.settings, weights, digest
+        for digest in sequence.borders:
+            yield sequence.settings, weights, digest
 
 
 def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
@@ -110,14 +116,26 @@ def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
 # The first moment of a request in its row.
 
 
-def begin(one: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) -> None:
+def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) -> None:
     """Begin a request in its row, with the memory that it continues if there is one."""
-    if not one.token_ids:
-        one.mark("started")
-    held, one.resumed = one.hosted, len(one.token_ids)
-    contents = held.load() if held else one.load() if one.load else None if one.scored else prefixes.find(one)
-    sequence, pins = one.request.sequence, one.pins
-    rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins, contents=contents)
-    one.hosted = None
-    if held is None:
-        one.fed = one.cached = contents.seen if contents else 0
+    sequence.start()
+    hosted = sequence.hosted
+    contents = hosted.load() if hosted else _first_contents(sequence, prefixes)
+    rows.begin(
+        row,
+        policy=sequence.policy,
+        budget=sequence.budget,
+        sequence=sequence.request.sequence,
+        pins=sequence.pins,
+        contents=contents,
+    )
+    sequence.hosted = None
+    if hosted is None:
+        sequence.fed = sequence.cached = contents.seen if contents else 0
+
+
+def _first_contents(sequence: Sequence, prefixes: PrefixCache) -> Contents | None:
+    """Return the memory that a request begins with: the one it continues, or a common beginning of prompts."""
+    if sequence.load:
+        return sequence.load()
+    return None if sequence.scored else prefixes.find(sequence)

@@ -13,8 +13,8 @@ from kvkeep.engine.request import Request, conversation
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models import tokenization
+from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer
 from kvkeep.models.document_prompt import Opening, opened, opening_of
-from kvkeep.models.load import Checkpoint, Model, Tokenizer
 from kvkeep.pins import Spans
 from kvkeep.snapshot import Contents, Snapshot
 
@@ -60,7 +60,7 @@ class ConversationHistory:
             )
         ids, note = array("i", snapshot.tokens.tolist()), snapshot.note
         try:
-            pending = tuple(whole_within("pending", one, 0, _LARGEST) for one in note.get("pending", ()))
+            pending = tuple(whole_within("pending", token, 0, _LARGEST) for token in note.get("pending", ()))
             messages = conversation(note["messages"]) if note.get("messages") else ()
             opening = opening_of(note["opening"]) if note.get("opening") is not None else None
         except (InputError, TypeError, AttributeError) as error:

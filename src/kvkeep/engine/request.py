@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -52,11 +53,11 @@ def functions(tools: object) -> tuple[dict[str, Any], ...]:
         InputError: they are no list of mappings.
     """
     found = tuple(tools) if isinstance(tools, Iterable) and not isinstance(tools, str | Mapping) else (None,)
-    if not all(isinstance(one, Mapping) for one in found):
+    if not all(isinstance(tool, Mapping) for tool in found):
         raise InputError(
             f'tools={tools!r:.60} is no list of tools like {{"type": "function", "function": {{"name": "…"}}}}.'
         )
-    return tuple(dict(one) for one in found if isinstance(one, Mapping))
+    return tuple(dict(tool) for tool in found if isinstance(tool, Mapping))
 
 
 def token_ids(prompt: object) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ def token_ids(prompt: object) -> tuple[int, ...]:
         return ids
     if isinstance(ids[0], Iterable) and not isinstance(ids[0], str | Mapping) and getattr(ids[0], "ndim", None) != 0:
         raise InputError("The prompt is a batch of texts; give one request for each, for example prompt=input_ids[0].")
-    return tuple(whole_within("A token id of the prompt", one, -(2**63), 2**63 - 1) for one in ids)
+    return tuple(whole_within("A token id of the prompt", token, -(2**63), 2**63 - 1) for token in ids)
 
 
 def stop_texts(stop: object) -> tuple[str, ...]:
@@ -213,7 +214,7 @@ def _object(value: object) -> Structure:
 
 
 def _choice(value: object) -> Structure:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
         raise InputError(f"structured_outputs has choice={value!r:.60}; give a list of texts that are not empty.")
     return Structure("choice", json.dumps(value, ensure_ascii=False))
 
@@ -293,7 +294,7 @@ class Request:
             `kvkeep.pins.spans` returns them.
         guard: take the smallest of a quarter, half and all of the budget at which the prompt's cut loses at most this
             share of attention (`Result.lost_mass`), or all of it if none does; by default the engine's.
-        memory: the memory that the prompt continues. Policy and budget are then by default the memory's.
+        snapshot: the memory that the prompt continues. Policy and budget are then by default the snapshot's.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -315,7 +316,7 @@ class Request:
     sequence: int = 0
     pins: Sequence[Span] = ()
     guard: float | None = None
-    memory: Snapshot | None = None
+    snapshot: Snapshot | None = None
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -330,17 +331,26 @@ class Request:
             raise InputError(f"ignore_end={self.ignore_end!r} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
-        if self.memory is not None and not isinstance(self.memory, Snapshot):
-            raise InputError(f"memory={self.memory!r:.80} is no kvkeep.Snapshot.")
+        if self.snapshot is not None and not isinstance(self.snapshot, Snapshot):
+            raise InputError(f"snapshot={self.snapshot!r:.80} is no kvkeep.Snapshot.")
         if self.budget is not None:
             object.__setattr__(self, "budget", budgets.check_one(self.budget))
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole_within(name, count, 0, 100))
-        if self.prompt_logprobs is not None and self.memory is not None:
+        if self.prompt_logprobs is not None and self.snapshot is not None:
             raise InputError(
-                "`prompt_logprobs` needs the whole prompt to be read, and this request continues a memory."
+                "`prompt_logprobs` needs the whole prompt to be read, and this request continues a snapshot."
             )
+
+    def replaced(self, **fields: object) -> Request:
+        """Return a copy with other values of some fields, which have been checked already.
+
+        `dataclasses.replace` would check all fields again; the engine fills a request in after that was done.
+        """
+        made = copy.copy(self)
+        vars(made).update(fields)
+        return made
 
     def _take_text(self) -> None:
         """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers."""
@@ -393,7 +403,7 @@ class Result:
         prefill_s: time from getting a row to the first token, ``ttft_s - queued_s``; ``None`` without a token.
         tpot_s: time per token after the first; ``None`` with fewer than two.
         error: the reason, if a step failed.
-        memory: bytes of its row at its end; zeros if it was cancelled or ended by an error.
+        memory_usage: bytes of its row at its end; zeros if it was cancelled or ended by an error.
         budget: tokens kept per layer and head: what the request asked for, or what its guard has chosen.
         lost_mass: the share of attention that evicted tokens carried; unknown if it was cancelled or ended by an error.
         guarded: whether the prompt's cut lost at most the guard; ``None`` without a guard, or if the loss is unknown.
@@ -413,7 +423,7 @@ class Result:
     prefill_s: float | None
     tpot_s: float | None
     error: str | None = None
-    memory: MemoryUsage = field(default_factory=MemoryUsage)
+    memory_usage: MemoryUsage = field(default_factory=MemoryUsage)
     budget: int = 0
     lost_mass: LostMass = field(default_factory=LostMass)
     guarded: bool | None = None
@@ -484,7 +494,7 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
     """Return a turn as a request.
 
     Raises:
-        InputError: it is nothing that a session can continue with, or names a policy, budget, sequence or memory.
+        InputError: it is nothing that a session can continue with, or names a policy, budget, sequence or snapshot.
     """
     if isinstance(asked, str | Request):
         request = request_of(asked, sampling)
@@ -492,9 +502,9 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
         chosen = SamplingParams() if sampling is None else sampling
         talks = isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping)
         request = Request(messages=asked, sampling=chosen) if talks else Request(prompt=asked, sampling=chosen)
-    if (request.policy, request.budget, request.memory, request.sequence) != (None, None, None, 0):
+    if (request.policy, request.budget, request.snapshot, request.sequence) != (None, None, None, 0):
         raise InputError(
-            "A session has its policy, budget, sequence and memory from engine.session(...); a turn names none."
+            "A session has its policy, budget, sequence and snapshot from engine.session(...); a turn names none."
         )
     return request
 

@@ -19,7 +19,7 @@ from kvkeep.engine.grammar import failure, masked
 from kvkeep.engine.input_batch import InputBatch, ModelRun
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling_params import Biases, SamplingParams
-from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.errors import KVKeepError, NoNumbersError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.noise import spread, uniform
@@ -36,7 +36,7 @@ def changed(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
 
 def _asking(generations: GenericSequence[Sequence], asks: Callable[[SamplingParams], bool]) -> list[int]:
     """Return the rows whose sampling asks for something."""
-    return [i for i, one in enumerate(generations) if asks(one.request.sampling)]
+    return [i for i, sequence in enumerate(generations) if asks(sequence.request.sampling)]
 
 
 def _biased(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
@@ -54,9 +54,9 @@ def _open(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) 
     """Return the logits with minus infinity for the ends of rows that must get more tokens."""
     early = [
         (i, token)
-        for i, one in enumerate(generations)
-        if len(one.token_ids) < one.request.sampling.min_new_tokens and not one.constraint
-        for token in one.ends
+        for i, sequence in enumerate(generations)
+        if len(sequence.token_ids) < sequence.request.sampling.min_new_tokens and not sequence.constraint
+        for token in sequence.ends
     ]
     if not early:
         return logits
@@ -72,8 +72,8 @@ def _repetition(logits: Float[Tensor, "n V"], generations: GenericSequence[Seque
         return logits
     index = torch.tensor(asked, device=logits.device)
     rows = [generations[i] for i in asked]
-    used = torch.stack([_used(one, logits) for one in rows])
-    factors = logits.new_tensor([one.request.sampling.repetition_penalty for one in rows])[:, None]
+    used = torch.stack([_used(sequence, logits) for sequence in rows])
+    factors = logits.new_tensor([sequence.request.sampling.repetition_penalty for sequence in rows])[:, None]
     part = logits[index]
     lowered = torch.where(part < 0, part * factors, part / factors)
     return logits.index_copy(0, index, torch.where(used, lowered, part))
@@ -86,68 +86,78 @@ def _counts(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
         return logits
     index = torch.tensor(asked, device=logits.device)
     rows = [generations[i] for i in asked]
-    counts = torch.stack([_counted(one, logits) for one in rows])
-    presence = logits.new_tensor([one.request.sampling.presence_penalty for one in rows])[:, None]
-    frequency = logits.new_tensor([one.request.sampling.frequency_penalty for one in rows])[:, None]
+    counts = torch.stack([_counted(sequence, logits) for sequence in rows])
+    presence = logits.new_tensor([sequence.request.sampling.presence_penalty for sequence in rows])[:, None]
+    frequency = logits.new_tensor([sequence.request.sampling.frequency_penalty for sequence in rows])[:, None]
     return logits.index_copy(0, index, logits[index] - frequency * counts - presence * (counts > 0))
 
 
-def _used(one: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
+def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     """Return a mask of the tokens that occur in a row so far; it is kept from step to step."""
-    if one.used is None:
+    if sequence.used is None:
         with torch.inference_mode(False):  # written in inference mode and out of it
-            one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        one.used[torch.tensor(one.prompt, device=logits.device)] = True
-    if one.token_ids:
-        one.used[one.token_ids[-1]] = True
-    return one.used
+            sequence.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        sequence.used[torch.tensor(sequence.prompt, device=logits.device)] = True
+    if sequence.token_ids:
+        sequence.used[sequence.token_ids[-1]] = True
+    return sequence.used
 
 
-def _counted(one: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
+def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     """Return how often each token was generated in a row so far; it is kept from step to step."""
-    if one.counts is None:
+    if sequence.counts is None:
         with torch.inference_mode(False):
-            one.counts = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
-    for token in one.token_ids[one.counted :]:
-        one.counts[token] += 1
-    one.counted = len(one.token_ids)
-    return one.counts
+            sequence.counts = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
+    for token in sequence.token_ids[sequence.counted :]:
+        sequence.counts[token] += 1
+    sequence.counted = len(sequence.token_ids)
+    return sequence.counts
 
 
-def draw(
-    logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence], heads: Heads = ALONE
-) -> list[int | None]:
-    """Return the next token of every row; ``None`` where a logit is NaN, the largest one infinite, or none allowed.
+class Sampler:
+    """Turns logits into tokens.
 
     Args:
-        logits: the model's logits, one row per generation.
-        generations: the requests. Their `logprobs` get an entry for each token, if asked for.
         heads: the processes that share the model; all take the tokens that the first one has drawn.
     """
-    logits = logits.float()
-    penalised = masked(changed(logits, generations), generations)
-    best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
-    drawn = [i for i, one in enumerate(generations) if one.request.sampling.temperature > 0]
-    if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        chosen = [generations[i] for i in drawn]
-        steps = torch.tensor([len(one.token_ids) for one in chosen], device=logits.device)
-        sequences = torch.tensor([one.request.sequence for one in chosen], device=logits.device)
-        tokens[index] = choose(penalised[index], [one.request.sampling for one in chosen], steps ^ spread(sequences))
-    found: list[int] = heads.first(tokens.masked_fill_(~best.isfinite(), -1)).tolist()
-    _note(logits, found, generations)
-    return [None if token < 0 else token for token in found]
+
+    def __init__(self, heads: Heads = ALONE) -> None:
+        self._heads = heads
+
+    def draw(self, logits: Float[Tensor, "n V"], sequences: GenericSequence[Sequence]) -> list[int | None]:
+        """Return the next token of every row; ``None`` where no token can be drawn.
+
+        That is where a logit is NaN, where the largest one is infinite, and where a grammar allows none.
+
+        Args:
+            logits: the model's logits, one row per sequence.
+            sequences: the requests. Their `logprobs` get an entry for each token, if asked for.
+        """
+        logits = logits.float()
+        penalised = masked(changed(logits, sequences), [sequence.constraint for sequence in sequences])
+        best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
+        drawn = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
+        if drawn:
+            index = torch.tensor(drawn, device=logits.device)
+            chosen = [sequences[i] for i in drawn]
+            steps = torch.tensor([len(sequence.token_ids) for sequence in chosen], device=logits.device)
+            streams = torch.tensor([sequence.request.sequence for sequence in chosen], device=logits.device)
+            samplings = [sequence.request.sampling for sequence in chosen]
+            tokens[index] = choose(penalised[index], samplings, steps ^ spread(streams))
+        found: list[int] = self._heads.first(tokens.masked_fill_(~best.isfinite(), -1)).tolist()
+        _note(logits, found, sequences)
+        return [None if token < 0 else token for token in found]
 
 
-def whole(token: int | None, one: Sequence) -> int:
+def whole(token: int | None, sequence: Sequence) -> int:
     """Return the token that was drawn for a request.
 
     Raises:
         NoNumbersError: none was, because the logits are no numbers.
         KVKeepError: none was, because the engine of its grammar has failed.
     """
-    if token is None and one.constraint and one.constraint.error is not None:
-        raise KVKeepError(failure(one.constraint.error))
+    if token is None and sequence.constraint and sequence.constraint.error is not None:
+        raise KVKeepError(failure(sequence.constraint.error))
     if token is None:
         raise NoNumbersError
     return token
@@ -190,11 +200,11 @@ def choose(
 
 def _note(logits: Float[Tensor, "n V"], tokens: GenericSequence[int], generations: GenericSequence[Sequence]) -> None:
     """Append the log-probabilities of rows that ask for them."""
-    for i, (token, one) in enumerate(zip(tokens, generations, strict=True)):
-        n = one.request.logprobs
+    for i, (token, sequence) in enumerate(zip(tokens, generations, strict=True)):
+        n = sequence.request.logprobs
         if n is None or token < 0:
             continue
-        one.logprobs.append(logprob(logits[i].log_softmax(dim=-1), token, n))
+        sequence.logprobs.append(logprob(logits[i].log_softmax(dim=-1), token, n))
 
 
 def logprob(logp: Float[Tensor, " V"], token: int, n: int) -> Logprob:
@@ -212,7 +222,7 @@ _AT_ONCE = 64
 
 def is_scored(run: ModelRun) -> bool:
     """Whether a run needs the logits after all of its tokens."""
-    return run.reads and any(one.scored for one in run.requests)
+    return run.reads and any(sequence.scored for sequence in run.requests)
 
 
 def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
@@ -225,10 +235,10 @@ def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
     flat, start = logits.flatten(0, 1), 0
     for batch in run.batches:
         width = max(map(len, batch.tokens))
-        for place, (one, tokens) in enumerate(zip(batch.rows, batch.tokens, strict=True)):
-            if one is not None and one.scored and one.prompt_left:
+        for place, (sequence, tokens) in enumerate(zip(batch.rows, batch.tokens, strict=True)):
+            if sequence is not None and sequence.scored and sequence.status is SequenceStatus.PREFILL:
                 end = start + (place + 1) * width
-                one.prompt_logprobs += _scores(one, flat[end - len(tokens) : end])
+                sequence.prompt_logprobs += _scores(sequence, flat[end - len(tokens) : end])
         start += _size(batch, width)
 
 
@@ -237,12 +247,12 @@ def _size(batch: InputBatch, width: int) -> int:
     return len(batch.rows) * width
 
 
-def _scores(one: Sequence, logits: Float[Tensor, "T V"]) -> Iterator[Logprob]:
+def _scores(sequence: Sequence, logits: Float[Tensor, "T V"]) -> Iterator[Logprob]:
     """Yield the log-probability of each prompt token that follows one of the tokens that are fed."""
-    follow = one.prompt[one.fed + 1 : one.fed + 1 + len(logits)]
+    follow = sequence.prompt[sequence.fed + 1 : sequence.fed + 1 + len(logits)]
     for at in range(0, len(follow), _AT_ONCE):
         part = follow[at : at + _AT_ONCE]
         logp = logits[at : at + len(part)].float().log_softmax(dim=-1)
         yield from (
-            logprob(row, token, one.request.prompt_logprobs or 0) for row, token in zip(logp, part, strict=True)
+            logprob(row, token, sequence.request.prompt_logprobs or 0) for row, token in zip(logp, part, strict=True)
         )

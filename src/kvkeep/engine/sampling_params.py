@@ -10,13 +10,23 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvkeep.errors import InputError
+from kvkeep.parameters import (
+    FREQUENCY_PENALTY,
+    LOGIT_BIAS,
+    MAX_NEW_TOKENS,
+    MAX_TOKENS,
+    MIN_NEW_TOKENS,
+    MIN_P,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    SAMPLING_PARAMETERS,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Parameter,
+)
 
-_MOST_TOKENS = 2**31 - 1
-_LEAST_TOP_P = 1e-6
-_PENALTIES = (0.01, 100.0)
-_HOTTEST = 1000.0
-_MOST_PENALTY = 2.0
-_MOST_BIAS = 100.0
 _MOST_BIASES = 1024
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -50,35 +60,35 @@ class SamplingParams:
         InputError: a value is not a number or is out of its range, or ``top_p`` or ``top_k`` would be ignored.
     """
 
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, int | float] | Iterable[tuple[int, int | float]] = ()
-    seed: int = 0
+    max_new_tokens: int = MAX_NEW_TOKENS.default
+    min_new_tokens: int = MIN_NEW_TOKENS.default
+    temperature: float = TEMPERATURE.default
+    top_p: float | None = TOP_P.default
+    top_k: int | None = TOP_K.default
+    min_p: float | None = MIN_P.default
+    repetition_penalty: float = REPETITION_PENALTY.default
+    presence_penalty: float = PRESENCE_PENALTY.default
+    frequency_penalty: float = FREQUENCY_PENALTY.default
+    logit_bias: Mapping[int, int | float] | Iterable[tuple[int, int | float]] = LOGIT_BIAS.default
+    seed: int = SEED.default
 
     def __post_init__(self) -> None:
         self._take_numbers()
         shown = {name: _shown(value) for name, value in vars(self).items()}
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens={shown['max_new_tokens']} asks for no token; give 1 or more.")
-        if self.max_new_tokens > _MOST_TOKENS:
+        if self.max_new_tokens > MAX_TOKENS:
             raise InputError(
-                f"max_new_tokens={shown['max_new_tokens']} is larger than {_MOST_TOKENS}, the last position there is."
+                f"max_new_tokens={shown['max_new_tokens']} is larger than {MAX_TOKENS}, the last position there is."
             )
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             limit = shown["max_new_tokens"]
             raise InputError(
                 f"min_new_tokens={shown['min_new_tokens']} is outside 0 … {limit}, which is max_new_tokens."
             )
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and not TOP_K.allows(self.top_k):
             raise InputError(f"top_k={shown['top_k']} leaves no token to draw; give 1 or more.")
-        if not 0 <= self.seed < 2**63:
+        if not SEED.allows(self.seed):
             raise InputError(f"seed={shown['seed']} is outside 0 … 2^63 - 1.")
         self._check_shares()
         if self.temperature == 0 and (self.top_p, self.top_k, self.min_p) != (None, None, None):
@@ -86,28 +96,30 @@ class SamplingParams:
 
     def _take_numbers(self) -> None:
         """Replace every number by Python's own."""
-        wholes = ("max_new_tokens", "min_new_tokens", "top_k", "seed")
-        for name, kind in (*((name, whole) for name in wholes), *_NUMBERS):
+        for name, take, may_miss in _NUMBERS:
             value = getattr(self, name)
-            if value is not None or name not in ("top_p", "top_k", "min_p"):
-                object.__setattr__(self, name, kind(name, value))
+            if value is not None or not may_miss:
+                object.__setattr__(self, name, take(name, value))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def _check_shares(self) -> None:
-        low, high = _PENALTIES
-        if not 0 <= self.temperature <= _HOTTEST:
-            raise InputError(f"temperature={self.temperature} is outside 0 … {_HOTTEST:.0f}. 1 leaves the model as is.")
-        if self.top_p is not None and not _LEAST_TOP_P <= self.top_p <= 1:
+        if not TEMPERATURE.allows(self.temperature):
             raise InputError(
-                f"top_p={self.top_p} is outside [{_LEAST_TOP_P:g}, 1]. Temperature 0 takes the likeliest token alone."
+                f"temperature={self.temperature} is outside {_range(TEMPERATURE)}. 1 leaves the model as is."
             )
-        if self.min_p is not None and not 0 < self.min_p <= 1:
+        if self.top_p is not None and not TOP_P.allows(self.top_p):
+            raise InputError(
+                f"top_p={self.top_p} is outside [{TOP_P.least:g}, 1]. Temperature 0 takes the likeliest token alone."
+            )
+        if self.min_p is not None and not MIN_P.allows(self.min_p):
             raise InputError(f"min_p={self.min_p} is outside (0, 1].")
-        if not low <= self.repetition_penalty <= high:
-            raise InputError(f"repetition_penalty={self.repetition_penalty} is outside {low:g} … {high:g}; 1 is off.")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if abs(value := getattr(self, name)) > _MOST_PENALTY:
-                raise InputError(f"{name}={value} is outside -{_MOST_PENALTY:g} … {_MOST_PENALTY:g}; 0 is off.")
+        if not REPETITION_PENALTY.allows(self.repetition_penalty):
+            raise InputError(
+                f"repetition_penalty={self.repetition_penalty} is outside {_range(REPETITION_PENALTY)}; 1 is off."
+            )
+        for parameter in (PRESENCE_PENALTY, FREQUENCY_PENALTY):
+            if not parameter.allows(value := getattr(self, parameter.name)):
+                raise InputError(f"{parameter.name}={value} is outside {_range(parameter)}; 0 is off.")
 
 
 def whole(name: str, value: object) -> int:
@@ -154,8 +166,18 @@ def _number(name: str, value: object) -> float:
     raise InputError(f"{name}={_shown(value)} is not a finite number.")
 
 
-_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_NUMBERS = tuple((name, _number) for name in _NAMES)
+def _range(parameter: Parameter) -> str:
+    """Return the range of a number in words: ``0 … 1000``."""
+    return f"{parameter.least:g} … {parameter.most:g}"
+
+
+_NUMBERS = tuple(
+    (parameter.name, take, parameter.default is None)
+    for kind, take in ((int, whole), (float, _number))
+    for parameter in SAMPLING_PARAMETERS.values()
+    if parameter.kind is kind
+)
+"""Of each number: its name, the function that makes it Python's own, and whether it may be ``None``."""
 
 
 def _biases(given: object) -> Biases:
@@ -173,8 +195,8 @@ def _biases(given: object) -> Biases:
     if len(pairs) > _MOST_BIASES:
         raise InputError(f"logit_bias={_shown(given)} has {len(pairs)} tokens; there may be {_MOST_BIASES}.")
     checked = {whole_within("logit_bias", token, 0, 2**31 - 1): _number("logit_bias", by) for token, by in pairs}
-    if (wrong := next((by for by in checked.values() if abs(by) > _MOST_BIAS), None)) is not None:
-        raise InputError(f"logit_bias={wrong} is outside -{_MOST_BIAS:g} … {_MOST_BIAS:g}.")
+    if (wrong := next((by for by in checked.values() if not LOGIT_BIAS.allows(by)), None)) is not None:
+        raise InputError(f"logit_bias={wrong} is outside {_range(LOGIT_BIAS)}.")
     return tuple(sorted(checked.items()))
 
 

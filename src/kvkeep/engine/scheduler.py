@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 
 from kvkeep.engine.input_batch import InputBatch, ModelRun
-from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 
@@ -60,10 +60,15 @@ def pace_of(kind: str) -> int:
     return PROMPT_SHARE * STEP_TOKENS.get(kind, OTHER_STEP_TOKENS)
 
 
+def most_mixed_tokens(device: torch.device) -> int:
+    """Return the most prompt tokens that share a run with the running rows on a device."""
+    return MIXED_TOKENS.get(device.type, 0)
+
+
 class Gap(NamedTuple):
     """A sequence, its row, and a free row before it."""
 
-    one: Sequence
+    sequence: Sequence
     source: int
     target: int
 
@@ -123,7 +128,7 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """The requests that have a row."""
-        return [one for one in self._rows if one is not None]
+        return [sequence for sequence in self._rows if sequence is not None]
 
     def admit(self, takes: Callable[[Policy], bool]) -> list[Sequence]:
         """Give free rows to waiting requests, the longest waiting first.
@@ -133,13 +138,13 @@ class Scheduler:
         """
         admitted: list[Sequence] = []
         while self.waiting and self._passed_over <= PATIENCE * len(self._rows):
-            one = next((w for w in self.waiting if takes(w.policy)), None)
-            if one is None or (row := self._free_row(one.policy)) is None:
+            sequence = next((w for w in self.waiting if takes(w.policy)), None)
+            if sequence is None or (row := self._free_row(sequence.policy)) is None:
                 break
-            self._passed_over = 0 if one is self.waiting[0] else self._passed_over + 1
-            one.row, self._rows[row] = row, one
-            self.waiting.remove(one)
-            admitted.append(one)
+            self._passed_over = 0 if sequence is self.waiting[0] else self._passed_over + 1
+            sequence.row, self._rows[row] = row, sequence
+            self.waiting.remove(sequence)
+            admitted.append(sequence)
         return admitted
 
     def swap(self, takes: Callable[[Policy], bool], host_rows: int, *, least: int) -> Swap | None:
@@ -152,19 +157,30 @@ class Scheduler:
             host_rows: sequences that may wait after they have begun. If so many do, the coming one is one of them.
             least: the fewest tokens of a slice.
         """
-        full = sum(one.hosted is not None for one in self.waiting) >= host_rows
-        able = [one for one in self.waiting if takes(one.policy)]
-        coming = next((one for one in able if one.hosted or not full), None)
-        ripe = [one for one in self.running if not one.prompt_left and len(one.token_ids) - one.resumed >= least]
+        full = sum(sequence.status is SequenceStatus.SWAPPED for sequence in self.waiting) >= host_rows
+        able = [sequence for sequence in self.waiting if takes(sequence.policy)]
+        coming = next((sequence for sequence in able if sequence.status is SequenceStatus.SWAPPED or not full), None)
+        ripe = [
+            sequence
+            for sequence in self.running
+            if sequence.status is SequenceStatus.DECODE and len(sequence.token_ids) - sequence.resumed >= least
+        ]
         if coming is None or not ripe or self._passed_over > PATIENCE * len(self._rows):
             return None
         self._passed_over += able[0] is not self.waiting[0]
-        leaving = max(ripe, key=lambda one: (len(one.token_ids) - one.resumed, -one.id))
+        leaving = max(ripe, key=lambda sequence: (len(sequence.token_ids) - sequence.resumed, -sequence.id))
         return Swap(cast(int, leaving.row), leaving, coming)
 
     def next_hosted(self, takes: Callable[[Policy], bool]) -> Sequence | None:
         """Return the first of the sequences in main memory that can have a row; ``takes``: as for `admit`."""
-        return next((one for one in self.waiting if one.hosted and takes(one.policy)), None)
+        return next(
+            (
+                sequence
+                for sequence in self.waiting
+                if sequence.status is SequenceStatus.SWAPPED and takes(sequence.policy)
+            ),
+            None,
+        )
 
     def exchange(self, swap: Swap) -> None:
         """Give the row of one sequence to another one. The first waits behind all others."""
@@ -175,8 +191,8 @@ class Scheduler:
 
     def _free_row(self, policy: Policy) -> int | None:
         """Return a free row, preferably beside one of the same policy: a layer steps once per run of equal policies."""
-        of = [None if one is None else one.policy for one in self._rows]
-        free = [i for i, one in enumerate(self._rows) if one is None]
+        of = [None if sequence is None else sequence.policy for sequence in self._rows]
+        free = [i for i, sequence in enumerate(self._rows) if sequence is None]
         beside = [i for i in free if policy in (*of[max(0, i - 1) : i], *of[i + 1 : i + 2])]
         return next(iter(beside or free), None)
 
@@ -189,19 +205,19 @@ class Scheduler:
 
     def waiting_for(self, policy: Policy) -> list[Sequence]:
         """Return the requests that wait for rows under a policy."""
-        return [one for one in self.waiting if one.policy is policy or one.policy == policy]
+        return [sequence for sequence in self.waiting if sequence.policy is policy or sequence.policy == policy]
 
     def beginning(self) -> list[Sequence]:
         """Return the requests whose rows were fed nothing yet; without any, the longest waiting request."""
-        return [one for one in self.running if not one.fed] or list(self.waiting)[:1]
+        return [sequence for sequence in self.running if not sequence.fed] or list(self.waiting)[:1]
 
-    def leave(self, one: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Free the row of a request, or its place in the queue."""
-        if one in self.waiting:
-            self.waiting.remove(one)
-        if one.row is not None:
-            self._rows[one.row] = None
-            one.row = None
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.row is not None:
+            self._rows[sequence.row] = None
+            sequence.row = None
 
     def gap(self) -> Gap | None:
         """Return the last running row and a free row before it, if there are both and no request waits.
@@ -211,19 +227,23 @@ class Scheduler:
         if self.waiting or self._alone or None not in self._rows:
             return None
         target = self._rows.index(None)
-        decoding = [(i, one) for i, one in enumerate(self._rows) if one is not None and one.token_ids]
+        decoding = [
+            (i, sequence)
+            for i, sequence in enumerate(self._rows)
+            if sequence is not None and sequence.status is SequenceStatus.DECODE
+        ]
         if not decoding or decoding[-1][0] < target:
             return None
-        source, one = decoding[-1]
-        return Gap(one, source, target)
+        source, sequence = decoding[-1]
+        return Gap(sequence, source, target)
 
     def move(self, gap: Gap) -> None:
         """Note that a sequence goes on in another row."""
-        self._rows[gap.source], self._rows[gap.target], gap.one.row = None, gap.one, gap.target
+        self._rows[gap.source], self._rows[gap.target], gap.sequence.row = None, gap.sequence, gap.target
 
     def plan(self) -> list[ModelRun]:
         """Return the runs of this step: prompts, as far as it is their turn, and a token for every running row."""
-        waits = self._prompts_first and any(one.prompt_left for one in self.running)
+        waits = self._prompts_first and any(sequence.status is SequenceStatus.PREFILL for sequence in self.running)
         steps = [] if waits else self._decode()
         is_turn = not steps or self._owed < self._decode_every
         prompts = self._feed(self._most_tokens(waited_for=bool(steps))) if is_turn else []
@@ -236,16 +256,21 @@ class Scheduler:
 
     def _decode(self) -> list[InputBatch]:
         """Return batches of one token for every running row."""
-        decoding = [one if one is not None and one.token_ids else None for one in self._rows]
+        decoding = [
+            sequence if sequence is not None and sequence.status is SequenceStatus.DECODE else None
+            for sequence in self._rows
+        ]
         while decoding and decoding[-1] is None:
             decoding.pop()
-        groups = [(i, [one]) for i, one in enumerate(decoding) if one] if self._alone else [(0, decoding)]
+        groups = (
+            [(i, [sequence]) for i, sequence in enumerate(decoding) if sequence] if self._alone else [(0, decoding)]
+        )
         return [
             InputBatch(
                 start,
                 group,
-                [one.token_ids[-1:] if one else [] for one in group],
-                [one.fed if one else 0 for one in group],
+                [sequence.token_ids[-1:] if sequence else [] for sequence in group],
+                [sequence.fed if sequence else 0 for sequence in group],
                 Phase.DECODE,
             )
             for start, group in groups
@@ -263,12 +288,13 @@ class Scheduler:
     def _feed(self, most: int) -> list[InputBatch]:
         """Return the next chunk of the oldest prompt, and of the following ones as long as there are few tokens."""
         chosen: list[PromptChunk] = []
-        for one in sorted((one for one in self.running if one.prompt_left), key=lambda one: one.id):
-            stop = len(one.prompt) if self._chunk is None else one.fed + self._chunk
-            tokens = one.prompt[one.fed : stop]
+        prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
+        for sequence in sorted(prompts, key=lambda sequence: sequence.id):
+            stop = len(sequence.prompt) if self._chunk is None else sequence.fed + self._chunk
+            tokens = sequence.prompt[sequence.fed : stop]
             if not chosen or len(tokens) <= most:
                 most -= len(tokens)
-                chosen.append(PromptChunk(cast(int, one.row), one, tokens))
+                chosen.append(PromptChunk(cast(int, sequence.row), sequence, tokens))
         return [_batch(pieces) for pieces in _neighbours(sorted(chosen))]
 
 
@@ -285,16 +311,16 @@ def _neighbours(pieces: GenericSequence[PromptChunk]) -> list[list[PromptChunk]]
 
 def _fits(group: GenericSequence[PromptChunk], piece: PromptChunk) -> bool:
     """Return whether a piece joins the group before it."""
-    lengths = [len(one.tokens) for one in (*group, piece)]
+    lengths = [len(chunk.tokens) for chunk in (*group, piece)]
     padding = len(lengths) * max(lengths) - sum(lengths)
-    begins = {one.owner.fed == 0 for one in (*group, piece)}
+    begins = {chunk.owner.fed == 0 for chunk in (*group, piece)}
     return group[-1].row + 1 == piece.row and len(begins) == 1 and padding <= PADDING * len(group)
 
 
 def _batch(pieces: GenericSequence[PromptChunk]) -> InputBatch:
     """Return a batch of pieces of neighbouring rows."""
     requests = [piece.owner for piece in pieces]
-    tokens, fed = [piece.tokens for piece in pieces], [one.fed for one in requests]
+    tokens, fed = [piece.tokens for piece in pieces], [sequence.fed for sequence in requests]
     return InputBatch(pieces[0].row, requests, tokens, fed, Phase.PREFILL, fresh=not fed[0])
 
 
@@ -326,14 +352,14 @@ class DuplicatePrompts:
         """Whether so many wait that no more should be taken."""
         return len(self) >= MOST
 
-    def joins(self, one: Sequence) -> bool:
+    def joins(self, sequence: Sequence) -> bool:
         """Let a request wait if an equal prompt is about to be read; otherwise later ones may wait for this one."""
-        if one.scored or len(one.prompt) < SHORTEST:
+        if sequence.scored or len(sequence.prompt) < SHORTEST:
             return False
-        reader = self._readers.setdefault(_key(one), one)
-        if reader is not one:
-            self._waiting.setdefault(reader.id, []).append(one)
-        return reader is not one
+        reader = self._readers.setdefault(_key(sequence), sequence)
+        if reader is not sequence:
+            self._waiting.setdefault(reader.id, []).append(sequence)
+        return reader is not sequence
 
     def of(self, reader: Sequence) -> list[Sequence]:
         """Return the requests that wait for this one's prompt, which has been read; no more may join them."""
@@ -341,14 +367,14 @@ class DuplicatePrompts:
             del self._readers[key]
         return list(self._waiting.get(reader.id, ()))
 
-    def leave(self, one: Sequence) -> Sequence | None:
+    def leave(self, sequence: Sequence) -> Sequence | None:
         """Forget a request. If others wait for it, return the first of them, which reads the prompt in its place."""
         for waiting in self._waiting.values():
-            if one in waiting:
-                waiting.remove(one)
-        others = self._waiting.pop(one.id, [])
-        key = _key(one) if self._readers else None
-        if self._readers.get(key) is one:
+            if sequence in waiting:
+                waiting.remove(sequence)
+        others = self._waiting.pop(sequence.id, [])
+        key = _key(sequence) if self._readers else None
+        if self._readers.get(key) is sequence:
             del self._readers[key]
         if not others:
             return None
@@ -358,6 +384,6 @@ class DuplicatePrompts:
         return heir
 
 
-def _key(one: Sequence) -> Hashable:
+def _key(sequence: Sequence) -> Hashable:
     """The settings on which the memory of a prompt depends, and its tokens."""
-    return one.settings, id(one.request.memory), one.prompt
+    return sequence.settings, id(sequence.request.snapshot), sequence.prompt

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import cast
 
 from torch import Tensor
@@ -24,9 +25,31 @@ from kvkeep.snapshot import Contents
 
 _FREE = {
     *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),
-    *("policy", "budget", "sequence", "memory"),
+    *("policy", "budget", "sequence", "snapshot"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
+
+
+class SequenceStatus(Enum):
+    """Where a request stands between its arrival and its result."""
+
+    WAITING = "waiting"
+    """It has had no row yet, and nothing of it was read."""
+
+    PREFILL = "prefill"
+    """It has a row, and the model reads its prompt."""
+
+    DECODE = "decode"
+    """It has a row and its prompt was read: it gets a token in each step."""
+
+    PREFILLED = "prefilled"
+    """An equal prompt was read, so it has its first token; it waits for a row of its own."""
+
+    SWAPPED = "swapped"
+    """It has given up its row to others, and its memory waits in main memory."""
+
+    FINISHED = "finished"
+    """It has a reason for its end. Its memory may still be on its way to the disk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +58,11 @@ class Hosted:
 
     Attributes:
         contents: its memory, in ordinary main memory or pinned.
-        memory: bytes of the row that it had.
+        memory_usage: bytes of the row that it had.
     """
 
     contents: Contents | Pinned
-    memory: MemoryUsage
+    memory_usage: MemoryUsage
 
     def load(self) -> Contents:
         """Return its memory, from where it can be put into a row."""
@@ -58,6 +81,7 @@ class Sequence:
         ends: tokens that end the text.
         tail: turns tokens into text and looks for stop texts; ``None`` without a tokenizer.
         constraint: the tokens that its form allows next; ``None``: all.
+        status: where it stands. `start`, `commit`, `begin_prefilled`, `swap_out` and `finish` change it.
         row: its row; ``None`` while it waits.
         fed: tokens that the model has seen, of the prompt and new ones; counted when a step has succeeded.
         token_ids: the new tokens.
@@ -68,7 +92,7 @@ class Sequence:
         used: marks the tokens of the vocabulary that occur in it, for a repetition penalty.
         counts: how often each token of the vocabulary was generated, for presence and frequency penalties.
         counted: the number of new tokens in ``counts``.
-        memory: bytes of its row at its end.
+        memory_usage: bytes of its row at its end.
         lost: the attention that its evicted tokens carried.
         levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
         reads: whether it ends as soon as its prompt has been read.
@@ -91,6 +115,7 @@ class Sequence:
     ends: frozenset[int]
     tail: StopText | None = None
     constraint: Constraint | None = None
+    status: SequenceStatus = SequenceStatus.WAITING
     row: int | None = None
     fed: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -101,7 +126,7 @@ class Sequence:
     used: Tensor | None = None
     counts: Tensor | None = None
     counted: int = 0
-    memory: MemoryUsage = field(default_factory=MemoryUsage)
+    memory_usage: MemoryUsage = field(default_factory=MemoryUsage)
     lost: LostMass = field(default_factory=LostMass)
     levels: tuple[int, ...] = ()
     reads: bool = False
@@ -150,6 +175,34 @@ class Sequence:
         """Whether the log-probabilities of its prompt are asked for, so that the model must read all of it."""
         return self.request.prompt_logprobs is not None
 
+    def start(self) -> None:
+        """Note that it has a row now, for the first time or again."""
+        if self.status is SequenceStatus.WAITING:
+            self.mark("started")
+        self.resumed = len(self.token_ids)
+        self.status = SequenceStatus.DECODE if self.token_ids else SequenceStatus.PREFILL
+
+    def commit(self, n: int) -> None:
+        """Note that the model has seen ``n`` more of its tokens."""
+        self.fed += n
+        if not self.prompt_left:
+            self.status = SequenceStatus.DECODE
+
+    def begin_prefilled(self, contents: Contents, budget: int) -> None:
+        """Note that an equal prompt has been read, with whose memory it begins.
+
+        Args:
+            contents: the memory of the prompt.
+            budget: tokens that the memory keeps per layer and head.
+        """
+        self.mark("started")
+        self.status = SequenceStatus.PREFILLED
+        self.load, self.cached, self.budget = lambda: contents, contents.seen, budget
+
+    def swap_out(self, hosted: Hosted) -> None:
+        """Note that its memory waits in main memory for a row."""
+        self.hosted, self.status = hosted, SequenceStatus.SWAPPED
+
     @property
     def prompt_left(self) -> int:
         """The number of prompt tokens that the model has not seen."""
@@ -174,7 +227,7 @@ class Sequence:
             self.finish("stop")
         elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
             self.finish("length")
-        if self.finish_reason and self.tail:
+        if self.status is SequenceStatus.FINISHED and self.tail:
             piece += self.tail.end()
         logprob = self.logprobs[-1] if self.request.logprobs is not None else None
         return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read)
@@ -182,6 +235,7 @@ class Sequence:
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Note that it ends, and why."""
         self.finish_reason, self.error, self.hosted = reason, error, None
+        self.status = SequenceStatus.FINISHED
         self.mark("last")
 
     def rest(self) -> str:
@@ -209,7 +263,7 @@ class Sequence:
             prefill_s=at["first"] - started if n else None,
             tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
             error=self.error,
-            memory=self.memory,
+            memory_usage=self.memory_usage,
             budget=self.budget,
             lost_mass=self.lost,
             guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as GenericSequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
+from kvkeep.engine.admission import Admission
 from kvkeep.engine.async_stream import AsyncEvents
-from kvkeep.engine.dispatcher import Box, Uninterrupted
+from kvkeep.engine.dispatcher import Box, Dispatcher, Uninterrupted
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event, Request, Result, Turn, last_result, turn_of
 from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within
@@ -23,19 +22,45 @@ from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents, Fingerprint, Snapshot
 
-if TYPE_CHECKING:
-    from kvkeep.engine.admission import Admission
-    from kvkeep.engine.engine import Work
+
+@dataclass(frozen=True)
+class SessionHost:
+    """What a session needs of the engine that runs its turns. Whoever calls a function has the dispatcher's turn.
+
+    Attributes:
+        admission: checks turns, and knows the model and the settings.
+        dispatcher: hands the events of turns to those who listen.
+        check_open: refuses to go on after the engine was closed.
+        new_number: returns the number of the next request.
+        enter: notes a turn, and where its events go.
+        enqueue: lets a turn wait for a row.
+        refuse: forgets a turn that cannot run after all, and raises the reason in its listener.
+        step: brings the engine one step further. It takes the dispatcher's turn itself.
+        cancel: ends the request of a number.
+        settle: waits until the memories of all finished turns are on the disk.
+    """
+
+    admission: Admission
+    dispatcher: Dispatcher
+    check_open: Callable[[], None]
+    new_number: Callable[[], int]
+    enter: Callable[[Sequence, Box], None]
+    enqueue: Callable[[Sequence], None]
+    refuse: Callable[[Sequence, Exception], None]
+    step: Callable[[], None]
+    cancel: Callable[[int], Result | None]
+    settle: Callable[[], None]
+
 
 # The memory of a session between its turns: loaded into a row, taken over from it, written to the disk.
 
 
-class Lasting:
+class SessionMemory:
     """The memory of a session between its turns. Whoever uses it has the engine's turn.
 
     Args:
         admission: knows the model and the settings.
-        shelf: keeps the memories of idle sessions.
+        store: keeps the memories of idle sessions.
         state: the session after its last finished turn.
         settled: its policy and budget.
         sequence: its identity for drawn tokens.
@@ -49,7 +74,7 @@ class Lasting:
     def __init__(
         self,
         admission: Admission,
-        shelf: SessionStore,
+        store: SessionStore,
         state: State,
         settled: tuple[Policy, int],
         *,
@@ -57,7 +82,7 @@ class Lasting:
         name: str | None,
     ) -> None:
         self.state, self.messages = state, tuple[Mapping[str, str], ...]()
-        self._admission, self._shelf, self._settled = admission, shelf, settled
+        self._admission, self._store, self._settled = admission, store, settled
         self._sequence, self._name = sequence, name
         self._fingerprint: Fingerprint  # of the turn that runs, as it was at its beginning
 
@@ -70,7 +95,7 @@ class Lasting:
         past, (policy, budget) = self.state.past, self._settled
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
-        request = replace(asked.request, policy=policy, budget=budget, sequence=sequence, pins=pins)
+        request = asked.request.replaced(policy=policy, budget=budget, sequence=sequence, pins=spans(pins))
         made = self._admission.check(request, asked.id, past)
         made.times, made.reads, made.left = asked.times, asked.reads, asked.left
         made.load, made.keep = self.load, self.keep
@@ -86,18 +111,18 @@ class Lasting:
         self._fingerprint = self._admission.fingerprint(*self._settled)
         if (kept := self.state.kept) is None:
             return None
-        snapshot = self._shelf.load(kept)
+        snapshot = self._store.load(kept)
         snapshot.fingerprint.check(self._fingerprint)
         return snapshot.contents
 
-    def keep(self, one: Sequence, contents: Contents) -> Pending | None:
+    def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
         """Take over the memory of a turn that has ended well, at once or when there is room for it.
 
         Raises:
-            SnapshotError: see `Shelf.settle`.
+            SnapshotError: see `SessionStore.settle`.
         """
-        ids = array("i", (*one.prompt, *one.token_ids))
-        n, said = contents.seen, one.tail.text if one.tail else ""
+        ids = array("i", (*sequence.prompt, *sequence.token_ids))
+        n, said = contents.seen, sequence.tail.text if sequence.tail else ""
         answered = (*self.state.past.messages, *self.messages, {"role": "assistant", "content": said})
         past = ConversationHistory(ids[:n], tuple(ids[n:]), answered if self.messages else ()).held_in(contents)
         return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
@@ -106,14 +131,14 @@ class Lasting:
         """Go on from a memory. Without room for it, the session stays as it is.
 
         Raises:
-            SnapshotError: see `Shelf.settle`.
+            SnapshotError: see `SessionStore.settle`.
         """
         snapshot = replace(snapshot, note={**past.note, "sequence": self._sequence})
-        kept, move = self._shelf.keep(snapshot, self._name, instead=self.state.kept)
+        kept, move = self._store.keep(snapshot, self._name, instead=self.state.kept)
 
         def finish() -> None:
-            self._shelf.settle(move)
-            self._shelf.adopt(kept, instead=self.state.kept)
+            self._store.settle(move)
+            self._store.adopt(kept, instead=self.state.kept)
             self.state = State(past, kept)
 
         if move is not None:
@@ -125,19 +150,19 @@ class Lasting:
         """Return the state for a fork."""
         kept = self.state.kept
         if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
-            kept = self._shelf.keep_now(self._shelf.load(kept))
+            kept = self._store.keep_now(self._store.load(kept))
         return replace(self.state, kept=kept)
 
     @property
     def is_written(self) -> bool:
         """Whether there is nothing to write: it is done, or the session has no name or no memory."""
         kept = self.state.kept
-        return self._name is None or kept is None or self._shelf.is_written(kept)
+        return self._name is None or kept is None or self._store.is_written(kept)
 
     def write(self) -> Move | None:
         """Begin to write the memory of a named session; ``None`` if that is done, or there is nothing to write."""
         kept = self.state.kept
-        return None if self._name is None or kept is None else self._shelf.write(kept)
+        return None if self._name is None or kept is None else self._store.write(kept)
 
 
 class Session:
@@ -154,17 +179,18 @@ class Session:
 
     def __init__(
         self,
-        work: Work,
-        shelf: SessionStore,
+        host: SessionHost,
+        store: SessionStore,
         state: State,
         settled: tuple[Policy, int],
         *,
         sequence: int = 0,
         name: str | None = None,
+        on_close: Callable[[Session], None] | None = None,
     ) -> None:
         self.name, self.sequence, (self.policy, self.budget) = name, sequence, settled
-        self._work, self._shelf = work, shelf
-        self._lasting = Lasting(work._admission, shelf, state, settled, sequence=sequence, name=name)
+        self._host, self._store, self._on_close = host, store, on_close
+        self._memory = SessionMemory(host.admission, store, state, settled, sequence=sequence, name=name)
         self._running: Sequence | None = None
         self._queue: deque[Sequence] = deque()
         self._forks, self._closed = 0, False
@@ -193,7 +219,7 @@ class Session:
     @property
     def _state(self) -> State:
         """The session after its last finished turn."""
-        return self._lasting.state
+        return self._memory.state
 
     def send(self, asked: Turn, sampling: SamplingParams | None = None) -> Iterator[Event]:
         """Continue the conversation, and yield the answer's tokens as they come.
@@ -216,7 +242,7 @@ class Session:
 
     def asend(self, asked: Turn, sampling: SamplingParams | None = None) -> AsyncEvents:
         """Continue the conversation from a coroutine: ``async for event in session.asend("a text")``."""
-        return AsyncEvents(lambda box: self._enqueue(asked, sampling, box), self._work._service.leave)
+        return AsyncEvents(lambda box: self._enqueue(asked, sampling, box), self._host.dispatcher.leave)
 
     def read(self, asked: str | GenericSequence[int]) -> Result:
         """Add a text or token ids to the memory without an answer. A text is taken as it is.
@@ -239,7 +265,7 @@ class Session:
             InputError: the session or the engine is closed, or ``n`` is no whole number of 1 or more.
         """
         count = whole_within("n", n, 1, 2**20)
-        with Uninterrupted(), self._work._service.turn:
+        with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             return [self._fork() for _ in range(count)]
 
@@ -250,11 +276,11 @@ class Session:
             InputError: the session or the engine is closed.
             SnapshotError: there is no finished turn yet, or the memory cannot be read from the disk.
         """
-        with Uninterrupted(), self._work._service.turn:
+        with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             if self._state.kept is None:
                 raise SnapshotError("The session has no memory yet: send it a turn, or read a text, first.")
-            return self._shelf.load(self._state.kept)
+            return self._store.load(self._state.kept)
 
     def rewind(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this session, or to any other one of the same model, policy and budget.
@@ -265,12 +291,12 @@ class Session:
         """
         if not isinstance(snapshot, Snapshot):
             raise InputError(f"{type(snapshot).__name__} is no kvkeep.Snapshot; give what session.snapshot() returned.")
-        with Uninterrupted(), self._work._service.turn:
+        with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             if self._running is not None:
                 raise InputError("A turn of the session is running. Wait for its end, or cancel it, before.")
-            self._work._admission.settle(self.policy, self.budget, snapshot)
-            if (pending := self._lasting.go_on(ConversationHistory.of(snapshot), snapshot)) is not None:
+            self._host.admission.settle(self.policy, self.budget, snapshot)
+            if (pending := self._memory.go_on(ConversationHistory.of(snapshot), snapshot)) is not None:
                 pending.finish()
 
     @property
@@ -290,10 +316,10 @@ class Session:
             SnapshotError: there is no finished turn yet, or the memory cannot be read from the disk.
         """
         found = spans(pins)
-        with Uninterrupted(), self._work._service.turn:
+        with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             snapshot = self.snapshot().pinned(found)
-            self._work._admission.check_pins(self.policy, self.budget, found)
+            self._host.admission.check_pins(self.policy, self.budget, found)
             self.rewind(snapshot)
 
     def save(self) -> None:
@@ -303,14 +329,14 @@ class Session:
             SnapshotError: it cannot be written; an older file stays as it was.
         """
         while True:
-            with Uninterrupted(), self._work._service.turn:
-                if (move := self._lasting.write()) is None:
+            with Uninterrupted(), self._host.dispatcher.turn:
+                if (move := self._memory.write()) is None:
                     return
             move.writing.join()  # others step the engine meanwhile
-            with Uninterrupted(), self._work._service.turn:
-                self._shelf.wrote(move)
-                if self._shelf.folder is not None:
-                    self._shelf.folder.sync()
+            with Uninterrupted(), self._host.dispatcher.turn:
+                self._store.wrote(move)
+                if self._store.folder is not None:
+                    self._store.folder.sync()
 
     def close(self, *, delete: bool = False) -> None:
         """Cancel all turns and give the memory up. A named session is saved, so that it can be opened again.
@@ -321,21 +347,22 @@ class Session:
         Raises:
             SnapshotError: the memory cannot be written. The session stays open and loses nothing.
         """
-        if not (delete or self._lasting.is_written):
-            with Uninterrupted(), self._work._service.turn:
+        if not (delete or self._memory.is_written):
+            with Uninterrupted(), self._host.dispatcher.turn:
                 self._cancel()
             self.save()
-        with Uninterrupted(), self._work._service.turn:
+        with Uninterrupted(), self._host.dispatcher.turn:
             if self._closed:
                 return
             self._cancel()
             if not delete:
                 self.save()  # of a turn that came in between
             elif self.name is not None:
-                self._shelf.remove(self.name)
-            self._shelf.give_up(self._state.kept)
-            self._closed, self._lasting.state = True, State(ConversationHistory())
-            self._work._sessions.leave(self)
+                self._store.remove(self.name)
+            self._store.give_up(self._state.kept)
+            self._closed, self._memory.state = True, State(ConversationHistory())
+            if self._on_close is not None:
+                self._on_close(self)
 
     def __enter__(self) -> Session:
         return self
@@ -350,23 +377,23 @@ class Session:
     def _events(self, asked: Turn, sampling: SamplingParams | None, *, reads: bool = False) -> Iterator[Event]:
         """Queue a turn when the first event is asked for, and yield its events."""
 
-        def add(one: Turn, box: Box) -> int:
-            return self._enqueue(one, sampling, box, reads=reads)
+        def add(turn: Turn, box: Box) -> int:
+            return self._enqueue(turn, sampling, box, reads=reads)
 
-        step, end = self._work._step, self._work.cancel
-        return self._work._service.drain(iter([asked]), add, lambda: True, step=step, end=end)
+        step, end = self._host.step, self._host.cancel
+        return self._host.dispatcher.drain(iter([asked]), add, lambda: True, step=step, end=end)
 
     def _fork(self) -> Session:
         self._forks += 1
         own, seed = (self.policy, self.budget), another_sequence(self.sequence, self._forks)
-        return Session(self._work, self._shelf, self._lasting.fork(), own, sequence=seed)
+        return Session(self._host, self._store, self._memory.fork(), own, sequence=seed)
 
     def _cancel(self) -> None:
         """Cancel all turns but the ones whose end has come."""
-        self._work._settle(wait=math.inf)
+        self._host.settle()
         waiting, self._queue = self._queue, deque()
-        for one in (*waiting, *filter(None, (self._running,))):
-            self._work.cancel(one.id)
+        for sequence in (*waiting, *filter(None, (self._running,))):
+            self._host.cancel(sequence.id)
 
     def _check_open(self) -> None:
         """Refuse to go on after `close`.
@@ -374,44 +401,44 @@ class Session:
         Raises:
             InputError: the session or its engine is closed.
         """
-        self._work._check_open()
+        self._host.check_open()
         if self._closed:
             raise InputError("The session is closed. Open it again by its name, or begin a new one.")
 
     def _enqueue(self, asked: Turn, sampling: SamplingParams | None, box: Box, *, reads: bool = False) -> int:
         """Start a turn, or let it wait for the one that runs, and return its number."""
-        request = self._work._admission.grammars.prepared(turn_of(asked, sampling))
-        with Uninterrupted(), self._work._service.turn:
+        request = self._host.admission.grammars.prepared(turn_of(asked, sampling))
+        with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
-            one = Sequence(self._work._count, request, self.policy, self.budget, frozenset())
-            one.reads, one.left = reads, self._left
+            sequence = Sequence(self._host.new_number(), request, self.policy, self.budget, frozenset())
+            sequence.reads, sequence.left = reads, self._left
             if box.left:
-                return one.id
+                return sequence.id
             if self._running is None:
-                one = self._lasting.turn(one)
-            self._work._enter(one, box)
+                sequence = self._memory.turn(sequence)
+            self._host.enter(sequence, box)
             if self._running is None:
-                self._start(one)
+                self._start(sequence)
             else:
-                self._queue.append(one)
-            return one.id
+                self._queue.append(sequence)
+            return sequence.id
 
-    def _start(self, one: Sequence) -> None:
+    def _start(self, sequence: Sequence) -> None:
         """Let a turn wait for a row."""
-        self._running = self._work._all[one.id] = one
-        self._work._scheduler.waiting.append(one)
+        self._running = sequence
+        self._host.enqueue(sequence)
 
-    def _left(self, one: Sequence) -> None:
+    def _left(self, sequence: Sequence) -> None:
         """Let the next turn begin after one has ended."""
-        self._queue = deque(other for other in self._queue if other.id != one.id)
-        if one is self._running:
+        self._queue = deque(other for other in self._queue if other.id != sequence.id)
+        if sequence is self._running:
             self._running = None
         while self._queue and self._running is None:
             waiting = self._queue.popleft()
             try:
-                self._start(self._lasting.turn(waiting))
+                self._start(self._memory.turn(waiting))
             except Exception as error:  # what the user did wrong; or a tokenizer that fails
-                self._work._refuse(waiting, error)
+                self._host.refuse(waiting, error)
 
 
 # The sessions of an engine, found by their names.
@@ -421,54 +448,53 @@ class Sessions:
     """The sessions of an engine.
 
     Args:
-        shelf: keeps the memories of idle sessions.
+        store: keeps the memories of idle sessions.
     """
 
-    def __init__(self, shelf: SessionStore) -> None:
-        self._shelf = shelf
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
         self._named: dict[str, Session] = {}
 
     @property
     def names(self) -> list[str]:
         """The names of all sessions that are open or on the disk, in order."""
-        on_disk = self._shelf.folder.names() if self._shelf.folder else []
+        on_disk = self._store.folder.names() if self._store.folder else []
         return sorted({*self._named, *on_disk})
 
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes of all memories in main memory, and of their files."""
-        return self._shelf.held_bytes, self._shelf.folder.nbytes if self._shelf.folder else 0
+        return self._store.held_bytes, self._store.folder.nbytes if self._store.folder else 0
 
     def open(
         self,
-        work: Work,
+        host: SessionHost,
         name: str | None,
         *,
         policy: str | Policy | None,
         budget: int | None,
         sequence: int,
-        memory: Snapshot | None,
+        snapshot: Snapshot | None,
         pins: GenericSequence[Span] = (),
     ) -> Session:
         """Make a session or find it again, see `Engine.session`. The caller has the turn."""
-        work._check_open()
         kept, seed = None, whole_within("sequence", sequence, -(2**63), 2**63 - 1)
         if name is not None:
             found = self._named.get(check_name(name))
-            kept = self._shelf.open(name) if found is None else None
-            if memory is not None and (found or kept):
+            kept = self._store.open(name) if found is None else None
+            if snapshot is not None and (found or kept):
                 raise InputError(
-                    f"There is a session {name!r} already. Open it without a `memory` and rewind it, or choose another "
-                    "name."
+                    f"There is a session {name!r} already. Open it without a `snapshot` and rewind it, or choose "
+                    "another name."
                 )
             if pins and (found or kept):
                 raise InputError(f"There is a session {name!r} already. Only a new one takes `pins`.")
             if found is not None:
-                return _agreed(found, work, policy, budget)
+                return _agreed(found, host, policy, budget)
         if kept is not None:
-            memory = self._shelf.load(kept)
-            seed = whole_within("sequence", memory.note.get("sequence", 0), -(2**63), 2**63 - 1)
-        return self._made(work, name, policy, budget, seed=seed, memory=memory, kept=kept, pins=spans(pins))
+            snapshot = self._store.load(kept)
+            seed = whole_within("sequence", snapshot.note.get("sequence", 0), -(2**63), 2**63 - 1)
+        return self._made(host, name, policy, budget, seed=seed, snapshot=snapshot, kept=kept, pins=spans(pins))
 
     def write(self) -> None:
         """Write the memories of all named sessions to the disk.
@@ -486,40 +512,40 @@ class Sessions:
 
     def close(self) -> None:
         """Let another engine use the folder."""
-        self._shelf.close()
+        self._store.close()
 
     def _made(
         self,
-        work: Work,
+        host: SessionHost,
         name: str | None,
         policy: str | Policy | None,
         budget: int | None,
         *,
         seed: int,
-        memory: Snapshot | None,
+        snapshot: Snapshot | None,
         kept: StoredSnapshot | None,
         pins: Spans,
     ) -> Session:
         """Make a session, with the memory that it continues."""
-        settled = work._admission.settle(policy, budget, memory)
-        work._admission.fingerprint(*settled)  # refuses what the engine has no rows for
+        settled = host.admission.settle(policy, budget, snapshot)
+        host.admission.fingerprint(*settled)  # refuses what the engine has no rows for
         state = State(ConversationHistory(), pins=pins)
-        if memory is not None:
-            past = ConversationHistory.of(memory)
-            state = State(past, kept or self._shelf.keep_now(memory, name), pins)
-        session = Session(work, self._shelf, state, settled, sequence=seed, name=name)
+        if snapshot is not None:
+            past = ConversationHistory.of(snapshot)
+            state = State(past, kept or self._store.keep_now(snapshot, name), pins)
+        session = Session(host, self._store, state, settled, sequence=seed, name=name, on_close=self.leave)
         if name is not None:
             self._named[name] = session
         return session
 
 
-def _agreed(session: Session, work: Work, policy: str | Policy | None, budget: int | None) -> Session:
+def _agreed(session: Session, host: SessionHost, policy: str | Policy | None, budget: int | None) -> Session:
     """Return an open session after a comparison with what is asked for.
 
     Raises:
         InputError: it has another policy or budget.
     """
-    asked = work._admission.settle(session.policy if policy is None else policy, budget or session.budget)
+    asked = host.admission.settle(session.policy if policy is None else policy, budget or session.budget)
     if asked != (session.policy, session.budget):
         raise InputError(
             f"The session {session.name!r} is open under {session.policy} with a budget of {session.budget}. Leave "

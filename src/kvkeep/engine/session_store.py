@@ -396,9 +396,9 @@ class Parked:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(self, one: Sequence, event: Event, pending: Pending) -> None:
+    def add(self, sequence: Sequence, event: Event, pending: Pending) -> None:
         """Let the last event of a turn wait for the disk."""
-        self._turns[one.id] = one, event, pending
+        self._turns[sequence.id] = sequence, event, pending
 
     def drop(self, number: int) -> None:
         """Forget a turn that is cancelled; its memory is not taken over."""
@@ -410,14 +410,14 @@ class Parked:
         Args:
             wait: most seconds to wait for the oldest turn; ``inf``: for all.
         """
-        for one, event, pending in list(self._turns.values()):
+        for sequence, event, pending in list(self._turns.values()):
             pending.writing.join(None if wait == math.inf else wait)
             wait = wait if wait == math.inf else 0.0
             if pending.writing.is_alive():
                 return
-            del self._turns[one.id]
+            del self._turns[sequence.id]
             try:
                 pending.finish()
             except Exception as error:
-                one.finish("error", reason_of(error))
-            yield one, event
+                sequence.finish("error", reason_of(error))
+            yield sequence, event

@@ -91,8 +91,8 @@ class Swapper:
     def _prefetch(self, staging: Staging, scheduler: Scheduler, rows: KVManager) -> None:
         """Bring the sequence to the device that comes next. The time until this has begun counts for its swap."""
         began = time.perf_counter()
-        one = scheduler.next_hosted(rows.takes)
-        held = one.hosted.contents if one is not None and one.hosted else None
+        sequence = scheduler.next_hosted(rows.takes)
+        held = sequence.hosted.contents if sequence is not None and sequence.hosted else None
         if staging.prefetch(held if isinstance(held, Pinned) else None):
             self._spend(took := time.perf_counter() - began)
             self._ahead_s += took
@@ -139,15 +139,15 @@ class Swapper:
 
     def leave(self, swap: Swap, scheduler: Scheduler, rows: KVManager) -> None:
         """Copy the memory of a sequence into main memory, and give its row away. If there is no room, it stays."""
-        one, row = swap.leaving, swap.row
+        sequence, row = swap.leaving, swap.row
         try:
             memory = rows.memory_of(row)
             held = Hosted(self.staging.take(rows, row, memory) if self.staging else rows.take(row), memory)
         except Exception as error:  # most likely no memory: the sequence is as it was
             _log.debug("A sequence keeps its row.", exc_info=error)
-            one.resumed = len(one.token_ids)
+            sequence.resumed = len(sequence.token_ids)
             return
-        one.hosted = held
+        sequence.swap_out(held)
         rows.end(row)
         scheduler.exchange(swap)
         self.swaps += 1
@@ -155,5 +155,5 @@ class Swapper:
 
 def hosted_memory(waiting: Iterable[Sequence]) -> MemoryUsage:
     """Return the bytes of all sequences in main memory."""
-    found = (held for one in list(waiting) if (held := one.hosted) is not None)
-    return sum((replace(held.memory, allocated_bytes=held.contents.nbytes) for held in found), MemoryUsage())
+    found = (held for sequence in list(waiting) if (held := sequence.hosted) is not None)
+    return sum((replace(held.memory_usage, allocated_bytes=held.contents.nbytes) for held in found), MemoryUsage())

@@ -98,7 +98,7 @@ class EngineAgreement:
         return int.from_bytes(hashlib.blake2b(b"".join(told), digest_size=8).digest(), "big", signed=True)
 
     def _requests(self) -> dict[int, Description]:
-        return {one.of.id: {**one.asked, **progress(one.of)} for one in self._known}
+        return {known.of.id: {**known.asked, **progress(known.of)} for known in self._known}
 
 
 @dataclass(frozen=True)
@@ -121,31 +121,40 @@ class _DescribedRequest:
         return b"%d,%d;" % (self.of.fed, len(self.of.token_ids))
 
 
-def _known(one: Sequence, before: _DescribedRequest | None) -> _DescribedRequest:
+def _known(sequence: Sequence, before: _DescribedRequest | None) -> _DescribedRequest:
     """A request's description; the same as before, unless a session's turn has got its prompt since then."""
-    if before is not None and before.of is one:
+    if before is not None and before.of is sequence:
         return before
-    asked = described(one)
-    return _DescribedRequest(one, asked, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest())
+    asked = described(sequence)
+    return _DescribedRequest(sequence, asked, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest())
 
 
-def progress(one: Sequence) -> Description:
+def progress(sequence: Sequence) -> Description:
     """How far a request is: a process that takes other steps, of another engine, is somewhere else."""
-    return {"tokens that were read": str(one.fed), "new tokens": str(len(one.token_ids))}
+    return {"tokens that were read": str(sequence.fed), "new tokens": str(len(sequence.token_ids))}
 
 
-def described(one: Sequence) -> Description:
+def described(sequence: Sequence) -> Description:
     """What a request was given, as far as its tokens and its memory depend on it."""
-    asked = {name: _shown(value) for name, value in _values(one.request) if name not in _ELSEWHERE}
-    sampling = {name: _shown(value) for name, value in _values(one.request.sampling)}
-    of_engine = {"policy": one.policy, "budget": one.budget, "guard": one.request.guard, "ends": sorted(one.ends)}
-    of_engine |= {"stop": sorted({*one.request.stop}), "tokens in memory": one.held, "pins in memory": one.held_pins}
+    asked = {name: _shown(value) for name, value in _values(sequence.request) if name not in _ELSEWHERE}
+    sampling = {name: _shown(value) for name, value in _values(sequence.request.sampling)}
+    of_engine = {
+        "policy": sequence.policy,
+        "budget": sequence.budget,
+        "guard": sequence.request.guard,
+        "ends": sorted(sequence.ends),
+    }
+    of_engine |= {
+        "stop": sorted({*sequence.request.stop}),
+        "tokens in memory": sequence.held,
+        "pins in memory": sequence.held_pins,
+    }
     shown = {name: _shown(value) for name, value in of_engine.items()}
-    return {"number": one.id, "prompt": list(one.prompt), **asked, **sampling, **shown}
+    return {"number": sequence.id, "prompt": list(sequence.prompt), **asked, **sampling, **shown}
 
 
 def _values(of: Any) -> list[tuple[str, object]]:
-    return [(one.name, getattr(of, one.name)) for one in fields(of)]
+    return [(field.name, getattr(of, field.name)) for field in fields(of)]
 
 
 def _shown(value: object) -> str:
@@ -160,7 +169,10 @@ def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
         found: ``engine`` and ``requests`` of each process.
     """
     first = found[0]
-    rank, other = next(((rank, one) for rank, one in enumerate(found) if one != first), (len(found) - 1, found[-1]))
+    rank, other = next(
+        ((rank, description) for rank, description in enumerate(found) if description != first),
+        (len(found) - 1, found[-1]),
+    )
     between = f"in process 0 and {{}} in process {rank}."
     for name, value in first["engine"].items():
         if other["engine"][name] != value:
@@ -180,7 +192,10 @@ def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
 def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
     """The number of the same request in another process."""
     rest = {name: value for name, value in asked.items() if name != "number"}
-    return next((number for number, one in among.items() if rest | {"number": one["number"]} == one), None)
+    return next(
+        (number for number, description in among.items() if rest | {"number": description["number"]} == description),
+        None,
+    )
 
 
 def _part(mine: Description, theirs: Description, between: str) -> str:

@@ -6,10 +6,8 @@ incomplete last line is cut off.
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -20,48 +18,68 @@ from kvkeep.evals.curves import PICTURES
 from kvkeep.evals.grid import Cell
 from kvkeep.evals.report import ASKED, MEASURES, Row, grouped, shown
 from kvkeep.evals.task import TENTHS
-from kvkeep.result_files import MANIFEST, Lock, Results, check_same, finite, read_object, read_rows, sync
-
-ROWS = "results.jsonl"
-_BEGINNING = b'{"task": "'
+from kvkeep.result_files import (
+    MANIFEST,
+    OBJECT,
+    ROWS,
+    RowFolder,
+    Schema,
+    ValueKind,
+    check_same,
+    finite,
+    first_fault,
+    list_of,
+    optional,
+    read_object,
+    real_number,
+    text_value,
+    tuple_of,
+    whole_number,
+)
 
 _SAME = {"model": "the model", "weights": "the model's weights", "dtype": "the dtype"}
 _REMEDY = "Restore it, or choose another `output` folder."
 
 
-class Records(Results):
+class Records(RowFolder):
     """Reads a folder of results, and adds to it.
 
     Args:
         folder: the folder; it need not exist yet.
-
-    Attributes:
-        rows: the finished rows in the file's order; of equal cells the last one.
 
     Raises:
         InputError: the path is no folder, or its files cannot be read.
     """
 
     names = (ROWS, *PICTURES)
+    beginning = b'{"task": "'
 
-    def __init__(self, folder: Path):
-        self.rows: list[dict[str, Any]] = []
-        super().__init__(folder)
-        self._read()
+    def forget(self) -> None:
+        """Forget all rows."""
+        self._rows: dict[Cell, Row] = {}
 
-    def _read(self) -> None:
-        self._end, rows = read_rows(self.path / ROWS, _BEGINNING, fault)
-        self.rows = list({key_of(row): row for row in rows}.values())
+    def keep(self, row: Row) -> None:
+        """Take a row; of equal cells the last one counts."""
+        self._rows[key_of(row)] = row
+
+    def fault(self, row: Row) -> str | None:
+        """Return the defect of a row, see `fault`."""
+        return fault(row)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The finished rows in the file's order."""
+        return list(self._rows.values())
 
     @property
     def done(self) -> set[Cell]:
         """The finished cells."""
-        return {key_of(row) for row in self.rows}
+        return set(self._rows)
 
     @property
     def safe(self) -> str:
         """A sentence with the number of finished rows; nothing if there is none, or their file is gone."""
-        there = len(self.rows) if (self.path / ROWS).is_file() else 0
+        there = len(self._rows) if (self.path / ROWS).is_file() else 0
         return f"The {there} rows written before are safe." if there > 1 else "The row written before is safe." * there
 
     def manifest(self) -> dict[str, Any] | None:
@@ -86,17 +104,18 @@ class Records(Results):
         """Compare a run with the run that the folder already holds.
 
         Args:
-            manifest: as for `open`; ``weights`` and ``dtype`` may be missing.
+            manifest: ``model``, ``weights``, ``dtype``, and ``tasks``: name → version and settings. ``weights`` and
+                ``dtype`` may be missing.
 
         Returns:
-            The tasks of the folder: name → version and settings.
+            The description of the run, with the folder's tasks as well.
 
         Raises:
             InputError: the folder holds results of another run.
         """
         found = self.manifest()
-        if found is None or not self.rows:
-            return {}
+        if found is None or not self._rows:
+            return manifest
         check_same(self.path, found, manifest, _SAME)
         before: dict[str, dict[str, Any]] = found["tasks"]
         for task in manifest["tasks"].keys() & before.keys():
@@ -105,27 +124,9 @@ class Records(Results):
             check_same(
                 self.path, then, {key: now.get(key) for key in keys}, {key: f"{key!r} of {task}" for key in keys}
             )
-        return before
+        return {**manifest, "tasks": {**before, **manifest["tasks"]}}
 
-    def open(self, manifest: dict[str, Any]) -> None:
-        """Prepare the folder for more rows of a run. The folder has to be `locked`; its rows are read again.
-
-        Args:
-            manifest: ``model``, ``weights``, ``dtype``, and ``tasks``: name → version and settings.
-
-        Raises:
-            InputError: the folder holds results of another run, or cannot be written.
-        """
-        self._read()
-        tasks = {**self.check(manifest), **manifest["tasks"]}
-        self.write_bytes(MANIFEST, (json.dumps({**manifest, "tasks": tasks}, indent=2) + "\n").encode())
-        with self.writing():
-            file = self._held.enter_context((self.path / ROWS).open("ab"))
-            Lock(file, str(self.path / ROWS))  # a batch job locks its output file, not the folder
-            self._read()
-            file.truncate(self._end)
-
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: Row) -> None:
         """Write one row and wait until it is on the disk.
 
         Raises:
@@ -133,18 +134,13 @@ class Records(Results):
         """
         self.extend([row])
 
-    def extend(self, rows: Sequence[Row]) -> None:
-        """Write rows and wait until they are on the disk.
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows, with null in place of numbers that JSON cannot hold, and wait until they are on the disk.
 
         Raises:
             InputError: they cannot be written; all earlier rows are safe.
         """
-        lines = [_line(row) for row in rows]
-        with self.writing(), (self.path / ROWS).open("ab") as file:
-            file.writelines(lines)
-            sync(file)
-        self._end += sum(map(len, lines))
-        self.rows += map(json.loads, lines)
+        super().extend(map(finite, rows))
 
     def arrange(self, cells: Sequence[Cell]) -> None:
         """Put the rows of some cells into the order of the cells, in the places that these rows have together.
@@ -155,17 +151,13 @@ class Records(Results):
             InputError: the rows cannot be written; they are safe in the order that they have.
         """
         order = {cell: number for number, cell in enumerate(cells)}
-        is_own = [key_of(row) in order for row in self.rows]
-        own = iter(sorted(itertools.compress(self.rows, is_own), key=lambda row: order[key_of(row)]))
-        rows = [next(own) if mine else row for mine, row in zip(is_own, self.rows, strict=True)]
-        if any(row is not before for row, before in zip(rows, self.rows, strict=True)):
-            content = b"".join(map(_line, rows))
-            self.write_bytes(ROWS, content)
-            self.rows, self._end = rows, len(content)
-
-
-def _line(row: Row) -> bytes:
-    return (json.dumps(finite(row), allow_nan=False, ensure_ascii=False) + "\n").encode()
+        own = iter(sorted(self._rows.keys() & order.keys(), key=order.__getitem__))
+        arranged = [next(own) if cell in order else cell for cell in self._rows]
+        if arranged != list(self._rows):
+            rows = {cell: self._rows[cell] for cell in arranged}
+            with self.writing():
+                self._file.replace(rows.values())
+            self._rows = rows
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -181,25 +173,10 @@ def key_of(row: Row) -> Cell:
 
 def fault(row: Row) -> str | None:
     """The defect of a row, as part of a sentence; ``None`` if tables, plots and resuming can use the row."""
-    place: Row = {"setup": "", **row}  # older rows have no setup
-    return _first(place, _ROW) or _first({**_RECORDED, **place["score"]}, _SCORES.get(place["task"], {}), "score.")
-
-
-def _first(found: dict[str, Any], wanted: dict[str, _Kind], of: str = "") -> str | None:
-    """The first entry that is missing or of the wrong kind, as part of a sentence."""
-    for path, (fits, kind) in wanted.items():
-        value: Any = found
-        for key in path.split("."):
-            if not isinstance(value, dict) or key not in value:
-                return f"it has no {of + path!r}"
-            value = value[key]
-        if not fits(value):
-            return f"its {of + path!r} is not {kind}"
-    return None
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= LONGEST
+    whole_row: Row = {"setup": "", **row}  # older rows have no setup
+    if (found := first_fault(whole_row, _ROW)) is not None:
+        return found
+    return first_fault({**_RECORDED, **whole_row["score"]}, _SCORES.get(whole_row["task"], {}), "score.")
 
 
 def _is_budget(value: object) -> bool:
@@ -213,83 +190,37 @@ def _is_budget(value: object) -> bool:
         return False
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+_LENGTH = real_number(least=math.nextafter(0, 1)).called("a number above 0")
+_BYTES = real_number(least=0).called("a number of bytes")
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_length(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator]
-
-
-def _is_size(value: object) -> bool:
-    return _is_number(value) and value >= 0  # type: ignore[operator]
-
-
-def _is_score(value: object) -> bool:
-    return value is None or _is_number(value)
-
-
-def _are_shares(value: object) -> bool:
-    return isinstance(value, list) and len(value) == TENTHS and all(map(_is_number, value))
-
-
-def _are_counts(value: object) -> bool:
-    return isinstance(value, list) and len(value) == TENTHS and all(map(_is_pair, value))
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value))
-
-
-def _are_asked(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, list) and len(one) == 3 and all(map(_is_whole, one)) for one in value
-    )
-
-
-def _are_grades(value: object) -> bool:
-    return isinstance(value, list) and all(_is_number(one) and 0 <= one <= 1 for one in value)
-
-
-def _are_sums(value: object) -> bool:
-    return value is None or (
-        isinstance(value, list)
-        and len(value) == TENTHS
-        and all(isinstance(one, list) and len(one) == 2 and _is_number(one[0]) and _is_whole(one[1]) for one in value)
-    )
-
-
-_Kind = tuple[Callable[[object], bool], str]
-
-_ROW: dict[str, _Kind] = {
-    **dict.fromkeys(("task", "case", "policy", "setup"), (_is_name, f"text of at most {LONGEST} characters")),
-    "budget": (_is_budget, "a number of tokens or a share of the text"),
-    "seed": (_is_whole, "a whole number"),
-    **dict.fromkeys(("budget_tokens", "text_tokens"), (_is_length, "a number above 0")),
-    **dict.fromkeys(("memory.allocated_bytes", "memory.full_bytes"), (_is_size, "a number of bytes")),
-    "score": (lambda value: isinstance(value, dict), "an object"),
+_ROW: Schema = {
+    **dict.fromkeys(("task", "case", "policy", "setup"), text_value(LONGEST)),
+    "budget": ValueKind(_is_budget, "a number of tokens or a share of the text"),
+    "seed": whole_number(),
+    **dict.fromkeys(("budget_tokens", "text_tokens"), _LENGTH),
+    **dict.fromkeys(("memory.allocated_bytes", "memory.full_bytes"), _BYTES),
+    "score": OBJECT,
 }
 
-_SCORES: dict[str, dict[str, _Kind]] = {
-    task: {measure.key: (_is_score, "a number or null") for measure in MEASURES if measure.task == task}
+_SCORES: dict[str, dict[str, ValueKind]] = {
+    task: {measure.key: optional(real_number()) for measure in MEASURES if measure.task == task}
     for task in dict.fromkeys(measure.task for measure in MEASURES)
 }
 _RECORDED: dict[str, Any] = {"asked": [], "grades": [], "by_depth": None}
 """Entries of a score that a row may lack."""
 
+_SUMS = list_of(tuple_of(real_number(), whole_number()), TENTHS).called(f"{TENTHS} pairs of a sum and a whole number")
+_ASKED = list_of(tuple_of(whole_number(), whole_number(), whole_number()))
+
 for _task in ASKED:
     _SCORES[_task] |= {
-        "grades": (_are_grades, "a list of numbers from 0 to 1"),
-        "by_depth": (_are_sums, f"{TENTHS} pairs of a sum and a whole number"),
-        "asked": (_are_asked, "a list of document, number and 1 or 0 for each question"),
+        "grades": list_of(real_number(0, 1)).called("a list of numbers from 0 to 1"),
+        "by_depth": optional(_SUMS).called(_SUMS.name),
+        "asked": _ASKED.called("a list of document, number and 1 or 0 for each question"),
     }
 _SCORES["recall"] |= {
-    "by_depth": (_are_counts, f"{TENTHS} pairs of whole numbers"),
-    "kept": (_are_shares, f"{TENTHS} numbers"),
+    "by_depth": list_of(tuple_of(whole_number(), whole_number()), TENTHS).called(f"{TENTHS} pairs of whole numbers"),
+    "kept": list_of(real_number(), TENTHS).called(f"{TENTHS} numbers"),
 }
 
 

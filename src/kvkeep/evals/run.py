@@ -14,14 +14,14 @@ from typing import Any
 
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals import grid, texts
-from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.forward import Setup
 from kvkeep.evals.grid import Cell, GridArguments, Planned
 from kvkeep.evals.records import Records
 from kvkeep.evals.report import Row
 from kvkeep.evals.task import Options, Task
 from kvkeep.models import weight_hash
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
-from kvkeep.models.load import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 from kvkeep.version import __version__

@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import InputError
-from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.kv.memory_usage import MemoryUsage
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import STYLES
 from kvkeep.models.tiny.recall import most_facts
 from kvkeep.models.tiny.wordings import HELD_OUT

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.errors import InputError
 from kvkeep.evals.task import Options
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.recall import draw_facts, own_filler
 from kvkeep.models.tiny.wordings import HELD_OUT
 from kvkeep.models.tokenization import encode

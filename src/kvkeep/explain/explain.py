@@ -9,24 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep import budget as budgets
+from kvkeep.attention_probe import keeps_states
 from kvkeep.cache.layer_layout import Layout
-from kvkeep.errors import InputError, PolicyError
+from kvkeep.errors import InputError, PolicyError, UnsupportedModelError
 from kvkeep.explain import runs
 from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
-from kvkeep.explain.recorder import refuse_states
 from kvkeep.explain.runs import ExplainPrompt, pieces
 from kvkeep.models.attention import attached
+from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
 from kvkeep.models.device import enough_memory
 from kvkeep.models.document_prompt import SEPARATOR
-from kvkeep.models.load import (
-    Checkpoint,
-    Model,
-    Tokenizer,
-    ends_of,
-    load_with_tokenizer,
-    position_limit,
-    trained_length,
-)
+from kvkeep.models.load import ends_of, load_with_tokenizer, position_limit
 from kvkeep.models.support import unwrapped
 from kvkeep.models.tokenization import check_length, encode
 from kvkeep.policies.base import Policy
@@ -249,3 +242,16 @@ def _call(name: str, question: str, asked: ExplainArguments) -> str:
     model = None if name == "the embedded model" else name
     chosen = [str(one) for one in asked.policies]
     return f"kvkeep.explain({model!r}, text, question={question!r}, policies={chosen}, budget={asked.budget})"
+
+
+def refuse_states(name: str, config: Any) -> None:
+    """Refuse a model with layers that keep a state, which cannot go back to the end of the prompt.
+
+    Raises:
+        UnsupportedModelError: it has such layers.
+    """
+    if keeps_states(config):
+        raise UnsupportedModelError(
+            f"{name} has layers that keep a state instead of tokens, which cannot be compared with a full cache token "
+            "by token. Take a model whose layers all have attention."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
+from kvkeep.attention_probe import BoundedAttention, FullCache, next_logits, wrap_layers
 from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.eviction import protected_slots
 from kvkeep.cache.layer_layout import windows_of
-from kvkeep.explain.recorder import FullCache, Heard, Watch, feed, overheard, watch
-from kvkeep.models.load import Tokenizer
+from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.support import unwrapped
 from kvkeep.policies.base import Policy
-from kvkeep.types import Phase
+from kvkeep.types import Phase, State, View
 
 # The record of one policy's run: when each head dropped each token, with which score, beside whose.
 #
@@ -88,7 +90,7 @@ class Ledger:
         """Which tokens each head had dropped when a moment began."""
         return (self.dropped >= 0) & (self.dropped < moment)
 
-    def note(self, watches: dict[int, Watch], heard: dict[int, Heard], last: int) -> None:
+    def note(self, watches: dict[int, BoundedAttention], heard: dict[int, Heard], last: int) -> None:
         """Add a moment.
 
         Args:
@@ -97,10 +99,10 @@ class Ledger:
             last: tokens read so far.
         """
         self.read = last
-        received = torch.cat([one.keys.mass for one in watches.values()]).cpu()
+        received = torch.cat([watch.sums.mass for watch in watches.values()]).cpu()
         self.total += received
         self.mass.append(received[:, :last].mean(dim=0))
-        held = torch.cat([one.held for one in watches.values()]).cpu()
+        held = torch.cat([watch.held for watch in watches.values()]).cpu()
         gone = (self.dropped == HELD) & ~held
         gone[:, last:] = False
         self.dropped[gone] = self.moments - 1
@@ -112,18 +114,18 @@ class Ledger:
         self.rivals.append(torch.where(there, (standing == lowest[:, None]).int().argmax(dim=-1), -1))
         self.rival_scores.append(lowest.masked_fill(~there, torch.nan))
 
-    def choose(self, watches: dict[int, Watch]) -> None:
+    def choose(self, watches: dict[int, BoundedAttention]) -> None:
         """Note the attention of the newest query, which chooses the next token of the answer."""
-        rows = torch.cat([one.keys.newest for one in watches.values()]).cpu()
+        rows = torch.cat([watch.sums.newest for watch in watches.values()]).cpu()
         self.rows.append(rows.mean(dim=0))
 
     def _compared(
-        self, watches: dict[int, Watch], heard: dict[int, Heard]
+        self, watches: dict[int, BoundedAttention], heard: dict[int, Heard]
     ) -> tuple[Float[Tensor, "H n"], Bool[Tensor, "H n"]]:
         """The scores by position, NaN where there is none, and which tokens were not protected."""
         length, scores, free = self.total.shape[1], [], []
-        for number, one in watches.items():
-            heads = one.held.shape[0]
+        for number, watch in watches.items():
+            heads = watch.held.shape[0]
             table, open_ = torch.full((heads, length + 1), torch.nan), torch.zeros(heads, length + 1, dtype=torch.bool)
             if (found := heard.get(number)) is not None:
                 places = found.positions.cpu().long().expand(heads, -1) % (length + 1)
@@ -173,7 +175,7 @@ class WorkDone:
     def __init__(self, model: Any, prompt: ExplainPrompt, rooms: Sequence[int], progress: Callable[[float], object]):
         config = unwrapped(model).config
         vocabulary = config.get_text_config().vocab_size  # embeddings are looked up, and logits are needed once a step
-        self._weights: int = sum(one.numel() for one in model.parameters() if vocabulary not in one.shape)
+        self._weights: int = sum(weight.numel() for weight in model.parameters() if vocabulary not in weight.shape)
         self._pair: int = 2 * len(windows_of(config)) * config.get_text_config().hidden_size
         self._progress, self._done, self._all = progress, 0, 0
         end = 0
@@ -218,14 +220,14 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work
     """
     heard: dict[int, Heard] = {}
     cache = BoundedCache(model.config, overheard(policy, heard.__setitem__), budget, prefill_chunk=prompt.chunk)
-    watches = watch(cache, prompt.length)
+    watches = wrap_layers(cache, lambda layer: BoundedAttention(layer, prompt.length))
     ledger, read, ids = Ledger.of(0, prompt.length), 0, list[int]()
     pieces = [(piece, Phase.PREFILL) for piece in prompt.chunks()]
     while pieces:
         piece, phase = pieces.pop(0)
-        logits = feed(model, cache, piece, phase)
+        logits = next_logits(model, cache, piece, phase)
         if not read:
-            ledger = Ledger.of(sum(one.held.shape[0] for one in watches.values()), prompt.length)
+            ledger = Ledger.of(sum(watch.held.shape[0] for watch in watches.values()), prompt.length)
         read += len(piece)
         ledger.note(watches, heard, read)
         heard.clear()
@@ -235,7 +237,7 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work
             ids.append(int(logits.argmax()))
             pieces.append((torch.tensor(ids[-1:]), Phase.DECODE))
     memory = cache.memory()
-    heads = [(number, head) for number, one in watches.items() for head in range(one.held.shape[0])]
+    heads = [(number, head) for number, watch in watches.items() for head in range(watch.held.shape[0])]
     ledger.answered = RunAnswer(ids, heads, _budgets(cache), memory.allocated_bytes, memory.full_bytes)
     return ledger
 
@@ -301,6 +303,45 @@ def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, los
 def _lost(mass: Float[Tensor, "H n"], ledger: Ledger, moment: int) -> Float[Tensor, " H"]:
     """The share of attention that falls on tokens that each head had dropped."""
     return (mass * ledger.lacks(moment)).sum(dim=-1) / mass.sum(dim=-1)
+
+
+# A policy whose scores are overheard: it decides as it always does, and shows every score that it gives.
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """The scores of one step of a layer, of its first row.
+
+    Attributes:
+        positions: true positions of the tokens that were compared, -1 = none.
+        scores: the score of each; higher = keep.
+        protected: tokens that stay whatever their score is.
+    """
+
+    positions: Int[Tensor, "Hk S"]
+    scores: Float[Tensor, "Hk S"]
+    protected: Bool[Tensor, "Hk S"]
+
+
+def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
+    """Return the same policy with a listener. Kernels that never ask for scores leave such a policy to torch.
+
+    Args:
+        policy: the policy.
+        take: called with a layer's number and its scores.
+    """
+    kind = type(policy)
+
+    def score(self: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        found: Tensor = kind.score(self, view, state)
+        positions = view.positions[0].clone()  # live, and about to change
+        take(view.layer, Heard(positions, found[0].float().clone(), protected_slots(self, view)[0].clone()))
+        return found
+
+    body = {"score": score, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    made = copy.copy(policy)
+    object.__setattr__(made, "__class__", type(kind.__name__, (kind,), body))
+    return made
 
 
 # Tokens as the pieces of text that they stand for.

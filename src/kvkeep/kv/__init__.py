@@ -2,7 +2,7 @@
 
 from kvkeep.kv.block import Block, add_state, beside, lacks, settle, view_of
 from kvkeep.kv.cascade import Cascade, NoCascade
-from kvkeep.kv.joint_block import JointBlock, PartBlock, check_together, divide, give, make_room
+from kvkeep.kv.joint_block import JointBlock, PartBlock, divide, give
 from kvkeep.kv.pooled_store import POOLED, PooledStore, kind_of
 from kvkeep.kv.row_copy import (
     Pack,
@@ -36,14 +36,12 @@ __all__ = [
     "beside",
     "check_row",
     "check_rows",
-    "check_together",
     "divide",
     "give",
     "has_room",
     "inference",
     "kind_of",
     "lacks",
-    "make_room",
     "pin_row",
     "put_row",
     "put_rows",

@@ -15,7 +15,6 @@ from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.row_copy import RowCopy, pin_row
 from kvkeep.types import EMPTY
 
 _OF_HEADS = ("store.starts", "store.sizes", "lost", "budget")
@@ -134,13 +133,13 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
     Raises:
         ShapeError: a row has fewer slots than that.
     """
-    sizes, store = numbers + 1, _store(parts[0])
+    sizes, store = numbers + 1, store_of(parts[0])
     if bool((sizes.sum(dim=1) >= store.entries.shape[1]).any()):  # the last entry belongs to no head
         most, room = int(sizes.sum(dim=1).max()), store.entries.shape[1] - 1
         raise ShapeError(f"The heads of a row need {most} slots in all layers, and its pool has {room}.")
     of_heads = numbers, sizes, sizes.cumsum(dim=1) - sizes
     for part, *mine in zip(parts, *(x.chunk(len(parts), dim=1) for x in of_heads), strict=True):
-        held = part.budget, _store(part).sizes, _store(part).starts
+        held = part.budget, store_of(part).sizes, store_of(part).starts
         for tensor, new in zip(held, mine, strict=True):
             assert isinstance(tensor, Tensor)
             tensor[rows] = new
@@ -164,47 +163,7 @@ def give(blocks: Sequence[Block], budgets: Sequence[Int[Tensor, "B Hk"] | None])
             block.divide()
 
 
-def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
-    """Divide the pool of a row as the copies need that will be put into it, and pin their spans.
-
-    Does nothing in layers that share no pool.
-    """
-    parts, copies = _sharing(blocks, copies)
-    if not parts:
-        return
-    whole, pins = parts[0].whole, copies[0].pins
-    if (pins or whole.pins is not None) and pin_row(whole, row, pins):
-        for part in parts:
-            part.renew()
-    divide(parts, whole.seen.new_tensor([_budgets(parts, copies)]), slice(row, row + 1))
-
-
-def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
-    """Refuse copies of a row that do not fit into a pool together. Each of them has passed `check_row`.
-
-    Raises:
-        ShapeError: the pool has fewer slots.
-    """
-    parts, copies = _sharing(blocks, copies)
-    if not parts:
-        return
-    numbers, room = _budgets(parts, copies), _store(parts[0]).entries.shape[1] - 1
-    if (needed := sum(numbers) + len(numbers)) > room:  # of each head, one slot is for the next token
-        raise ShapeError(f"A row of {needed} slots in all layers was given to a block that has {room} for them.")
-
-
-def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[PartBlock], list[RowCopy]]:
-    """The layers that share a pool, and the copies for them. There may be others among them."""
-    pairs = [(one, copy) for one, copy in zip(blocks, copies, strict=True) if isinstance(one, PartBlock)]
-    return [part for part, _ in pairs], [copy for _, copy in pairs]
-
-
-def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
-    """The budgets of the heads of all layers, in order."""
-    heads = blocks[0].lost.shape[1]
-    return [number for each in budgets.by_head([copy.budget for copy in copies], heads) for number in each]
-
-
-def _store(block: Block) -> PooledStore:
+def store_of(block: Block) -> PooledStore:
+    """Return the pool of a block that has one."""
     assert isinstance(block.store, PooledStore)
     return block.store

@@ -1,1 +1,1 @@
-"""Models: the transformers adapter (`hf`), loading (`load`), prompts (`text`), and the embedded model (`tiny`)."""
+"""Models: the transformers adapter (`attention`), loading (`load`), prompts (`tokenization`), the embedded `tiny`."""

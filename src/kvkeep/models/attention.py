@@ -6,30 +6,28 @@ Importing this module registers both functions under the name ``kvkeep``; `attac
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import choose
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
-from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
+from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.head_sharding import Heads
 from kvkeep.models.device import check_offloaded, without_autocast
 from kvkeep.models.output_projection import OutputOf
+from kvkeep.models.padding_mask import ATTENTION, PaddingMask, is_known, padding_mask
 from kvkeep.models.support import (
     check_attention,
     check_cache,
     check_has_weights,
-    check_heads,
     check_placeholders,
     check_positions,
     check_split,
@@ -38,114 +36,6 @@ from kvkeep.models.support import (
 )
 from kvkeep.models.weight_hash import WeightsOf
 from kvkeep.types import EMPTY, AttentionOptions, Slots
-
-# The mask that models hand to kvkeep's attention: which columns are padding. All else follows from positions.
-
-# without `to` and `device`: tools that move a model's inputs between devices ask whether these exist
-_TENSOR_ATTRIBUTES = {"contiguous", "dim", "dtype", "expand", "ndim", "shape", "size", "unsqueeze", "view"}
-
-
-@dataclass(frozen=True)
-class PaddingMask:
-    """The columns of a batch that are padding. Causality and sliding windows follow from positions.
-
-    Attributes:
-        real: which columns of the logical key axis hold real tokens; ``None``: all.
-        q_offset: column of the first query.
-        kv_offset: column of the first key, for caches that drop old keys.
-        window: sliding window that the model asked for.
-        honoured: whether this is all that the model asked for.
-    """
-
-    real: Bool[Tensor, "B columns"] | None
-    q_offset: int
-    kv_offset: int
-    window: int | None
-    honoured: bool = True
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Say why there is no mask tensor if a model or cache uses this as one.
-
-        Raises:
-            UnsupportedModelError: the attribute is one of a tensor.
-            AttributeError: the attribute is another one.
-        """
-        if name in _TENSOR_ATTRIBUTES:
-            raise UnsupportedModelError(
-                f"Something wants a mask tensor (its {name!r}): a static or compiled cache, or the model's own code. "
-                "kvkeep's attention derives masks from positions. Use a BoundedCache or a DynamicCache, or go back "
-                'to the model\'s own attention with model.set_attn_implementation("sdpa").'
-            )
-        raise AttributeError(name)
-
-    def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """The part of the mask that belongs to the ``T`` new tokens.
-
-        Raises:
-            ShapeError: the mask does not cover the tokens seen so far and the new ones.
-        """
-        if self.real is None:
-            return None
-        if self.real.shape[1] != self.q_offset + T:
-            raise ShapeError(
-                f"attention_mask has {self.real.shape[1]} columns, but {self.q_offset} tokens are in the cache and "
-                f"{T} are new. Pass a mask over all {self.q_offset + T}, old and new; or, for another text, call "
-                "reset() on the cache or make a new one. With use_cache=False pass no cache."
-            )
-        return self.real[:, self.q_offset :]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all tokens are real, and positions say all the rest."""
-        return self.real is None and self.honoured
-
-    def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Which of the ``T`` new tokens of a prompt are padding; ``None``: none that the mask tells.
-
-        Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
-        """
-        if self.real is None or T == 1 or self.real.shape[1] != self.q_offset + T:
-            return None
-        return ~self.real[:, self.q_offset :]
-
-
-def padding_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *,
-    mask_function: Callable[..., Tensor],
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: Bool[Tensor, "B columns"] | None = None,
-    local_size: int | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> PaddingMask:
-    """The mask function of transformers' interface: keep the padding, and note whether positions say all the rest.
-
-    A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
-    """
-    expected = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
-    honoured = q_length == 1 or _same_function(mask_function, expected)
-    return PaddingMask(attention_mask, int(q_offset), kv_offset, local_size, honoured)
-
-
-def _same_function(one: object, two: object) -> bool:
-    """Whether two mask functions are the same code over the same closure."""
-    if isinstance(one, FunctionType) and isinstance(two, FunctionType):
-        inner = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, two))
-        return one.__code__ is two.__code__ and _same_function(*inner)
-    if isinstance(one, tuple) and isinstance(two, tuple):
-        return len(one) == len(two) and all(map(_same_function, one, two))
-    return type(one) is type(two) is int and one == two
-
-
-ATTENTION = "kvkeep"
-"""The name under which both functions are registered with transformers."""
-
-Decoder: TypeAlias = PreTrainedModel
-"""A decoder of transformers, for rooms that do not import transformers themselves."""
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _ONE_AT_A_TIME = threading.RLock()
@@ -211,9 +101,27 @@ def attached(model: _Model) -> Iterator[_Model]:
             for config, implementation in zip(parts, chosen, strict=True):
                 config._attn_implementation = implementation
             if not told:
-                for number in [one for one, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
+                for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
                     inner._forward_pre_hooks.pop(number)
                     inner._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
+    """Refuse a cache that does not know over how many processes a model is split.
+
+    Args:
+        cache: the cache.
+        config: the model's configuration.
+
+    Raises:
+        InputError: the cache was made from another configuration.
+    """
+    heads = Heads.of(config)
+    if any(layer.heads != heads for layer in cache.bounded_layers().values()):
+        raise InputError(
+            f"The heads of the model are shared by {heads.ranks} processes, and the cache was made from another "
+            "configuration. Make it from that of the loaded model: BoundedCache(model.config, ...)."
+        )
 
 
 def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -239,7 +147,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
                 "another text call reset() on the cache or make a new one; for a next turn use cache.continue_with."
             )
         if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
-            check_heads(cache, cast(PreTrainedModel, model).config)
+            _check_heads(cache, cast(PreTrainedModel, model).config)
             cache.feeds(WeightsOf(model))
         if cache.records and ids.shape[1] > 1:
             check_positions(cast(PreTrainedModel, model), ids)
@@ -327,15 +235,6 @@ def _bounded(
     real, phase = mask.new_tokens(query.shape[2]), layer.phase_of(query.shape[2])
     real = None if real is None else real.to(key.device)
     return stepper.step(query, key, value, options=options, phase=phase, real=real)
-
-
-def is_known(
-    module: torch.nn.Module, *, dropout: float = 0.0, position_bias: Tensor | None = None, **kwargs: Any
-) -> bool:
-    """Whether a module asks `attention_forward` for what it computes: causal attention without dropout or biases."""
-    asked = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if asked is None else asked
-    return not dropout and position_bias is None and bool(causal)
 
 
 def _dense(

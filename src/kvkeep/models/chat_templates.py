@@ -19,8 +19,8 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from kvkeep.errors import InputError
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.files import explained
-from kvkeep.models.load import Checkpoint
 from kvkeep.models.sandbox import SandboxProcess
 from kvkeep.pins import Span, Spans, spans
 

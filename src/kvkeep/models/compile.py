@@ -99,6 +99,6 @@ def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
 def _say(reasons: dict[str, str]) -> None:
     """Log in one line which kinds of layers stay plain, and why."""
     if reasons:
-        kinds = {reason: [name for name, one in reasons.items() if one == reason] for reason in reasons.values()}
+        kinds = {reason: [name for name, other in reasons.items() if other == reason] for reason in reasons.values()}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kinds.items())
         _log.warning("Some layers are not compiled, which changes nothing but the speed (%s).", why)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from kvkeep.errors import InputError
 from kvkeep.models.chat_templates import fill
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import encode, encode_rest
 from kvkeep.snapshot import Snapshot
 

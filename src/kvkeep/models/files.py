@@ -394,7 +394,7 @@ def _shards(index: Path) -> list[str]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{index} cannot be read ({error}). Download the model again.") from error
     names = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(names, dict) or not names or not all(isinstance(one, str) for one in names.values()):
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ModelFileError(f"{index} does not map tensors to files (weight_map). Download the model again.")
     if not isinstance(found.get("metadata", {}), dict):
         raise ModelFileError(f"{index} has metadata that are no JSON object. Download the model again.")

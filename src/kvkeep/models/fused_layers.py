@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.backends import Repeat, layers
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
 from kvkeep.cache.layer import Layer
-from kvkeep.models.attention import ATTENTION, PaddingMask, is_known
 from kvkeep.models.fused_modules import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
+from kvkeep.models.padding_mask import ATTENTION, PaddingMask, is_known
 from kvkeep.types import AttentionOptions, Phase
 
 # The parts of a decoder layer, and their two calls of the native kernel, with weights that are packed once.
@@ -65,11 +65,11 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
     for norm in heads:
         if norm is not None and not isinstance(norm, FusedNorm):
             return None
-    for one in (*linear, *gated):
-        if type(one) is not FusedLinear:
+    for projection in (*linear, *gated):
+        if type(projection) is not FusedLinear:
             return None
-    for one in (*own.values(), *of_attention.values(), *of_feed.values()):
-        if one is not None and is_heard(one):
+    for part in (*own.values(), *of_attention.values(), *of_feed.values()):
+        if part is not None and is_heard(part):
             return None
     return FusedParts(
         attention,
@@ -113,19 +113,19 @@ class FusedCalls:
 def _modules_of(layer: nn.Module) -> tuple[list[str], list[nn.Module]]:
     """The names of all modules of a layer, in one order, and the modules."""
     own = layer._modules
-    names, found = [*own], [*own.values()]
-    for one in (own.get("self_attn"), own.get("mlp")):
-        if one is not None:
-            names += one._modules
-            found += one._modules.values()
-    return names, [one for one in found if one is not None]
+    names, modules = [*own], [*own.values()]
+    for part in (own.get("self_attn"), own.get("mlp")):
+        if part is not None:
+            names += part._modules
+            modules += part._modules.values()
+    return names, [module for module in modules if module is not None]
 
 
 def _weights_of(modules: Sequence[nn.Module]) -> list[object]:
-    found: list[object] = []
-    for one in modules:
-        found += one._parameters.values()
-    return found
+    weights: list[object] = []
+    for module in modules:
+        weights += module._parameters.values()
+    return weights
 
 
 def _norm(norm: FusedNorm) -> layers.Norm:
@@ -246,7 +246,9 @@ class FusedLayer(nn.Module):
             calls = vars(self)["_calls"] = FusedCalls(self, parts)
             weights = calls.weights(self)
         more = (kwargs[name] for name in kwargs.keys() - _KNOWN)
-        if angles[0].shape[-1] != attention.head_dim or not all(one is None or one is False for one in more):
+        if angles[0].shape[-1] != attention.head_dim or not all(
+            argument is None or argument is False for argument in more
+        ):
             return None  # only part of each head is rotated, or the layer is told what it was not in its trial
         mask, out, known = kwargs.get("attention_mask"), None, calls
         if self._repeated is not None and is_known(attention, **self._told):
@@ -268,7 +270,7 @@ class FusedLayer(nn.Module):
 def copied(layer: nn.Module) -> nn.Module:
     """A copy of a decoder layer with the same weights."""
     same: list[Any] = [*layer.parameters(), *layer.buffers(), getattr(layer.self_attn, "config", None)]
-    return copy.deepcopy(layer, {id(one): one for one in same})
+    return copy.deepcopy(layer, {id(shared): shared for shared in same})
 
 
 def fuse_layer(layer: nn.Module) -> bool:
@@ -288,7 +290,7 @@ def fuse_layer(layer: nn.Module) -> bool:
 def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
     """Whether a layer has no weights but those of its parts: others may be changed after the trial."""
     norms = [norm for norm in (parts.first, parts.second, *parts.heads) if norm is not None]
-    known = {id(weight) for one in (*norms, *parts.qkv, parts.output, *parts.gated) for weight in one.parameters()}
+    known = {id(weight) for part in (*norms, *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()}
     return known == {id(weight) for weight in (*layer.parameters(), *layer.buffers())}
 
 

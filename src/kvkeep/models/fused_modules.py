@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from kvkeep.backends import small
+from kvkeep.backends import choose, small
 
 FORMATS = (torch.float32, torch.bfloat16)
 _TIMED_BYTES = 256 * 2**20
@@ -87,7 +87,7 @@ def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Mo
     """
     sample: list[nn.Linear] = []
     for layer in layers:
-        if sample and sum(one.weight.nbytes for one in [*sample, layer]) > _TIMED_BYTES:
+        if sample and sum(timed.weight.nbytes for timed in [*sample, layer]) > _TIMED_BYTES:
             break
         sample.append(layer)
     inputs = [layer.weight.new_ones(rows, 1, layer.in_features) for layer in sample]
@@ -259,3 +259,46 @@ def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
         names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         _MIXED[mixin, kind] = type(f"Fused{kind.__name__}", (mixin, kind), names)
     return _MIXED[mixin, kind]
+
+
+# Which modules may be fused; and linear layers alone, whose products torch computes slowly in some dtypes.
+
+
+def fuse_if_slow(model: nn.Module) -> int:
+    """Fuse the linear layers alone whose dtype is slow in torch on this processor; return how many they are.
+
+    All their products are faster then, those of prompts above all. Hooks of every module are still called.
+    """
+    linear = [layer for layer in fusable(open_modules(model)) if is_still(layer) and small.slow(layer.weight.dtype)]
+    fuse_linear(linear)
+    return len(linear)
+
+
+def fusable(modules: Iterable[nn.Module]) -> list[nn.Linear]:
+    """Return the plain linear layers whose weights the kernel can read."""
+    return [module for module in modules if type(module) is nn.Linear and is_kernels(module.weight)]
+
+
+def fuse_linear(layers: list[nn.Linear]) -> None:
+    """Make linear layers fused ones, in place."""
+    for layer in layers:
+        layer.__class__ = FusedLinear
+
+
+def open_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules but those within compiled ones."""
+    compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
+    return (module for module in model.modules() if id(module) not in compiled)
+
+
+def is_still(module: nn.Module) -> bool:
+    """Whether a module is in evaluation mode, and nobody listens to it or has replaced its ``forward``."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not (module.training or any(hooks) or "forward" in vars(module))
+
+
+def is_kernels(weight: object) -> bool:
+    """Whether the kernel can read a weight, and this processor has the kernel."""
+    if type(weight) is not nn.Parameter or weight.dtype not in TOLERANCE or not weight.is_contiguous():
+        return False
+    return weight.is_cpu and choose(weight.device, weight.dtype).small

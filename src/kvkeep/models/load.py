@@ -11,9 +11,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.models import tensor_parallel, tiny
 from kvkeep.models.attention import attach
+from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import (
     cached_if_unreachable,
@@ -45,9 +46,10 @@ from kvkeep.models.files import (
     no_conversion_service,
     optional,
 )
-from kvkeep.models.prepare import fuse_if_slow
+from kvkeep.models.fused_modules import fuse_if_slow
 from kvkeep.models.quantized_weights import check_format, check_readable, options
 from kvkeep.models.support import auto_class, generates_text, try_out
+from kvkeep.models.tokenization import Writer
 
 # The model's ``generation_config.json``: which of its settings kvkeep uses.
 #
@@ -137,37 +139,6 @@ def _listed(values: dict[str, object]) -> str:
     """Names and values, separated by commas."""
     parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
     return ", ".join(parts)
-
-
-Model: TypeAlias = PreTrainedModel
-Tokenizer: TypeAlias = PreTrainedTokenizerBase
-"""Names for rooms that do not import transformers."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model that kvkeep can run, before its weights are read.
-
-    Attributes:
-        name: hub name or folder.
-        config: the model's configuration.
-        tokenizer: the model's tokenizer.
-        position_limit: positions in a table of learned ones; ``None`` if there is no such table.
-        allow_pickle: whether weights may come from files that are not safetensors.
-        parameters: number of parameters that the configuration describes; 0 if unknown.
-    """
-
-    name: str
-    config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    position_limit: int | None
-    allow_pickle: bool
-    parameters: int = 0
-
-    @property
-    def trained_length(self) -> int | None:
-        """The number of positions that the model was trained for; ``None`` if its configuration does not say."""
-        return trained_length(self.config)
 
 
 def load(
@@ -358,12 +329,6 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
         return attach(skeleton)
 
 
-def trained_length(config: PreTrainedConfig) -> int | None:
-    """The number of positions that a model was trained for; ``None`` if its configuration does not say."""
-    length: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return length
-
-
 def position_limit(model: PreTrainedModel) -> int | None:
     """The number of positions in a table of learned ones; ``None`` if the model has no such table.
 
@@ -458,7 +423,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
     parts = _layers(model)
 
     def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
-        states = made if isinstance(made, Tensor) else next((one for one in made if isinstance(one, Tensor)), None)
+        states = made if isinstance(made, Tensor) else next((part for part in made if isinstance(part, Tensor)), None)
         if states is not None and states.dim() == 3 and states.shape[1] > 1:
             on_read(states.shape[0] * states.shape[1] / len(parts))
 
@@ -475,3 +440,22 @@ def _layers(model: Model) -> Sequence[nn.Module]:
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
     return next((list(part) for part in lists if len(part) == count), [])
+
+
+def with_random_weights(writer: Writer, seed: int) -> Writer:
+    """A model of the same architecture, dtype and device with untrained weights, as a control for findings.
+
+    Args:
+        writer: the model.
+        seed: the same seed draws the same weights; torch's global generator stays as it was.
+
+    Raises:
+        InputError: the device's memory is too small for a second model.
+    """
+    with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
+        torch.manual_seed(seed)
+        config = copy.deepcopy(writer.model.config)
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
+        torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
+    fuse_if_slow(attach(model.eval()))
+    return replace(writer, model=model)

@@ -59,7 +59,7 @@ class OutputOf:
     def _linear(self, dim: int) -> nn.Module | None:
         """The projection; ``None`` if there is none that can be read."""
         width = self._heads * dim
-        return next((one for one in _candidates(self._module) if _readable(one) and _taken(one) == width), None)
+        return next((part for part in _candidates(self._module) if _readable(part) and _taken(part) == width), None)
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:

@@ -7,14 +7,12 @@ import functools
 import inspect
 import re
 import statistics
-from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from kvkeep.backends import choose, small
+from kvkeep.backends import small
 from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
 from kvkeep.models.fused_modules import (
-    TOLERANCE,
     FusedGate,
     FusedLinear,
     FusedLinears,
@@ -22,7 +20,12 @@ from kvkeep.models.fused_modules import (
     PackedLinear,
     agrees,
     faster,
+    fusable,
+    fuse_linear,
+    is_kernels,
+    is_still,
     mixed,
+    open_modules,
     pack_weights,
 )
 
@@ -56,39 +59,20 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
             products to torch if it is as fast.
         products: whether linear layers and feed-forward layers are changed, too, and not norms alone.
     """
-    modules = [module for module in _open(model) if _is_still(module) and not isinstance(module, _MIXINS)]
+    modules = [module for module in open_modules(model) if is_still(module) and not isinstance(module, _MIXINS)]
     norms = [module for module in modules if _fuse_norm(module)]
     if not products:
         return len(norms)
-    linear = _fusable(modules)
+    linear = fusable(modules)
     known = any(isinstance(module, FusedLinear) for module in modules)
     if not known and (not linear or (if_faster and not _pays(model, linear, rows))):
         return len(norms)
-    _fuse_linear(linear)
+    fuse_linear(linear)
     gates = [module for module in modules if _fuse_gate(module)]
     for module in modules:
         _join(module)
     layers = [module for module in modules if fuse_layer(module)]
     return len(norms) + len(linear) + len(gates) + len(layers)
-
-
-def fuse_if_slow(model: nn.Module) -> int:
-    """Fuse the linear layers alone whose dtype is slow in torch on this processor; return how many they are.
-
-    All their products are faster then, those of prompts above all. Hooks of every module are still called.
-    """
-    linear = [layer for layer in _fusable(_open(model)) if _is_still(layer) and small.slow(layer.weight.dtype)]
-    _fuse_linear(linear)
-    return len(linear)
-
-
-def _fusable(modules: Iterable[nn.Module]) -> list[nn.Linear]:
-    return [module for module in modules if type(module) is nn.Linear and _is_ours(module.weight)]
-
-
-def _fuse_linear(layers: list[nn.Linear]) -> None:
-    for layer in layers:
-        layer.__class__ = FusedLinear
 
 
 def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
@@ -113,8 +97,8 @@ def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
     """
     sample: list[nn.Module] = []
     size = 0
-    decoders = (module for module in _open(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()
-    for layer in (module for module in decoders if all(map(_is_still, module.modules()))):
+    decoders = (module for module in open_modules(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()
+    for layer in (module for module in decoders if all(map(is_still, module.modules()))):
         size += sum(weight.nbytes for weight in layer.parameters())
         if sample and size > _TIMED_BYTES:
             break
@@ -178,7 +162,7 @@ def prepare(
 
 def _fuse_by_products(model: nn.Module, rows: int) -> int:
     """Fuse a model, and its products if they alone are faster."""
-    linear = _fusable(module for module in _open(model) if _is_still(module))
+    linear = fusable(module for module in open_modules(model) if is_still(module))
     return fuse_modules(model, rows, products=bool(linear) and _products_pay(linear, rows))
 
 
@@ -197,32 +181,13 @@ def _twin(layer: nn.Linear) -> nn.Module:
     return twin
 
 
-def _open(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules but those within compiled ones."""
-    compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
-    return (module for module in model.modules() if id(module) not in compiled)
-
-
-def _is_still(module: nn.Module) -> bool:
-    """Whether a module is in evaluation mode, and nobody listens to it or has replaced its ``forward``."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not (module.training or any(hooks) or "forward" in vars(module))
-
-
-def _is_ours(weight: object) -> bool:
-    """Whether the kernel can read a weight, and this processor has the kernel."""
-    if type(weight) is not nn.Parameter or weight.dtype not in TOLERANCE or not weight.is_contiguous():
-        return False
-    return weight.is_cpu and choose(weight.device, weight.dtype).small
-
-
 def _fuse_norm(module: nn.Module) -> bool:
     """Fuse a norm if it is one: with one vector of weights, that are multiplied as they are or plus 1."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(epsilon, float) or len(module._parameters) != 1 or any(module.children()):
         return False
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or not _is_ours(weight):
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or not is_kernels(weight):
         return False
     for plus in (0.0, 1.0):
         kernel = functools.partial(small.norm, weight=weight, epsilon=epsilon, plus=plus)

@@ -153,5 +153,5 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 def weight_bytes(model: nn.Module) -> int:
     """The bytes that a model's weights take in memory, shared ones counted once."""
-    tensors = (part for one in (*model.parameters(), *model.buffers()) for part in parts(one))
+    tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in parts(tensor))
     return sum(tensor.nbytes for tensor in tensors)

@@ -19,8 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvkeep.cache.bounded_cache import BoundedCache, handing_cache
-from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, handed, state_part, taken_as
+from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, handed, handing_cache, state_part, taken_as
 from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.head_sharding import ALONE, Heads
@@ -105,24 +104,6 @@ def check_split(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers that keep a state, and kvkeep does not follow how it is split over "
             "processes. Run it in one process."
-        )
-
-
-def check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
-    """Refuse a cache that does not know over how many processes a model is split.
-
-    Args:
-        cache: the cache.
-        config: the model's configuration.
-
-    Raises:
-        InputError: the cache was made from another configuration.
-    """
-    heads = Heads.of(config)
-    if any(layer.heads != heads for layer in cache.bounded_layers().values()):
-        raise InputError(
-            f"The heads of the model are shared by {heads.ranks} processes, and the cache was made from another "
-            "configuration. Make it from that of the loaded model: BoundedCache(model.config, ...)."
         )
 
 

@@ -85,7 +85,7 @@ def advised(model: nn.Module) -> int:
     import torch
 
     most = torch.get_num_threads()
-    if os.environ.get("OMP_NUM_THREADS") or any(one.device.type != "cpu" for one in model.parameters()):
+    if os.environ.get("OMP_NUM_THREADS") or any(weight.device.type != "cpu" for weight in model.parameters()):
         return most
     from kvkeep.models.quantized_weights import weight_bytes
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +15,10 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError
-from kvkeep.models.attention import attach
 from kvkeep.models.chat_templates import fill
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained
-from kvkeep.models.load import Checkpoint
-from kvkeep.models.prepare import fuse_if_slow
-from kvkeep.models.support import auto_class
 
 
 def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
@@ -90,7 +86,9 @@ def encode_next(
     for message in new:
         _check_text(message["content"])
     known = [message["content"] for message in (*before, *new)]
-    mark = next(text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in one for one in known))
+    mark = next(
+        text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in text_before for text_before in known)
+    )
     text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new], tools)
     if text.count(mark) != 1:
         raise InputError(
@@ -188,22 +186,3 @@ class Writer:
     def show_token(self, token_id: int) -> str:
         """The text of one token, also of a special one; half a character is shown as U+FFFD."""
         return str(self.checkpoint.tokenizer.decode([token_id]))
-
-
-def with_random_weights(writer: Writer, seed: int) -> Writer:
-    """A model of the same architecture, dtype and device with untrained weights, as a control for findings.
-
-    Args:
-        writer: the model.
-        seed: the same seed draws the same weights; torch's global generator stays as it was.
-
-    Raises:
-        InputError: the device's memory is too small for a second model.
-    """
-    with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
-        torch.manual_seed(seed)
-        config = copy.deepcopy(writer.model.config)
-        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
-        torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
-    fuse_if_slow(attach(model.eval()))
-    return replace(writer, model=model)

@@ -73,7 +73,7 @@ class _Modules:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._found = [(weakref.ref(one), _children(one)) for one in model.modules()]
+        self._found = [(weakref.ref(module), _children(module)) for module in model.modules()]
 
     def key(self) -> list[object] | None:
         """The name, address and version of every parameter; ``None`` if modules were added, removed or replaced."""

@@ -17,6 +17,7 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai.messages import BY_WORDS, ParameterError, ToolUse, messages_of, short, whole_text
 from kvkeep.openai.tools import Tools, tools_of
+from kvkeep.parameters import LOGIT_BIAS, REQUEST_CACHE_PARAMETERS, SAMPLING_PARAMETERS
 from kvkeep.pins import spans
 
 # The form of an answer in OpenAI's and vLLM's words: ``response_format`` and ``structured_outputs``.
@@ -74,16 +75,16 @@ MOST_CHOICES = 128
 Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 """A text to continue as it is, token ids, or the messages of a conversation."""
 
-_WHOLE, _NUMBER, _FLAG, _TEXT = (int,), (int, float), (bool,), (str,)
+_WHOLE, _FLAG, _TEXT = (int,), (bool,), (str,)
+_OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _COMMON: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "n", "seed", "top_k", "budget"), _WHOLE),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), _NUMBER),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
+    **{_OTHER_NAMES.get(name, name): parameter.json_types for name, parameter in SAMPLING_PARAMETERS.items()},
+    **{parameter.name: parameter.json_types for parameter in REQUEST_CACHE_PARAMETERS},
+    "n": _WHOLE,
     **dict.fromkeys(("stream", "ignore_eos"), _FLAG),
-    **dict.fromkeys(("model", "policy", "user"), _TEXT),
+    **dict.fromkeys(("model", "user"), _TEXT),
     "stop": (str, list),
-    "pins": (list,),
-    **dict.fromkeys(("logit_bias", "stream_options", "response_format", "structured_outputs"), (dict,)),
+    **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
 }
 _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     CHAT: {
@@ -288,7 +289,7 @@ def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
     for token, added in found.items():
         if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
             raise ParameterError("logit_bias", f"has {short(token)} in place of a token id")
-        if isinstance(added, bool) or not isinstance(added, int | float) or not -100 <= added <= 100:
+        if isinstance(added, bool) or not isinstance(added, int | float) or not LOGIT_BIAS.allows(added):
             raise ParameterError("logit_bias", f"adds {short(added)} to a logit; give a number from -100 to 100")
     return {"logit_bias": {int(token): added for token, added in found.items()}}
 

@@ -14,8 +14,9 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer import Layer
 from kvkeep.errors import KVKeepError, UnsupportedModelError
+from kvkeep.models.checkpoint import trained_length
 from kvkeep.models.files import cached_if_unreachable, locate
-from kvkeep.models.load import build_empty, position_limit, read_config, trained_length
+from kvkeep.models.load import build_empty, position_limit, read_config
 from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
 from kvkeep.planning.weight_bytes import Scheme, is_quantized, pack, scheme_of
 

@@ -312,20 +312,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
     """
     chosen = parse(policy) if isinstance(policy, str) else policy
     kinds = [parse_dtype(text) for text in (dtype, weights_dtype or dtype)]
-    for name, tokens in {"context": context, "prefill_chunk": prefill_chunk}.items():
-        if tokens is not None and tokens < 1:
-            raise InputError(f"{name}={tokens} is not above 0; give 1 token or more.")
-    if type(host_rows) is not int or host_rows < 0:
-        raise InputError(f"host_rows={host_rows!r:.40} is no number of sequences that wait in main memory: 0 or more.")
-    counts, sizes = {"rows": rows, "host_rows": host_rows}, {"memory": memory, "weights_memory": weights_memory}
-    for given, most in ((counts, _MOST_ROWS), (sizes, _MOST_BYTES)):
-        for name, number in given.items():
-            if number is not None and number > most:
-                raise InputError(f"{name} is above {most}, more than any machine holds; give fewer.")
-    if weights_memory is not None and weights_memory < 1:
-        raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
-    if bandwidth is not None and not 0 < bandwidth <= _MOST_BYTES:
-        raise InputError(f"bandwidth={bandwidth!r:.40} is no speed: give bytes per second, above 0 and up to 2^63.")
+    _check_tokens(context=context, prefill_chunk=prefill_chunk)
+    _check_machine(rows, host_rows, memory, weights_memory, bandwidth)
     found = model if isinstance(model, Outline) else outline(embedded() if model is None else model)
     length = _context(found, context)
     own = found.dtype or torch.float32
@@ -348,6 +336,38 @@ def plan(  # noqa: PLR0913  each decides about bytes
     made = Plan(setting, *costs, memory=memory, rows=rows, bandwidth=bandwidth, host_rows=host_rows)
     _check_rows(made)
     return made
+
+
+def _check_tokens(**numbers: int | None) -> None:
+    """Refuse numbers of tokens below 1.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name, tokens in numbers.items():
+        if tokens is not None and tokens < 1:
+            raise InputError(f"{name}={tokens} is not above 0; give 1 token or more.")
+
+
+def _check_machine(
+    rows: int | None, host_rows: int, memory: int | None, weights_memory: int | None, bandwidth: float | None
+) -> None:
+    """Refuse numbers that no machine has.
+
+    Raises:
+        InputError: there is one.
+    """
+    if type(host_rows) is not int or host_rows < 0:
+        raise InputError(f"host_rows={host_rows!r:.40} is no number of sequences that wait in main memory: 0 or more.")
+    counts, sizes = {"rows": rows, "host_rows": host_rows}, {"memory": memory, "weights_memory": weights_memory}
+    for given, most in ((counts, _MOST_ROWS), (sizes, _MOST_BYTES)):
+        for name, number in given.items():
+            if number is not None and number > most:
+                raise InputError(f"{name} is above {most}, more than any machine holds; give fewer.")
+    if weights_memory is not None and weights_memory < 1:
+        raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
+    if bandwidth is not None and not 0 < bandwidth <= _MOST_BYTES:
+        raise InputError(f"bandwidth={bandwidth!r:.40} is no speed: give bytes per second, above 0 and up to 2^63.")
 
 
 def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:

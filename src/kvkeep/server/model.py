@@ -12,7 +12,7 @@ from kvkeep.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import fill
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
 from kvkeep.openai.requests import Prompt
 

@@ -394,7 +394,7 @@ class ResponsesRoutes:
         if previous is None:
             return engine.session(policy=body.policy, budget=body.budget)
         # no fork: its random numbers depend on how many forks there were, those of a copy on the seed alone
-        return engine.session(policy=previous.policy, budget=previous.budget, memory=previous.snapshot())
+        return engine.session(policy=previous.policy, budget=previous.budget, snapshot=previous.snapshot())
 
     async def _chunks(
         self, request: HttpRequest, session: Session, turn: Request, answer: ResponseStream

@@ -10,8 +10,10 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from kvkeep import parameters
 from kvkeep.errors import InputError, PolicyError, show_bytes
 from kvkeep.openai.messages import MAX_DEPTH, decoded
+from kvkeep.parameters import Parameter
 from kvkeep.policies.registry import available, parse
 from kvkeep.server.errors import RefusalError, parameter, refusal_of
 from kvkeep.server.settings import ServerSettings
@@ -89,6 +91,11 @@ def _within(least: int | float, most: int | float | None = None, description: st
     return Field(None, description=description, json_schema_extra=cast("dict[str, Any]", limits))
 
 
+def _described(parameter: Parameter, description: str | None = None) -> Any:
+    """A number that may be left out, with the range of a parameter."""
+    return _within(parameter.least or 0, parameter.most, description)
+
+
 class Body(BaseModel):
     """A body."""
 
@@ -108,17 +115,19 @@ class Generating(Body):
     own: ClassVar[tuple[str, ...]] = (*OWN, "structured_outputs")
     model: str | None = None
     max_tokens: int | None = _within(0, description="The most new tokens.")
-    min_tokens: int | None = _within(0, description="No end token and no stop text ends a text with fewer tokens.")
-    temperature: float | None = _within(0, 1000, "0: the likeliest token. By default 1.")
-    top_p: float | None = _within(1e-6, 1)
+    min_tokens: int | None = _within(0, description=parameters.MIN_NEW_TOKENS.help)
+    temperature: float | None = _described(parameters.TEMPERATURE, "0: the likeliest token. By default 1.")
+    top_p: float | None = _described(parameters.TOP_P)
     top_k: int | None = _within(-1)
-    min_p: float | None = _within(0, 1)
-    repetition_penalty: float | None = _within(0.01, 100)
-    presence_penalty: float | None = _within(-2, 2)
-    frequency_penalty: float | None = _within(-2, 2)
-    logit_bias: dict[str, float] | None = Field(None, description="Token id → what is added to its logit.")
+    min_p: float | None = _described(parameters.MIN_P)
+    repetition_penalty: float | None = _described(parameters.REPETITION_PENALTY)
+    presence_penalty: float | None = _described(parameters.PRESENCE_PENALTY)
+    frequency_penalty: float | None = _described(parameters.FREQUENCY_PENALTY)
+    logit_bias: dict[str, float] | None = Field(None, description=parameters.LOGIT_BIAS.help)
     n: int | None = _within(1, 128)
-    seed: int | None = _within(0, 2**63 - 1, "The same seed draws the same tokens. By default another one each time.")
+    seed: int | None = _described(
+        parameters.SEED, "The same seed draws the same tokens. By default another one each time."
+    )
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -128,11 +137,11 @@ class Generating(Body):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="vLLM's: one of json, json_object, regex, choice and grammar."
     )
-    budget: int | None = _within(1, description="Tokens kept per layer and KV head.")
-    keep_ratio: float | None = _within(0, 1, "The budget as a share of the prompt, in (0, 1].")
+    budget: int | None = _described(parameters.BUDGET, "Tokens kept per layer and KV head.")
+    keep_ratio: float | None = _described(parameters.KEEP_RATIO, "The budget as a share of the prompt, in (0, 1].")
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
-    pins: list[Span] | None = Field(None, description="Spans of the prompt's positions that are never evicted.")
-    guard: float | None = _within(0, 1, "The largest share of attention that the prompt's cut may lose.")
+    pins: list[Span] | None = Field(None, description=parameters.PINS.help)
+    guard: float | None = _described(parameters.GUARD, "The largest share of attention that the prompt's cut may lose.")
 
     def openai_fields(self) -> dict[str, Any]:
         """The fields that `kvkeep.openai.requests.read` knows."""

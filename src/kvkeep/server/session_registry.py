@@ -393,7 +393,7 @@ class SessionRegistry:
         """Open a session of the engine."""
         full = _full(owner, name)
         try:
-            made = self._engine.session(name=full, memory=memory, **options)  # type: ignore[arg-type]
+            made = self._engine.session(name=full, snapshot=memory, **options)  # type: ignore[arg-type]
         except BaseException:
             self._leases.give(full)
             raise

@@ -233,7 +233,7 @@ def kept_of(results: Sequence[Result]) -> dict[str, Any]:
     return {
         "kept_tokens": sum(min(result.budget, _seen(result)) for result in results),
         "seen_tokens": sum(map(_seen, results)),
-        "kv_bytes": sum(result.memory.allocated_bytes for result in results),
+        "kv_bytes": sum(result.memory_usage.allocated_bytes for result in results),
         "lost_mass": {
             "prompt": _mean([result.lost_mass.prompt for result in results]),
             "decode": _mean([result.lost_mass.decode for result in results]),

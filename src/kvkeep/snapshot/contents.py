@@ -1,148 +1,28 @@
 """One sequence's memory over all layers, taken out of rows and put back into rows.
 
-`BoundedCache` and the engine's rows hold their blocks in different ways. Both hand them to `take` and `put`.
+A cache and the engine's rows hold their blocks in different ways. Both hand them to `take` and `put`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kvkeep.budget import largest
-from kvkeep.cache.layer import Layer
-from kvkeep.errors import ShapeError, UnsupportedOperationError
+from kvkeep.budget import by_head
+from kvkeep.errors import ShapeError
 from kvkeep.head_sharding import Heads
 from kvkeep.kv.block import Block
 from kvkeep.kv.cascade import Cascade
-from kvkeep.kv.joint_block import check_together, make_room
+from kvkeep.kv.joint_block import PartBlock, divide, store_of
 from kvkeep.kv.memory_usage import bytes_of
-from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.kv.row_copy import Pack, RowCopy, check_row, put_row, take_row
+from kvkeep.kv.row_copy import Pack, RowCopy, check_row, pin_row, put_row, take_row
 from kvkeep.kv.store import inference
 from kvkeep.pins import Spans
+from kvkeep.snapshot.state_copy import StateCopy, check_state, put_state, take_state
 from kvkeep.types import EMPTY
-
-# One row of the layers that have a state of fixed size (state-space, convolution), as transformers stores them.
-
-Place: TypeAlias = tuple[str, int | None]
-"""An attribute of a layer; with a key if the attribute is a dictionary."""
-
-Flag: TypeAlias = bool | int | None
-"""A setting of a layer beside its tensors."""
-
-_TENSORS = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
-"""Tensors of a layer, and the setting that says whether there is one. Later versions of transformers keep several."""
-_SIZE = "conv_kernel_size"
-_FLAGS = (*_TENSORS.values(), "has_previous_state", _SIZE)
-
-
-@dataclass(frozen=True, eq=False)
-class StateCopy:
-    """A copy of one row of a layer with a state. It shares no memory with the layer.
-
-    Attributes:
-        tensors: the layer's tensors without the axis of rows.
-        flags: the settings that say which tensors are in use.
-    """
-
-    tensors: Mapping[Place, Tensor]
-    flags: Mapping[Place, Flag]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy."""
-        return bytes_of(self.tensors.values())
-
-    def to(self, device: torch.device | str) -> StateCopy:
-        """The same state on a device."""
-        return self.each(lambda tensor: tensor.to(device))
-
-    def each(self, tensor: Callable[[Tensor], Tensor]) -> StateCopy:
-        """The same state with other tensors."""
-        return StateCopy({place: tensor(x) for place, x in self.tensors.items()}, self.flags)
-
-
-def take_state(layer: object, row: int, device: torch.device | None = None) -> StateCopy:
-    """Copy one row out of a layer with a state.
-
-    Raises:
-        UnsupportedOperationError: the layer has tensors of a kind that kvkeep does not know.
-    """
-    if strange := [name for name, held in vars(layer).items() if isinstance(held, Tensor) and name not in _TENSORS]:
-        raise UnsupportedOperationError(
-            f"A {type(layer).__name__} of this version of transformers keeps {strange[0]}, which kvkeep cannot copy."
-        )
-    tensors = {place: held for place, held in _entries(layer, _TENSORS) if isinstance(held, Tensor)}
-    copies = {place: held[row].detach().clone().to(device or held.device) for place, held in tensors.items()}
-    return StateCopy(copies, dict(_entries(layer, _FLAGS)))
-
-
-def put_state(layer: object, row: int, rows: int, copy: StateCopy, device: torch.device) -> None:
-    """Overwrite one row of a layer with a state. A layer without tensors gets some for ``rows`` rows first.
-
-    Raises:
-        ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
-    """
-    check_state(layer, copy)
-    for place, flag in copy.flags.items():
-        _assign(layer, place, flag)
-    for place, tensor in copy.tensors.items():
-        held = dict(_entries(layer, _TENSORS))[place]
-        if not isinstance(held, Tensor):
-            held = torch.zeros((rows, *tensor.shape), dtype=tensor.dtype, device=device)
-        elif held.is_inference():  # cannot be written outside of inference mode
-            held = held.clone()
-        held[row] = tensor
-        _assign(layer, place, held)
-    if copy.tensors and getattr(layer, "device", None) is None:  # what transformers sets with the first tensor
-        vars(layer).update(device=device, dtype=next(iter(copy.tensors.values())).dtype)
-
-
-def check_state(layer: object, copy: StateCopy) -> None:
-    """Refuse a copy that does not fit a layer.
-
-    Raises:
-        ShapeError: it has attributes that the layer does not have, or its tensors have other shapes.
-    """
-    known, flags = dict(_entries(layer, _TENSORS)), dict(_entries(layer, _FLAGS))
-    if strange := sorted(str(place[0]) for place in (copy.tensors.keys() - known) | (copy.flags.keys() - flags)):
-        raise ShapeError(f"A state of another kind of layer was given: this one has no {strange[0]!r:.40}.")
-    for (name, key), flag in copy.flags.items():
-        conv = copy.tensors.get(("conv_states", key))
-        wanted = (None if conv is None else conv.shape[-1],) if name == _SIZE else (False, True)
-        if name in _TENSORS.values():
-            wanted = (any(place[1] == key and _TENSORS[place[0]] == name for place in copy.tensors),)
-        if flag not in wanted:
-            raise ShapeError(f"A state says {name}={flag!r:.40}, which does not fit its tensors.")
-    for place, tensor in copy.tensors.items():
-        held = known[place]
-        if isinstance(held, Tensor) and (held.shape[1:], held.dtype) != (tensor.shape, tensor.dtype):
-            raise ShapeError(
-                f"A state has the shape {tuple(tensor.shape)} in {tensor.dtype}, and the layer holds "
-                f"{tuple(held.shape[1:])} in {held.dtype}: they belong to different models or dtypes."
-            )
-
-
-def _entries(layer: object, names: Iterable[str]) -> Iterator[tuple[Place, Any]]:
-    """Attributes of a layer, ``None`` if it does not have them yet; a dictionary gives one entry for each key."""
-    for name in names:
-        value = vars(layer).get(name)
-        if isinstance(value, dict):
-            yield from (((name, key), part) for key, part in value.items())
-        else:
-            yield (name, None), value
-
-
-def _assign(layer: object, place: Place, value: Any) -> None:
-    name, key = place
-    if key is None:
-        setattr(layer, name, value)
-    else:
-        vars(layer)[name][key] = value
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,81 +214,48 @@ def check_beside(contents: Contents, layers: int, states: Mapping[int, object]) 
         check_state(states[number], state)
 
 
-# Blocks with room for rows that are put into them.
+# Layers whose heads share one pool of slots: their copies must fit into it together.
 
 
-@inference
-def new_block(
-    layer: Layer,
-    copies: Sequence[RowCopy],
-    rows: int,
-    *,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-) -> Block:
-    """An empty block for a layer, with at least as many slots as the blocks had from which the copies were taken.
+def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
+    """Divide the pool of a row as the copies need that will be put into it, and pin their spans.
 
-    Args:
-        layer: a layer without a block.
-        copies: what will be put into the block.
-        rows: rows of the block.
-        device: where the block shall be; by default the first copy's device.
-        dtype: the model's, which slots of codes do not show.
+    Does nothing in layers that share no pool.
+    """
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    whole, pins = parts[0].whole, copies[0].pins
+    if (pins or whole.pins is not None) and pin_row(whole, row, pins):
+        for part in parts:
+            part.renew()
+    divide(parts, whole.seen.new_tensor([_budgets(parts, copies)]), slice(row, row + 1))
+
+
+def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
+    """Refuse copies of a row that do not fit into a pool together. Each of them has passed `check_row`.
 
     Raises:
-        ShapeError: the copies come from a store that is not the default one, or there is no memory for the block.
+        ShapeError: the pool has fewer slots.
     """
-    tensors = copies[0].tensors
-    if not {"store.keys", "store.values"} <= tensors.keys():
-        raise ShapeError("Rows of another store than the default one need a cache that holds such a store already.")
-    keys, values = (tensor.to(device).expand(rows, -1, -1, -1) for tensor in layer.like(copies[0], dtype))
-    budget = largest(layer.budgets)
-    try:
-        block = layer.new_block(keys, values)
-        _widen(block, layer, copies)
-    except (MemoryError, RuntimeError) as error:
-        raise ShapeError(f"There is no memory for {rows} rows with a budget of {budget} tokens.") from error
-    return block
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    numbers, room = _budgets(parts, copies), store_of(parts[0]).entries.shape[1] - 1
+    if (needed := sum(numbers) + len(numbers)) > room:  # of each head, one slot is for the next token
+        raise ShapeError(f"A row of {needed} slots in all layers was given to a block that has {room} for them.")
 
 
-def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
-    """Give a block the slots per head of the blocks that copies were taken from, at most what its budget allows.
-
-    A pool has room for every division of the budget already.
-    """
-    if not isinstance(block.store, PooledStore):
-        block.widen(min(largest(layer.budgets) + 1, max(copy.capacity for copy in copies)))
+def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[PartBlock], list[RowCopy]]:
+    """Return the layers that share a pool, and the copies for them. There may be others among them."""
+    pairs = [(block, copy) for block, copy in zip(blocks, copies, strict=True) if isinstance(block, PartBlock)]
+    return [part for part, _ in pairs], [copy for _, copy in pairs]
 
 
-@inference
-def blocks_for(
-    layers: Sequence[Layer], contents: Sequence[Contents], rows: int, *, dtype: torch.dtype | None = None
-) -> list[Block]:
-    """The block of each layer, with enough slots for what will be put in; a new one for a layer that has none.
-
-    A new block is not yet the layer's own.
-
-    Args:
-        layers: the layers with slots.
-        contents: what will be put in.
-        rows: rows of a new block.
-        dtype: the model's, for a new block whose slots hold codes.
-
-    Raises:
-        ShapeError: the contents have another number of layers.
-    """
-    blocks = []
-    for i, layer in enumerate(layers):
-        copies = [one.layers[i] for one in contents if len(one.layers) == len(layers)]
-        if len(copies) < len(contents):
-            raise ShapeError(f"It does not have {len(layers)} layers with slots, as this model has.")
-        if not layer.allocated:
-            blocks.append(new_block(layer, copies, rows, dtype=dtype))
-            continue
-        if any(max(copy.used, copy.most + 1) > layer.block.store.capacity for copy in copies):
-            _widen(layer.block, layer, copies)
-        blocks.append(layer.block)
-    return blocks
+def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
+    """Return the budgets of the heads of all layers, in order."""
+    heads = blocks[0].lost.shape[1]
+    return [number for each in by_head([copy.budget for copy in copies], heads) for number in each]
 
 
 # Memory of a model that is split over processes: a copy with all heads, and this process's heads of one.

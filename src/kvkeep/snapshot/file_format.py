@@ -12,34 +12,23 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.errors import InputError
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.pins import Spans, spans
 from kvkeep.result_files import parse
-from kvkeep.snapshot.contents import Contents, Flag, Place
 from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
+from kvkeep.snapshot.state_copy import Flag, Place
 
 # The layout of a snapshot's file: names, dtypes, and the description in the header.
 #
 # A file is safetensors. Its metadata has one entry, ``kvkeep``, a JSON object: the fingerprint, and for each layer the
 # numbers that need no tensor. Only occupied slots are stored; a bit for each slot up to the last occupied one says
 # which these are. ``docs/sessions.md`` draws the layout.
-
-
-class FileParts(NamedTuple):
-    """Everything that a file holds, see `kvkeep.Snapshot`."""
-
-    contents: Contents
-    fingerprint: Fingerprint
-    tokens: Int[Tensor, " n"] | None
-    pending: int
-    note: Mapping[str, Any]
 
 
 KEY = "kvkeep"
@@ -162,7 +151,7 @@ def read_header(file: IO[bytes], size: int) -> Header:
     except ValueError as error:
         raise NotASnapshotError(f"its description cannot be read ({error!s:.80})") from error
     check(isinstance(about, dict), "its description is no JSON object")
-    entries = {name: _entry(name, one) for name, one in found.items()}
+    entries = {name: _entry(name, described) for name, described in found.items()}
     _check_cover(entries, size - 8 - length)
     return Header(about, entries, 8 + length)
 
@@ -297,7 +286,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
 def _is_a(value: object, kind: Any) -> bool:
     """Whether a value has the type of a part of a fingerprint. Texts may not be long."""
     if isinstance(value, tuple):
-        weights = all(isinstance(one, float | int) and not isinstance(one, bool) for one in value)
+        weights = all(isinstance(weight, float | int) and not isinstance(weight, bool) for weight in value)
         return weights and len(value) <= _MOST_LAYERS and kind == str | tuple[float, ...]
     kinds = typing.get_args(kind) or (kind,)
     return type(value) in kinds and not (isinstance(value, str) and len(value) > _LONGEST)
@@ -312,7 +301,7 @@ def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
     found = about.get("layers")
     check(isinstance(found, list) and 0 < len(found) <= _MOST_LAYERS, "it describes no layers")
     assert isinstance(found, list)
-    layers = [_layer(one, f"layer {number}") for number, one in enumerate(found)]
+    layers = [_layer(described, f"layer {number}") for number, described in enumerate(found)]
     check(len({layer.numbers["seen"] for layer in layers}) == 1, "its layers have seen different numbers of tokens")
     return layers
 
@@ -326,7 +315,7 @@ def _layer(found: object, shown: str) -> LayerDescription:
     budget = found.get("budget")
     if isinstance(budget, list):
         check(len(budget) == heads, f"{shown} has {len(budget)} budgets for {heads} heads")
-        budget = tuple(whole(one, f"a budget of {shown}", most=_MOST) for one in budget)
+        budget = tuple(whole(number, f"a budget of {shown}", most=_MOST) for number in budget)
     else:
         budget = whole(budget, f"the budget of {shown}", least=1, most=_MOST)
     try:

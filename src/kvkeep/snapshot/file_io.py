@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int, UInt8
@@ -19,7 +19,7 @@ from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
-from kvkeep.snapshot.contents import Contents, Place, StateCopy
+from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.file_format import (
     KEY,
     LAYER,
@@ -30,7 +30,6 @@ from kvkeep.snapshot.file_format import (
     SHARED,
     STATE,
     TOKENS,
-    FileParts,
     LayerDescription,
     NotASnapshotError,
     TensorEntry,
@@ -45,7 +44,19 @@ from kvkeep.snapshot.file_format import (
     whole,
 )
 from kvkeep.snapshot.fingerprint import Fingerprint
+from kvkeep.snapshot.state_copy import Place, StateCopy
 from kvkeep.types import EMPTY
+
+
+class FileParts(NamedTuple):
+    """Everything that a file holds, see `kvkeep.Snapshot`."""
+
+    contents: Contents
+    fingerprint: Fingerprint
+    tokens: Int[Tensor, " n"] | None
+    pending: int
+    note: Mapping[str, Any]
+
 
 _EXPANSION, _SLACK = 256, 2**20
 """A file may describe slots of at most so many times its own bytes, or this many more."""
@@ -139,7 +150,7 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
     check((bits.dtype, bits.shape) == (torch.uint8, (-(-slots // 8),)), f"{shown} has not one bit for each slot")
     check(1 <= n <= slots, f"{shown} has {n} tokens in {slots} slots")
     check(n <= layer.room, f"{shown} has {n} tokens, more than its budget of {layer.room}")
-    for name in (one for one in entries if is_cut(one, layer.whole)):
+    for name in (name for name in entries if is_cut(name, layer.whole)):
         kind, shape = entries[name].dtype, entries[name].shape
         check(shape[:1] == (n,), f"{shown} has {n} tokens, and its {name} the shape {list(shape)}")
         if name not in ("store.keys", "store.values", *SCALES):

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvkeep.backends import reference
 from kvkeep.cache.eviction import head_budgets, limit
 from kvkeep.cache.layer import Layer
+from kvkeep.cache.row_snapshot import new_block
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import ranking
 from kvkeep.kv.block import empty
@@ -25,7 +26,7 @@ from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.slot_codec import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, Fingerprint, Snapshot, new_block, put, take
+from kvkeep.snapshot import Contents, Fingerprint, Snapshot, put, take
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Queries, Report, Slots, View
 
 

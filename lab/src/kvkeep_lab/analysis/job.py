@@ -13,11 +13,11 @@ from torch import Tensor
 from kvkeep.errors import InputError
 from kvkeep.evals import texts
 from kvkeep.evals.task import Options
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.result_files import as_text
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.measure import Measurement
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 
 DEFAULT_TOKENS = 4096
 """Default number of tokens to read; fewer if the model was trained for fewer."""
@@ -41,7 +41,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Job:
+class AnalysisJob:
     """An analysis, after all checks that need no weights.
 
     Attributes:
@@ -113,7 +113,7 @@ def words(checkpoint: Checkpoint, tokens: Int[Tensor, " n"]) -> tuple[str, ...]:
     return tuple(str(checkpoint.tokenizer.decode([token])) for token in tokens.tolist())
 
 
-def left(job: Job, folder: Folder) -> list[type[Measurement]]:
+def left(job: AnalysisJob, folder: AnalysisFolder) -> list[type[Measurement]]:
     """The measurements of a job that a folder does not hold.
 
     Raises:

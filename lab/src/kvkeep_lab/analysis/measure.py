@@ -109,7 +109,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Claim:
+class ClaimLine:
     """One line of the table of claims.
 
     Attributes:
@@ -214,10 +214,10 @@ class Measurement(abc.ABC):
         """Draw the result. It must be legible without colour: markers, line styles, labels at the lines."""
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """Its lines in the table of claims; by default one line, made from the reading."""
         found = cls.reading(result)
-        return (Claim(cls.title, cls.source, found.paper, found.here, found.verdict),)
+        return (ClaimLine(cls.title, cls.source, found.paper, found.here, found.verdict),)
 
 
 class Skipped(Exception):  # noqa: N818  no error: the run goes on

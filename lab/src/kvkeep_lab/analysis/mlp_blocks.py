@@ -32,7 +32,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Trace:
+class CallTrace:
     """The calls inside one decoder layer since it was entered.
 
     Attributes:
@@ -91,11 +91,11 @@ class _Layer:
     take: Callable[[Mlp], object]
     refuse: Callable[[str], object]
     seen: int = 0
-    trace: Trace = field(default_factory=Trace)
+    trace: CallTrace = field(default_factory=CallTrace)
 
     def finish(self, made: Tensor) -> None:
         """Show the layer's block and forget the trace; called when the layer returns."""
-        trace, self.trace = self.trace, Trace()
+        trace, self.trace = self.trace, CallTrace()
         try:
             residual, output = find_block(trace, made)
         except NotUnderstood as reason:
@@ -115,7 +115,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
     return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
 
 
-def find_block(trace: Trace, made: Tensor) -> tuple[Tensor, Tensor]:
+def find_block(trace: CallTrace, made: Tensor) -> tuple[Tensor, Tensor]:
     """The residual stream that enters a layer's MLP block, before its norm, and the block's contribution to it.
 
     Args:
@@ -135,7 +135,7 @@ def find_block(trace: Trace, made: Tensor) -> tuple[Tensor, Tensor]:
     return residual, output
 
 
-def _ends(trace: Trace) -> tuple[Tensor, Tensor]:
+def _ends(trace: CallTrace) -> tuple[Tensor, Tensor]:
     """Input and output of the block itself."""
     for call in reversed(trace.children):
         if is_activation(call.module):
@@ -145,7 +145,7 @@ def _ends(trace: Trace) -> tuple[Tensor, Tensor]:
     raise NotUnderstood("its layers have no MLP block with an activation function of its own")
 
 
-def _around(trace: Trace, activation: Call) -> tuple[Tensor, Tensor]:
+def _around(trace: CallTrace, activation: Call) -> tuple[Tensor, Tensor]:
     """Input and output of a block whose two projections are direct children of the layer."""
     given = [call.given for call in trace.children if call.made is activation.given]
     made = [call.made for call in trace.children if call.given is activation.made]
@@ -158,7 +158,7 @@ def _close(one: Tensor, other: Tensor, scale: Tensor) -> bool:
     return bool((one - other).float().norm() <= _TOLERANCE * scale.float().norm())
 
 
-def _units(trace: Trace, rows: int) -> Tensor | None:
+def _units(trace: CallTrace, rows: int) -> Tensor | None:
     """The activations, if one function saw every token exactly once."""
     if len(trace.activations) != 1:
         return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep import plots
-from kvkeep_lab.analysis.measure import Claim, Measurement, Reading, Verdict
+from kvkeep_lab.analysis.measure import ClaimLine, Measurement, Reading, Verdict
 from kvkeep_lab.analysis.recommend import Advice
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {
@@ -66,7 +66,7 @@ def section(kind: type[Measurement], record: Mapping[str, Any], *, pictures: boo
     return Section(kind, kind.reading(result), None, drawn)
 
 
-def html(run: Mapping[str, Any], sections: Sequence[Section], claims: Sequence[Claim], advice: Advice) -> str:
+def html(run: Mapping[str, Any], sections: Sequence[Section], claims: Sequence[ClaimLine], advice: Advice) -> str:
     """The whole page.
 
     Args:
@@ -101,7 +101,7 @@ def _head(title: str, run: Mapping[str, Any]) -> str:
     )
 
 
-def _in_short(advice: Advice, claims: Sequence[Claim]) -> str:
+def _in_short(advice: Advice, claims: Sequence[ClaimLine]) -> str:
     """A summary for readers in a hurry."""
     counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in _SIGNS}
     said = escape(advice.short)
@@ -147,7 +147,7 @@ def _verdict(verdict: Verdict) -> str:
     return f'<span class="verdict {name}">{sign}</span>'
 
 
-def _table(claims: Sequence[Claim]) -> str:
+def _table(claims: Sequence[ClaimLine]) -> str:
     heads = ("claim", "on their models", "this model", "verdict")
     rows = []
     for claim in claims:

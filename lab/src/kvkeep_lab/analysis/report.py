@@ -15,10 +15,22 @@ from typing import Any
 
 from kvkeep import plots
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.result_files import MANIFEST, Results, check_same, command, finite, read_object
+from kvkeep.result_files import (
+    MANIFEST,
+    Results,
+    Schema,
+    check_same,
+    command,
+    finite,
+    first_fault,
+    list_of,
+    read_object,
+    text_value,
+    whole_number,
+)
 from kvkeep_lab.analysis import page
 from kvkeep_lab.analysis.groups import MEASUREMENTS
-from kvkeep_lab.analysis.measure import Claim, Measurement, Reading
+from kvkeep_lab.analysis.measure import ClaimLine, Measurement, Reading
 from kvkeep_lab.analysis.recommend import Advice, advise
 
 PAGE = "index.html"
@@ -34,8 +46,12 @@ _SAME = {
     "n_tokens": "the number of tokens",
     "seed": "the seed",
 }
-_NUMBERS = ("n_tokens", "n_layers", "n_heads", "n_kv_heads", "seed")
-_TEXTS = ("model", "weights", "dtype", "device", "text_name", "text", "kvkeep", "torch", "transformers", "python")
+_RUN: Schema = {
+    **dict.fromkeys(("n_tokens", "n_layers", "n_heads", "n_kv_heads", "seed"), whole_number(least=None)),
+    **dict.fromkeys(("model", "weights", "dtype", "device", "text_name", "text"), text_value()),
+    **dict.fromkeys(("kvkeep", "torch", "transformers", "python"), text_value()),
+    "notes": list_of(text_value()),
+}
 _REMEDY = "Restore it, or choose another `output` folder."
 _LONGEST = 200
 
@@ -43,7 +59,7 @@ AGAIN = "Remove it, and the same command measures it again."
 """The remedy for a damaged file of a measurement."""
 
 
-class Folder(Results):
+class AnalysisFolder(Results):
     """Finished measurements, read from a folder and added to it.
 
     Args:
@@ -94,14 +110,8 @@ class Folder(Results):
         if found is None or found.get("kind") != KIND:
             make = command("kvkeep analyze --text FILE --output", self.path)
             raise InputError(f"{self.path} holds no analysis. Make one with {make}.")
-        notes = found.get("notes")
-        wrong = [name for name in _NUMBERS if type(found.get(name)) is not int]
-        wrong += [name for name in _TEXTS if not isinstance(found.get(name), str)]
-        wrong += ["notes"] * (not isinstance(notes, list) or not all(isinstance(note, str) for note in notes))
-        if wrong:
-            raise InputError(
-                f"{self.path / MANIFEST} does not say what was run: {wrong[0]!r} is missing or damaged. {_REMEDY}"
-            )
+        if (wrong := first_fault(found, _RUN)) is not None:
+            raise InputError(f"{self.path / MANIFEST} does not say what was run: {wrong}. {_REMEDY}")
         return found
 
     def record(self, name: str, version: int) -> dict[str, Any] | None:
@@ -134,8 +144,8 @@ class Folder(Results):
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def _line(text: str, source: str, paper: str, where: str) -> Claim:
-    return Claim(text, source, paper, f"not measured here: {where}", "cannot tell")
+def _line(text: str, source: str, paper: str, where: str) -> ClaimLine:
+    return ClaimLine(text, source, paper, f"not measured here: {where}", "cannot tell")
 
 
 ELSEWHERE = (
@@ -174,7 +184,7 @@ ELSEWHERE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class MeasurementFile:
     """A measurement's file, read.
 
     Attributes:
@@ -187,10 +197,10 @@ class Found:
     kind: type[Measurement]
     record: dict[str, Any]
     reading: Reading | None = None
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[ClaimLine, ...] = ()
 
 
-def read(folder: Folder) -> list[Found]:
+def read(folder: AnalysisFolder) -> list[MeasurementFile]:
     """All finished measurements of a folder, in the page's order.
 
     Raises:
@@ -200,18 +210,18 @@ def read(folder: Folder) -> list[Found]:
     return [_read(folder, kind, record) for kind, record in records]
 
 
-def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Found:
+def _read(folder: AnalysisFolder, kind: type[Measurement], record: dict[str, Any]) -> MeasurementFile:
     """One measurement, with everything that is made of its numbers except the picture."""
     if "skipped" in record:
-        return Found(kind, record)
+        return MeasurementFile(kind, record)
     with _undamaged(folder, kind):
         result = record["result"]
         advise({kind.name: result}, "", "")  # the advice of all measurements must not fail
-        return Found(kind, record, kind.reading(result), tuple(kind.claims(result)))
+        return MeasurementFile(kind, record, kind.reading(result), tuple(kind.claims(result)))
 
 
 @contextmanager
-def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) -> Iterator[None]:
+def _undamaged(folder: AnalysisFolder, kind: type[Measurement], *, drawn: bool = False) -> Iterator[None]:
     """Blame the file for every error that its numbers cause: a measurement's own numbers cause none.
 
     Args:
@@ -236,7 +246,7 @@ def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) 
         ) from error
 
 
-def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
+def write(folder: AnalysisFolder) -> tuple[Path, dict[str, Any]]:
     """Write the page, everything as one JSON object, and the pictures if matplotlib is installed.
 
     Returns:
@@ -258,14 +268,16 @@ def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
     return written, folder.write(ALL, _everything(run, found, claims, advice))
 
 
-def _section(folder: Folder, found: Found) -> page.Section:
+def _section(folder: AnalysisFolder, found: MeasurementFile) -> page.Section:
     """The section of a measurement, with its picture."""
     pictures = plots.available()
     with _undamaged(folder, found.kind, drawn=pictures):
         return page.section(found.kind, found.record, pictures=pictures)
 
 
-def _everything(run: dict[str, Any], found: Sequence[Found], claims: Sequence[Claim], advice: Advice) -> dict[str, Any]:
+def _everything(
+    run: dict[str, Any], found: Sequence[MeasurementFile], claims: Sequence[ClaimLine], advice: Advice
+) -> dict[str, Any]:
     measured = {
         one.kind.name: {**one.record, **({} if one.reading is None else {"reading": asdict(one.reading)})}
         for one in found

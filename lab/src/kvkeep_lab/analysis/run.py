@@ -12,10 +12,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.evals.run import fingerprint, versions
-from kvkeep.models.tokenization import Writer, with_random_weights
-from kvkeep_lab.analysis.job import Job, left, words
+from kvkeep.models.load import with_random_weights
+from kvkeep.models.tokenization import Writer
+from kvkeep_lab.analysis.job import AnalysisJob, left, words
 from kvkeep_lab.analysis.measure import Context, Measurement, Mlp, Rows, Skipped, Subject
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.analysis.walk import look, walk
 
 Record: TypeAlias = dict[str, Any]
@@ -25,7 +26,7 @@ OnStage: TypeAlias = Callable[[str, float], object]
 """Called with the name of the current stage and its finished share."""
 
 
-def run(job: Job, writer: Writer, folder: Folder, on_stage: OnStage = lambda what, share: None) -> None:
+def run(job: AnalysisJob, writer: Writer, folder: AnalysisFolder, on_stage: OnStage = lambda what, share: None) -> None:
     """Make every measurement that the folder does not hold yet; each is written as soon as it is finished.
 
     Raises:

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_probe import LayerStep, WholeHistory, probe_cache
 from kvkeep.backends import reference
-from kvkeep.cache.bounded_cache import handing_cache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer_layout import windows_of
-from kvkeep.errors import ShapeError, UnsupportedModelError
+from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.device import enough_memory
-from kvkeep.types import AttentionOptions, Phase
 from kvkeep_lab.analysis.measure import Mlp, Rows
 from kvkeep_lab.analysis.mlp_blocks import Watched
 
@@ -41,65 +40,33 @@ class Sees(Protocol):
         """Take some tokens of one layer's MLP block."""
 
 
-class Shown:
-    """Takes the steps of a layer: keeps everything and hands on the rows of attention of each step.
+class RowReader(WholeHistory):
+    """Stands in for a layer, with full attention in float32, and hands on the rows of attention of each step.
 
     Args:
         number: the layer's number in `Rows`.
         length: tokens of the text.
-        take: called with the rows; ``None`` if nobody reads them.
-
-    Attributes:
-        columns: tokens seen so far.
+        take_rows: called with the rows; ``None`` if nobody reads them.
     """
 
-    _keys: Float[Tensor, "1 Hk n D"]
-    _values: Float[Tensor, "1 Hk n E"]
+    def __init__(self, number: int, *, length: int, take_rows: Callable[[Rows], object] | None):
+        super().__init__(length)
+        self._number, self._take_rows = number, take_rows
 
-    def __init__(self, number: int, *, length: int, take: Callable[[Rows], object] | None):
-        self.columns = 0
-        self._number, self._length, self._take = number, length, take
-
-    def step(
-        self,
-        query: Float[Tensor, "1 Hq T D"],
-        keys: Float[Tensor, "1 Hk T D"],
-        values: Float[Tensor, "1 Hk T E"],
-        *,
-        options: AttentionOptions,
-        phase: Phase,
-        real: Bool[Tensor, "1 T"] | None = None,
+    def attend(
+        self, step: LayerStep, keys: Float[Tensor, "1 Hk S D"], values: Float[Tensor, "1 Hk S E"]
     ) -> Float[Tensor, "1 Hq T E"]:
-        """Attend over all tokens so far, in float32, and hand the rows on.
-
-        Raises:
-            ShapeError: there are more tokens than were announced.
-        """
-        first = self.columns
-        keys, values = self._append(keys, values)
+        """Attend over all tokens so far and hand the rows on."""
+        first = self.columns - step.query.shape[2]
         columns = torch.arange(self.columns, device=keys.device)[None]
-        sees = reference.visible(columns[:, first:], columns[None], options.window)
-        logits = reference.logits(query.float(), keys, sees, options)
-        weights = reference.softmax(logits, options.sinks)
+        sees = reference.visible(columns[:, first:], columns[None], step.options.window)
+        logits = reference.logits(step.query.float(), keys, sees, step.options)
+        weights = reference.softmax(logits, step.options.sinks)
         out: Tensor = (weights @ values[:, :, None]).flatten(1, 2)
-        if self._take is not None:
+        if self._take_rows is not None:
             shown = (weights[0].flatten(0, 1), values[0], logits[0].flatten(0, 1))
-            self._take(Rows(self._number, first, *(tensor.cpu() for tensor in shown)))
-        return out.to(query.dtype)
-
-    def _append(
-        self, keys: Float[Tensor, "1 Hk T D"], values: Float[Tensor, "1 Hk T E"]
-    ) -> tuple[Float[Tensor, "1 Hk S D"], Float[Tensor, "1 Hk S E"]]:
-        """Keep new keys and values, in the model's dtype, and return all in float32."""
-        first, last = self.columns, self.columns + keys.shape[2]
-        if last > self._length:
-            raise ShapeError(f"The walk has room for {self._length} tokens and was given {last}.")
-        if not first:
-            self._keys = keys.new_empty(*keys.shape[:2], self._length, keys.shape[3])
-            self._values = values.new_empty(*values.shape[:2], self._length, values.shape[3])
-        self._keys[:, :, first:last], self._values[:, :, first:last] = keys, values
-        self.columns = last
-        return self._keys[:, :, :last].float(), self._values[:, :, :last].float()
+            self._take_rows(Rows(self._number, first, *(tensor.cpu() for tensor in shown)))
+        return out
 
 
 @dataclass(frozen=True)
@@ -184,9 +151,12 @@ def walk(
         Keys and values of the text, and `walk_bytes`.
     """
     numbers = {index: number for number, index in enumerate(windows_of(model.config))}
-    take = sees.rows if "attention" in reads else None
+    take_rows = sees.rows if "attention" in reads else None
 
-    cache = handing_cache(model.config, lambda index: Shown(numbers[index], length=len(tokens), take=take))
+    def reader(index: int) -> RowReader:
+        return RowReader(numbers[index], length=len(tokens), take_rows=take_rows)
+
+    cache, _ = probe_cache(model.config, reader)
     with Watched(model, numbers if "mlp" in reads else {}, sees.mlp, refuse), enough_memory(model.device):
         for first in range(0, len(tokens), block):
             ids = tokens[None, first : first + block].to(model.device)

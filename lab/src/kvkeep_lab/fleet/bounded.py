@@ -9,13 +9,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvkeep.engine.scheduler import SHARED_TOKENS
-from kvkeep_lab.fleet.device import Device, Job
+from kvkeep_lab.fleet.device import Device, Message
 from kvkeep_lab.fleet.load import Arrivals, Talk
 from kvkeep_lab.fleet.steps import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class DeviceRows:
     """The rows of a device, and where the memories of idle conversations go.
 
     Attributes:
@@ -48,7 +48,7 @@ class Bounded(Device):
         rows: its rows.
     """
 
-    def __init__(self, steps: Steps, arrivals: Arrivals, rows: Rows, *, counted_from: int = 0) -> None:
+    def __init__(self, steps: Steps, arrivals: Arrivals, rows: DeviceRows, *, counted_from: int = 0) -> None:
         super().__init__(steps, arrivals, counted_from=counted_from)
         self._have, self._owed = rows, 0
         self._host: OrderedDict[Talk, None] = OrderedDict()
@@ -74,10 +74,10 @@ class Bounded(Device):
             self.advance([], decode=True)
         self.begin(ready)
 
-    def came(self, talk: Talk, number: int, due: float) -> tuple[Job, float]:
+    def came(self, talk: Talk, number: int, due: float) -> tuple[Message, float]:
         """A session reads what is new, and the last token of the answer before it."""
         turn = talk.turns[talk.done]
-        job = Job(number, talk, due, left=turn.prompt + bool(talk.done), past=max(0, talk.tokens - 1), new=turn.new)
+        job = Message(number, talk, due, left=turn.prompt + bool(talk.done), past=max(0, talk.tokens - 1), new=turn.new)
         self._host.pop(talk, None)
         if talk not in self._disk:
             return job, due
@@ -85,24 +85,24 @@ class Bounded(Device):
         self.log.disk_bytes += self._have.row_bytes
         return job, due + self._have.disk_s
 
-    def end(self, job: Job) -> None:
+    def end(self, job: Message) -> None:
         """Keep the memory of a conversation that goes on."""
         if job.talk.done < len(job.talk.turns):
             self._copy()
             self._put(job.talk)
 
-    def hold(self, job: Job, by: int) -> None:
+    def hold(self, job: Message, by: int) -> None:
         """Rows are as large when they are empty."""
 
     def slots(self) -> float:
         """All slots of the rows: their number does not depend on the tokens that were seen."""
         return float(self.decoding * self._have.slots)
 
-    def seen(self, job: Job) -> int:
+    def seen(self, job: Message) -> int:
         """Tokens that the slots hold."""
         return min(job.past, self._have.slots)
 
-    def _give_row(self, job: Job) -> None:
+    def _give_row(self, job: Message) -> None:
         if job.talk.done:
             self._copy()
         self.admit(job)
@@ -127,9 +127,9 @@ class Bounded(Device):
             return SHARED_TOKENS
         return chunk if waited_for else max(chunk, SHARED_TOKENS)
 
-    def _feed(self, most: int) -> list[tuple[Job, int]]:
+    def _feed(self, most: int) -> list[tuple[Message, int]]:
         """As `Scheduler._feed`: the oldest prompt's next piece, and those of others as long as there are few tokens."""
-        pieces: list[tuple[Job, int]] = []
+        pieces: list[tuple[Message, int]] = []
         for job in self.reading:
             count = job.left if self._have.chunk is None else min(job.left, self._have.chunk)
             if not pieces or count <= most:

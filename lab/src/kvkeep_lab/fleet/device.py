@@ -26,7 +26,7 @@ Progress = Callable[[float], object]
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class Message:
     """A message on its way to its answer.
 
     Attributes:
@@ -52,7 +52,7 @@ class Job:
     began: int = 0
     ends: int = 0
 
-    def __lt__(self, other: Job) -> bool:
+    def __lt__(self, other: Message) -> bool:
         return self.number < other.number
 
 
@@ -113,13 +113,13 @@ class Device(ABC):
 
     def __init__(self, steps: Steps, arrivals: Arrivals, *, counted_from: int = 0) -> None:
         self.now, self.tick, self.decoding = 0.0, 0, 0
-        self.waiting: deque[Job] = deque()
-        self.reading: list[Job] = []
+        self.waiting: deque[Message] = deque()
+        self.reading: list[Message] = []
         self.log = Log()
         self._steps, self._arrivals, self._counted_from = steps, arrivals, counted_from
         self._ratios = itertools.cycle(steps.ratios if isinstance(steps, Fitted) and steps.ratios else (1.0,))
-        self._ends: list[tuple[int, int, Job]] = []
-        self._coming: list[tuple[float, int, Job]] = []
+        self._ends: list[tuple[int, int, Message]] = []
+        self._coming: list[tuple[float, int, Message]] = []
         self._looked = self._late_ones = 0
         self._marks: list[dict[str, float]] = []
 
@@ -161,7 +161,7 @@ class Device(ABC):
         """Admit, run the model, and let the clock go on."""
 
     @abstractmethod
-    def came(self, talk: Talk, number: int, due: float) -> tuple[Job, float]:
+    def came(self, talk: Talk, number: int, due: float) -> tuple[Message, float]:
         """The job of a message, and the second from which on it can be admitted."""
 
     @abstractmethod
@@ -169,18 +169,18 @@ class Device(ABC):
         """Tokens that the decoding sequences attend to in the next decode step."""
 
     @abstractmethod
-    def seen(self, job: Job) -> int:
+    def seen(self, job: Message) -> int:
         """Tokens in memory that the next prompt token of a job attends to."""
 
     @abstractmethod
-    def hold(self, job: Job, by: int) -> None:
+    def hold(self, job: Message, by: int) -> None:
         """Note that a sequence begins to decode (1), or does not decode any more (-1)."""
 
     @abstractmethod
-    def end(self, job: Job) -> None:
+    def end(self, job: Message) -> None:
         """Note that an answer is complete."""
 
-    def advance(self, pieces: list[tuple[Job, int]], *, decode: bool) -> list[Job]:
+    def advance(self, pieces: list[tuple[Message, int]], *, decode: bool) -> list[Message]:
         """Run the model on pieces of prompts and, if asked, on a token of every decoding sequence.
 
         Returns:
@@ -206,7 +206,7 @@ class Device(ABC):
                 ready.append(job)
         return [job for job in ready if self._goes_on(job)]
 
-    def begin(self, jobs: list[Job]) -> None:
+    def begin(self, jobs: list[Message]) -> None:
         """Let sequences that have their first token decode from the next step on."""
         for job in jobs:
             job.began, job.ends = self.tick, self.tick + job.new - job.made
@@ -214,7 +214,7 @@ class Device(ABC):
             self.decoding += 1
             self.hold(job, 1)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: Message) -> None:
         """Let a sequence decode no further."""
         self.decoding -= 1
         self.hold(job, -1)
@@ -228,11 +228,11 @@ class Device(ABC):
         self.log.busy_s += seconds
         self.log.row_s += seconds * self.rows
 
-    def admit(self, job: Job) -> None:
+    def admit(self, job: Message) -> None:
         """Give a row to a job."""
         insort(self.reading, job)
 
-    def _goes_on(self, job: Job) -> bool:
+    def _goes_on(self, job: Message) -> bool:
         """Note the token that follows from the end of a prompt; whether it was not the last."""
         self.reading.remove(job)
         if not job.made:
@@ -244,7 +244,7 @@ class Device(ABC):
         self._finish(job)
         return False
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: Message) -> None:
         self.log.ended += 1
         if job.number >= self._counted_from:
             self.log.first_s.append(job.first - job.arrived)

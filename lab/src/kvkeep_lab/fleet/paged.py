@@ -12,7 +12,7 @@ from bisect import insort
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvkeep_lab.fleet.device import Device, Job
+from kvkeep_lab.fleet.device import Device, Message
 from kvkeep_lab.fleet.load import Arrivals, Talk
 from kvkeep_lab.fleet.steps import Steps
 
@@ -80,7 +80,7 @@ class Paged(Device):
         super().__init__(steps, arrivals, counted_from=counted_from)
         self._have, self._used, self._cached = pages, 0, 0
         self._idle: OrderedDict[Talk, int] = OrderedDict()
-        self._running: list[Job] = []
+        self._running: list[Message] = []
         self._needing = [0] * PAGE
         self._sum = 0
         for talk in arrivals.thinking:
@@ -101,7 +101,7 @@ class Paged(Device):
         self.log.used_bytes = max(self.log.used_bytes, taken)
         self.begin(self.advance(pieces, decode=self.decoding > 0))
 
-    def came(self, talk: Talk, number: int, due: float) -> tuple[Job, float]:
+    def came(self, talk: Talk, number: int, due: float) -> tuple[Message, float]:
         """A turn brings the whole conversation.
 
         Raises:
@@ -111,14 +111,14 @@ class Paged(Device):
         tokens, room = talk.tokens + turn.prompt, self._have.count(1)
         if _pages(tokens + turn.new) > room:
             raise TooLongError(tokens + turn.new, room * PAGE)
-        return Job(number, talk, due, left=tokens, past=0, new=turn.new), due
+        return Message(number, talk, due, left=tokens, past=0, new=turn.new), due
 
-    def hold(self, job: Job, by: int) -> None:
+    def hold(self, job: Message, by: int) -> None:
         """Note its tokens, and when it will need new pages: a step that feeds a token after a full page does."""
         self._needing[(job.began + 1 - job.past) % PAGE] += by
         self._sum += by * (job.past - job.began)
 
-    def end(self, job: Job) -> None:
+    def end(self, job: Message) -> None:
         """Free its pages, or keep the full ones of a conversation that goes on."""
         self._running.remove(job)
         self._used -= _pages(job.past)
@@ -129,7 +129,7 @@ class Paged(Device):
         """All tokens of the decoding sequences, the new ones included."""
         return float(self._sum + (self.tick + 1) * self.decoding)
 
-    def seen(self, job: Job) -> int:
+    def seen(self, job: Message) -> int:
         """All tokens so far."""
         return job.past
 
@@ -143,7 +143,7 @@ class Paged(Device):
         self._used += need
         return interrupted
 
-    def _interrupt(self, job: Job) -> None:
+    def _interrupt(self, job: Message) -> None:
         """Take the pages of a sequence; it waits before all others, and reads everything again."""
         if job.ends:
             self.leave(job)

@@ -19,7 +19,7 @@ from kvkeep.engine.scheduler import MIXED_TOKENS, pace_of
 from kvkeep.errors import InputError
 from kvkeep.planning.cost import full_prompt_bytes, full_step_bytes
 from kvkeep.planning.plan import Plan, plan
-from kvkeep_lab.fleet.bounded import Bounded, Rows
+from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
 from kvkeep_lab.fleet.device import Device, Log, Progress
 from kvkeep_lab.fleet.load import LEAST_RATE, Arrivals, FleetLoad
 from kvkeep_lab.fleet.paged import PAGE, Paged, Pages, TooLongError
@@ -32,7 +32,7 @@ _QUIET = 1e-5
 
 
 @dataclass(frozen=True)
-class Found:
+class FleetResult:
     """What devices of one kind do under a load.
 
     Attributes:
@@ -79,7 +79,7 @@ def plan_for(load: FleetLoad, model: Any = None, *, context: int | None = None, 
     return plan(model, context=context or longest, **options)
 
 
-def bounded(fleet: Fleet, progress: Progress | None = None) -> Found:
+def bounded(fleet: Fleet, progress: Progress | None = None) -> FleetResult:
     """What kvkeep does.
 
     Raises:
@@ -87,7 +87,7 @@ def bounded(fleet: Fleet, progress: Progress | None = None) -> Found:
     """
     made, setting = fleet.plan, fleet.plan.setting
     row_bytes, slots = made.bounded.row_bytes, setting.budget + 1
-    rows = Rows(
+    rows = DeviceRows(
         count=fleet.row_count,
         slots=slots,
         row_bytes=row_bytes,
@@ -108,7 +108,7 @@ def bounded(fleet: Fleet, progress: Progress | None = None) -> Found:
     return replace(found, memory_bytes=made.bounded.peak_bytes(rows.count), row_bytes=row_bytes)
 
 
-def paged(fleet: Fleet, progress: Progress | None = None) -> Found:
+def paged(fleet: Fleet, progress: Progress | None = None) -> FleetResult:
     """What a full cache in pages does in the same memory; without devices, and with the reason, if it cannot."""
     made, setting = fleet.plan, fleet.plan.setting
     shape, size = setting.outline.shape, setting.dtype.itemsize
@@ -127,7 +127,7 @@ def paged(fleet: Fleet, progress: Progress | None = None) -> Found:
         )
     except TooLongError as error:
         reason = f"a conversation reaches {error.tokens} tokens, and a device has room for {error.room}."
-        return Found(None, 0, Log(), carried=False, reason=reason)
+        return FleetResult(None, 0, Log(), carried=False, reason=reason)
     return replace(found, memory_bytes=made.full.weight_bytes + found.log.used_bytes)
 
 
@@ -145,7 +145,7 @@ def _steps(fleet: Fleet, slot_bytes: float) -> Steps:
     )
 
 
-def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progress: Progress | None) -> Found:
+def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progress: Progress | None) -> FleetResult:
     """The smallest number of devices that carries the load, or what is asked for.
 
     A trace is dealt out anew to each number of devices, so a smaller number may happen to bear it although the number
@@ -189,7 +189,7 @@ def _fewest(fleet: Fleet, steps: Steps, rows: int, slots: int) -> int:
 
 def _tried(
     fleet: Fleet, make: Make, devices: int, rows: int, progress: Progress | None, *, whole: bool = False
-) -> Found:
+) -> FleetResult:
     """What happens with a number of devices.
 
     Args:
@@ -208,7 +208,7 @@ def _tried(
         if one.hopeless:
             break
         late_left -= sum(first > fleet.first_token for first in one.first_s)
-    return Found(devices, rows, log, places, _is_carried(fleet, log))
+    return FleetResult(devices, rows, log, places, _is_carried(fleet, log))
 
 
 def _share(progress: Progress, place: int, places: int, part: float) -> None:

@@ -19,7 +19,7 @@ _CHAT, _TEXT = "/chat/completions", "/completions"
 
 
 @dataclass
-class Outcome:
+class RequestOutcome:
     """The outcome of one request: its times, its text's length, and its failure if it had one.
 
     Attributes:
@@ -133,7 +133,7 @@ async def model_of(target: Target) -> str:
 
 async def ask(
     client: httpx.AsyncClient, target: Target, messages: list[dict[str, str]], new_tokens: int, planned: float
-) -> Outcome:
+) -> RequestOutcome:
     """Send one request and read its answer to the end. Failures are part of the outcome.
 
     Args:
@@ -143,7 +143,7 @@ async def ask(
         new_tokens: the most tokens of the answer.
         planned: when it was to be sent.
     """
-    found = Outcome(planned, time.perf_counter())
+    found = RequestOutcome(planned, time.perf_counter())
     url = target.url + (_CHAT if target.chat else _TEXT)
     try:
         async with client.stream("POST", url, json=target.body(messages, new_tokens)) as answer:
@@ -197,7 +197,7 @@ def _shown(body: str) -> str:
     return " ".join(said.split())[:_LONGEST]
 
 
-def _note(found: Outcome, piece: Mapping[str, Any]) -> None:
+def _note(found: RequestOutcome, piece: Mapping[str, Any]) -> None:
     """Take the text and the numbers of a piece.
 
     Raises:

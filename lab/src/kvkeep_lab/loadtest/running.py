@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import httpx
 
-from kvkeep_lab.loadtest.client import Outcome, Target, ask
+from kvkeep_lab.loadtest.client import RequestOutcome, Target, ask
 from kvkeep_lab.loadtest.plan import Arrival
 
 
@@ -19,8 +19,8 @@ async def send(
     arrivals: Sequence[Arrival],
     *,
     sessions: bool = False,
-    ended: Callable[[Outcome], object] = lambda outcome: None,
-) -> list[Outcome]:
+    ended: Callable[[RequestOutcome], object] = lambda outcome: None,
+) -> list[RequestOutcome]:
     """Send all conversations when they arrive, and return what became of each message.
 
     Args:
@@ -29,7 +29,7 @@ async def send(
         sessions: whether a conversation is a session of kvkeep, to which new messages alone are sent.
         ended: called with every outcome as soon as it is there.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
     async with target.client() as client:
         start = time.perf_counter()
 
@@ -46,7 +46,7 @@ async def send(
 
 async def _conversation(
     client: httpx.AsyncClient, target: Target, arrival: Arrival, planned: float
-) -> AsyncIterator[Outcome]:
+) -> AsyncIterator[RequestOutcome]:
     """The turns of a conversation, each with all messages before it. A failure ends it."""
     messages: list[dict[str, str]] = []
     for turn in arrival.turns:
@@ -61,14 +61,16 @@ async def _conversation(
 
 async def _session(
     client: httpx.AsyncClient, target: Target, arrival: Arrival, planned: float
-) -> AsyncIterator[Outcome]:
+) -> AsyncIterator[RequestOutcome]:
     """The turns of a session of kvkeep, which is deleted afterwards."""
     name = f"bench-{secrets.token_hex(8)}"
     own = replace(target, extra={**target.extra, "session_id": name})
     try:
         made = await client.post(f"{target.url}/sessions", json={"id": name})
         if made.status_code != 201:
-            yield Outcome(planned, time.perf_counter(), ended=time.perf_counter(), error=f"status {made.status_code}")
+            yield RequestOutcome(
+                planned, time.perf_counter(), ended=time.perf_counter(), error=f"status {made.status_code}"
+            )
             return
         for turn in arrival.turns:
             found = await ask(client, own, [{"role": "user", "content": turn.text}], turn.new_tokens, planned)
@@ -78,4 +80,4 @@ async def _session(
             planned = time.perf_counter()
         await client.delete(f"{target.url}/sessions/{name}")
     except httpx.HTTPError:
-        yield Outcome(planned, time.perf_counter(), ended=time.perf_counter(), error="connection lost")
+        yield RequestOutcome(planned, time.perf_counter(), ended=time.perf_counter(), error="connection lost")

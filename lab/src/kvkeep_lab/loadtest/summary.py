@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvkeep_lab.loadtest.client import Outcome
+from kvkeep_lab.loadtest.client import RequestOutcome
 from kvkeep_lab.loadtest.percentiles import spread
 
 
-def summary(outcomes: Sequence[Outcome], *, seconds: float) -> dict[str, Any]:
+def summary(outcomes: Sequence[RequestOutcome], *, seconds: float) -> dict[str, Any]:
     """All numbers of a run.
 
     Times count from the moment at which a request was planned, so a client that is late hides no waiting.

@@ -9,7 +9,7 @@ import torch
 from kvkeep.planning.cost import LayerShape, full_bytes
 from kvkeep_lab.theory import claims_drift, drift, transformer
 from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
-from kvkeep_lab.theory.scissorhands import Reading, algorithm_1
+from kvkeep_lab.theory.scissorhands import AlgorithmReading, algorithm_1
 from kvkeep_lab.theory.transformer import Transformer, random_matrix, random_unit
 
 _TESTS = "lab/tests/theory/test_scissorhands.py::test_"
@@ -29,7 +29,7 @@ def simple(d: int) -> Transformer:
     return Transformer(one, one, one, one, nothing, nothing)
 
 
-def pivotal_step(g: torch.Generator, d: int = 64, before: int = 24) -> transformer.Step:
+def pivotal_step(g: torch.Generator, d: int = 64, before: int = 24) -> transformer.TokenStep:
     """A step that meets the premises of Theorem 3.1.
 
     Tokens are nearly orthogonal, weights are identities but for ``W_Q``, and the MLP is small.
@@ -49,7 +49,7 @@ def _recent_window() -> Outcome:
     q, k = torch.randn(2, 120, 8, generator=g, dtype=torch.float64).tolist()
     lost = []
     for printed in (True, False):
-        sets = list(algorithm_1(q, k, 16, w=4, r=4, m=4, scaling=0.5, reading=Reading(printed_slice=printed)))
+        sets = list(algorithm_1(q, k, 16, w=4, r=4, m=4, scaling=0.5, reading=AlgorithmReading(printed_slice=printed)))
         lost.append(sum(not set(range(t - 3, t + 1)) <= set(S) for t, S in enumerate(sets) if t >= 3))
     return judge(
         f"as printed {lost[0]} of 120 steps lose recent tokens, with I[-r:] {lost[1]}",

@@ -124,7 +124,7 @@ def _parts(X: Set) -> Iterator[Set]:
 
 
 @dataclass(frozen=True)
-class Step:
+class DynamicStep:
     """One step of a run, with the bound that the induction gives for it.
 
     Attributes:
@@ -165,7 +165,7 @@ class Guarantee:
     gamma_printed: float
     epsilon: float
     shortfall: float
-    steps: tuple[Step, ...]
+    steps: tuple[DynamicStep, ...]
 
     @property
     def needed(self) -> float:
@@ -197,7 +197,9 @@ def measure(f: Dynamic, n: int, k: int, *, approximate: Dynamic | None = None, p
     factor = (1.0 - theta) * (1.0 - (back if printed else gamma))
     lost = epsilon if printed else epsilon + shortfall
     steps = tuple(
-        Step(i, f(S[i], i)(S[i + 1]), best[i], best[i + 1], GREEDY * factor ** (i + 1) * best[i + 1] - (i + 1) * lost)
+        DynamicStep(
+            i, f(S[i], i)(S[i + 1]), best[i], best[i + 1], GREEDY * factor ** (i + 1) * best[i + 1] - (i + 1) * lost
+        )
         for i in range(1, n)
     )
     return Guarantee(theta, gamma, back, epsilon, shortfall, steps)

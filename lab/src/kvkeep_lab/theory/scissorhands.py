@@ -14,7 +14,7 @@ from kvkeep_lab.theory.loops import Row, Vector, attend
 
 
 @dataclass(frozen=True)
-class Reading:
+class AlgorithmReading:
     """A reading of the two algorithms where the paper is ambiguous, or prints something that its text contradicts.
 
     Attributes:
@@ -35,11 +35,11 @@ class Reading:
         return 1.0 / (self.theta * (len(row) if self.live else i + 1))
 
 
-PROJECT = Reading()
+PROJECT = AlgorithmReading()
 """kvkeep's reading of the paper."""
 
 
-def importance_record(window: Iterable[tuple[int, Row]], reading: Reading = PROJECT) -> dict[int, int]:
+def importance_record(window: Iterable[tuple[int, Row]], reading: AlgorithmReading = PROJECT) -> dict[int, int]:
     """``I``: for each token, the number of rows ``(i, α_i)`` of the window that gave it less than the average."""
     I: dict[int, int] = {}  # noqa: E741 (the paper's letter)
     for i, alpha in window:
@@ -49,7 +49,7 @@ def importance_record(window: Iterable[tuple[int, Row]], reading: Reading = PROJ
 
 
 def leaving_order(
-    S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, reading: Reading = PROJECT
+    S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, reading: AlgorithmReading = PROJECT
 ) -> list[int]:
     """The tokens of ``S`` (ascending) that may be evicted, the first one first, as at the end of ``Argsort(I)``."""
     I = importance_record(window, reading)  # noqa: E741
@@ -65,7 +65,7 @@ def leaving_order(
 
 
 def algorithm_2(
-    S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, m: int, reading: Reading = PROJECT
+    S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, m: int, reading: AlgorithmReading = PROJECT
 ) -> list[int]:
     """Compress the cache: evict the ``m`` tokens of ``S`` with the highest counts, but none of the ``r`` newest."""
     gone = set(leaving_order(S, window, r=r, reading=reading)[:m])
@@ -81,7 +81,7 @@ def algorithm_1(
     r: int,
     m: int,
     scaling: float,
-    reading: Reading = PROJECT,
+    reading: AlgorithmReading = PROJECT,
 ) -> Iterator[list[int]]:
     """Inference with a budget: attend, and compress whenever more than ``B`` tokens are kept. Yields each ``S_t``."""
     S: list[int] = []

@@ -77,7 +77,7 @@ def random_matrix(rows: int, columns: int, norm: float, generator: torch.Generat
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TokenStep:
     """The quantities of Theorem 3.1, for all tokens ``ℓ`` at once.
 
     Attributes:
@@ -127,7 +127,7 @@ class Step:
         return (self.before - self.alpha * self.own).abs(), self.others_abs
 
 
-def take_step(model: Transformer, X: Float[Tensor, "P D"], x: Float[Tensor, " D"]) -> Step:
+def take_step(model: Transformer, X: Float[Tensor, "P D"], x: Float[Tensor, " D"]) -> TokenStep:
     """Feed token ``x`` after the tokens ``X`` (rows of length 1) and measure; ``x_{t+1}`` is scaled to length 1."""
     alpha = model.weights(x, X)
     a = model.attend(alpha, X)
@@ -136,7 +136,7 @@ def take_step(model: Transformer, X: Float[Tensor, "P D"], x: Float[Tensor, " D"
     met = X @ model.A @ X.T  # entry (j, ℓ)
     away = met.clone().fill_diagonal_(-torch.inf)
     cosine = float(a @ following / a.norm())
-    return Step(
+    return TokenStep(
         alpha=alpha,
         own=met.diagonal(),
         others=away.amax(dim=0),

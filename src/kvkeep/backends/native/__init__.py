@@ -1,8 +1,8 @@
 """Attention and decode steps in C++, compiled for this machine at first use.
 
-`build` compiles and loads the kernel. `ops` are its functions on tensors, `prefill_ops` those for many tokens per row,
-`slot_ops` those on slots, `small_ops` the operators between two attentions. `coding` shows it slots that hold codes.
-`native` returns the kernel, or why there is none.
+`build` compiles and loads the kernel, and its `native` returns it, or why there is none. `bindings` turn tensors into
+arguments of the kernel, and check what it relies on. `ops` are its functions on tensors and slots, `layer_ops` the
+operators between two attentions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Added, AtRanks, Backend, Repeat, SlotLimits, is_known, turned, wanted
+from kvkeep.backends.base import AtRanks, Backend, FusedStep, Repeat, SlotLimits, is_known, turned, wanted
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.native import ops
 from kvkeep.backends.native.bindings import KeyRotation, coding_of, turn_of
@@ -140,60 +140,28 @@ class NativeBackend(Backend):
         if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
             self._others.evict(positions, score, limits)
 
-    def step(
-        self,
-        query: Float[Tensor, "B Hq 1 D"],
-        slots: Slots,
-        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-        now: Int[Tensor, "B 1"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        added: Added,
-        limits: SlotLimits,
-    ) -> Float[Tensor, "B Hq 1 E"] | None:
+    def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
         """See `Backend.step`."""
-        call = self._step(query, slots, new, now, statistic=statistic, options=options, added=added, limits=limits)
+        call = self._packed(step)
         out = None if call is None else call.run()
-        if isinstance(slots, LazySlots):
-            slots.forget()
+        if isinstance(step.slots, LazySlots):
+            step.slots.forget()
         return out
 
-    def repeat(
-        self,
-        query: Float[Tensor, "B Hq 1 D"],
-        slots: Slots,
-        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-        now: Int[Tensor, "B 1"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        added: Added,
-        limits: SlotLimits,
-    ) -> Repeat | None:
+    def repeat(self, step: FusedStep) -> Repeat | None:
         """See `Backend.repeat`. Angles of slot positions, bits in rings, and numbers of single rows are packed anew."""
-        report = wanted(statistic)
+        report, limits = wanted(step.statistic), step.limits
         numbers = (limits.recent, limits.stay, *((report.counts, report.gain, report.last) if report else ()))
-        if self._rotation is not None or added.ring is not None or options.sinks is not None:
+        if self._rotation is not None or step.added.ring is not None or step.options.sinks is not None:
             return None
         if limits.seen.dtype != torch.int64 or any(isinstance(number, Tensor) for number in numbers):
             return None
-        call = self._step(query, slots, new, now, statistic=statistic, options=options, added=added, limits=limits)
+        call = self._packed(step)
         return None if call is None else ops.NativeRepeat(call)
 
-    def _step(
-        self,
-        query: Float[Tensor, "B Hq 1 D"],
-        slots: Slots,
-        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-        now: Int[Tensor, "B 1"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        added: Added,
-        limits: SlotLimits,
-    ) -> ops.NativeStep | None:
+    def _packed(self, step: FusedStep) -> ops.NativeStep | None:
         """The packed arguments of a step; ``None`` if the kernel cannot do it."""
+        query, slots, new, now, statistic, options, added, limits = step
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
         there, ranges = lying(slots)

@@ -368,7 +368,7 @@ def whole(
     angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]],
     step: object,
 ) -> Float[Tensor, "B 1 width"] | None:
-    """The output of a layer whose step of attention is a repeated one, see `Whole`; ``None`` if it is another one's."""
+    """Return the output of a layer whose step of attention is replayed, see `WholeLayer`; ``None``: it is another's."""
     if not isinstance(step, NativeRepeat):
         return None
     within = step.within

@@ -163,7 +163,7 @@ class NativeRepeat:
         self._numbers = _TOKEN_HEAD.unpack_from(packed)[:6]
         self._slots = packed[_QUERY_END:_NOW]
         self._asked, self._limits = packed[_NOW + _OUT.size : new], packed[new + _NEW.size :]
-        self._query, self._keys, self._values = (_kind(one) for one in (query, keys, values))
+        self._query, self._keys, self._values = (_kind(tensor) for tensor in (query, keys, values))
         self._out = step.out.shape
 
     def takes(
@@ -268,7 +268,7 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
 
 # Attention of many tokens per row in the kernel.
 #
-# The kernel takes bare addresses. `checks.readable` makes sure that everything it relies on holds.
+# The kernel takes bare addresses. `bindings.readable` makes sure that everything it relies on holds.
 
 _SHAPE = struct.Struct("8q 4q")
 _PIECE = struct.Struct("q 4q 4q 3q")
@@ -361,8 +361,8 @@ def _piece(slots: Slots) -> bytes:
 
 # The kernel's functions on slots: write a token, expire, count, evict.
 #
-# Each returns ``None`` and does nothing if the kernel cannot do it. The kernel takes bare addresses. `checks` makes
-# sure that everything it relies on holds.
+# Each returns ``None`` and does nothing if the kernel cannot do it. The kernel takes bare addresses. The
+# checks of `bindings` make sure that everything it relies on holds.
 
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q")

@@ -1,10 +1,9 @@
-"""kvkeep's kernels for CUDA, in Triton; the only room that imports Triton, and only when a kernel runs.
+"""kvkeep's kernels for CUDA, in Triton; the only package that imports Triton, and only when a kernel runs.
 
 ===============================  ====================================================================================
-`gpu`                            where kernels run, which tensors they take, their tile sizes
-`slots`, `decode`, `merge`       kernels of a decode step; `ops` are their functions on tensors, `arguments` show them
-                                 tensors and numbers
-`codes`                          how they read and write slots of 8 or 4 bits
+`launch`                         where kernels run, which tensors they take, their tile sizes and arguments
+`slots`, `decode`                kernels of a decode step; `ops` are their functions on tensors
+`slot_codec`                     how they read and write slots of 8 or 4 bits
 `prefill`                        kernels of a prompt; `prefill_ops` are their functions on tensors
 ===============================  ====================================================================================
 
@@ -17,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Added, Backend, SlotLimits, is_known, wanted
+from kvkeep.backends.base import Backend, FusedStep, SlotLimits, is_known, wanted
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import launch, ops, prefill_ops
@@ -71,19 +70,9 @@ class TritonBackend(Backend):
         if not ops.evict(positions, score, SlotLimits(limits.seen, limits.sinks, limits.recent, limits.stay)):
             self._torch.evict(positions, score, limits)
 
-    def step(
-        self,
-        query: Float[Tensor, "B Hq 1 D"],
-        slots: Slots,
-        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-        now: Int[Tensor, "B 1"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        added: Added,
-        limits: SlotLimits,
-    ) -> Float[Tensor, "B Hq 1 E"] | None:
+    def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
         """See `Backend.step`; two kernels."""
+        query, slots, new, now, statistic, options, added, limits = step
         if not is_known(statistic):
             return None
         asked = wanted(statistic) if added.states else None

@@ -78,7 +78,7 @@ def step(
     """`Backend.step`; ``wanted`` says how the rows count, ``None`` if there are no sums.
 
     Cost:
-        two kernels: `decode.attend_split` and `merge.merge_evict`.
+        two kernels: `decode.attend_split` and `decode.merge_evict`.
     """
     if isinstance(slots, CodedSlots):
         return None
@@ -277,7 +277,7 @@ def turned(query: Float[Tensor, "B Hq 1 D"]) -> Float[Tensor, "B Hq 1 D"]:
 
 
 def _runs_over(slots: CodedSlots, *others: Tensor) -> bool:
-    """`gpu.runs` for slots that hold codes."""
+    """`launch.runs` for slots that hold codes."""
     return launch.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
 
 

@@ -199,7 +199,7 @@ def _rows(
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
     """The fields, each from its own rows. A word is a sum of different bits, which is exact in any order."""
     weights = statistic.weights(statistic.selects(work.query_positions), work.query_positions)
-    found = {name: work.columns(lse, one, bounds_of(one != 0), shares=shares) for name, one in weights.items()}
+    found = {name: work.columns(lse, rows, bounds_of(rows != 0), shares=shares) for name, rows in weights.items()}
     return {name: sums[0] if name in ("mass", "due") else sums[1] for name, sums in found.items()}
 
 
@@ -322,7 +322,7 @@ class Prefill:
         (B, Hq, T, D), S, E, window = self.query.shape, *self.values.shape[2:], self.options.window
         tile = launch.forward_tile(max(D, E), self.query)
         count = -(-T // tile.rows)
-        strides = (one.stride()[:3] for one in (self.query, self.keys, self.values, _or(out, lse)))
+        strides = (tensor.stride()[:3] for tensor in (self.query, self.keys, self.values, _or(out, lse)))
         with torch.cuda.device_of(self.query):
             prefill.forward[(count * B * Hq,)](
                 *(self.query, self.keys, self.values, _or(out, lse), lse, _or(sinks, lse), _or(gain, lse)),

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, pip_install
-from kvkeep.evals.attention_probe import Setup
+from kvkeep.evals.forward import Setup
 from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.lm_eval.scoring import BoundedModel
 from kvkeep.models.load import embedded, find, quiet, read_weights

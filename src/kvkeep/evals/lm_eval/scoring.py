@@ -18,7 +18,7 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
-from kvkeep.evals.attention_probe import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
+from kvkeep.evals.forward import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
@@ -242,7 +242,7 @@ def _request(engine: Engine, number: int, wish: GenerationPrompt, budget: int) -
     if not 0 < wish.first < len(wish.ids):
         return Request(prompt=wish.ids, budget=budget, **options)
     memory = engine.prefix(wish.ids[: wish.first], budget=budget)
-    return Request(prompt=wish.ids[wish.first :], memory=memory, **options)
+    return Request(prompt=wish.ids[wish.first :], snapshot=memory, **options)
 
 
 # What a policy has read when a prompt of a harness is cut: the protocol of an evaluation.

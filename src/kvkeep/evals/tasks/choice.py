@@ -14,12 +14,12 @@ from typing import Any, ClassVar, final
 
 from kvkeep.errors import InputError
 from kvkeep.evals import datasets, task
-from kvkeep.evals.attention_probe import PLAIN, Setup
 from kvkeep.evals.datasets import HubDataset, Source, text
+from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.lm_eval.scoring import BoundedModel, ContextPair, scores
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
 from kvkeep.kv.memory_usage import MemoryUsage
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 

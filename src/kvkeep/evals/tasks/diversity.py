@@ -15,7 +15,7 @@ from kvkeep.evals.qa_task import Item, QATask, TaskCase, fitting, prompt_of
 from kvkeep.evals.synthetic import Haystack
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 
 NEW = 64
 """Tokens of a continuation."""

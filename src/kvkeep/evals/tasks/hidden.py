@@ -13,7 +13,7 @@ from kvkeep.evals.qa_task import Item, QATask, TaskCase, fitting, prompt_of
 from kvkeep.evals.synthetic import NOISE, Haystack, planted, values
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 
 _NEW = 32
 _CITIES = (

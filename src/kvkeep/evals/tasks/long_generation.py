@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 from kvkeep.evals import grading
-from kvkeep.evals.attention_probe import PLAIN
+from kvkeep.evals.forward import PLAIN
 from kvkeep.evals.qa_task import QATask, TaskCase, prompt_of
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.diversity import continued
 from kvkeep.evals.texts import describe
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 

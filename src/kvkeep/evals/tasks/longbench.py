@@ -19,7 +19,7 @@ from kvkeep.evals import datasets, grading, task
 from kvkeep.evals.datasets import Source
 from kvkeep.evals.qa_task import Item, QATask, TaskCase, prompt_of, tokens_of
 from kvkeep.evals.task import Options
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 
 _METRICS: Mapping[str, Callable[[str, str], float]] = {
     "f1": grading.f1,

@@ -15,11 +15,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_probe import LayerTape, tapes
 from kvkeep.budget import by_head
 from kvkeep.evals import task, texts
-from kvkeep.evals.attention_probe import PLAIN, Drive, LayerTape, Setup, tapes
+from kvkeep.evals.forward import PLAIN, Drive, Setup
 from kvkeep.evals.task import Options, Task, TaskOutcome
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 

@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.evals import task, texts
-from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches
+from kvkeep.evals.forward import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
 from kvkeep.kv.memory_usage import MemoryUsage
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 

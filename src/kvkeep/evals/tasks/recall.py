@@ -21,12 +21,12 @@ from jaxtyping import Int
 
 from kvkeep.errors import InputError
 from kvkeep.evals import qa_task, task
-from kvkeep.evals.attention_probe import PLAIN, Drive, Setup
+from kvkeep.evals.forward import PLAIN, Drive, Setup
 from kvkeep.evals.qa_task import Replies
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models import tiny
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import Document, document
 from kvkeep.models.tiny.recall import Question
 from kvkeep.models.tokenization import Writer, encode

@@ -16,7 +16,7 @@ from kvkeep.evals.qa_task import Item, QATask, TaskCase, TooShortError, fitting,
 from kvkeep.evals.synthetic import Haystack
 from kvkeep.evals.task import Options
 from kvkeep.evals.texts import describe
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 
 _NEW = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 _NEW_OF_NEEDLES = 128

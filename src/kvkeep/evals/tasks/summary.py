@@ -11,7 +11,7 @@ from kvkeep.evals import datasets, grading, task
 from kvkeep.evals.datasets import HubDataset, Source
 from kvkeep.evals.qa_task import Item, QATask, TaskCase, prompt_of, tokens_of
 from kvkeep.evals.task import Options
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 
 _NEW = {"xsum": 64, "cnn_dailymail": 128}
 _FIELDS = (("document", "summary"), ("article", "highlights"), ("article", "summary_gt"))

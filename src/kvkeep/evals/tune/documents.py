@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from kvkeep.errors import InputError
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Wording, count_tokens, encoded, ending_of, right, wording_of
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import document
 from kvkeep.result_files import parse
 

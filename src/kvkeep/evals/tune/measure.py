@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, InputError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.evals.attention_probe import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.confidence import of_clustered_share, of_clusters, of_mean
+from kvkeep.evals.forward import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.report import over
 from kvkeep.evals.tasks.perplexity import feed_in_pieces

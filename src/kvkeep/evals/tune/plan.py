@@ -12,7 +12,7 @@ import torch
 
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import texts
-from kvkeep.evals.attention_probe import PLAIN, Setup
+from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.grid import RequestedBudget, split_arms
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tune.documents import UserQuestion, own, planted
@@ -32,7 +32,7 @@ from kvkeep.evals.tune.measure import (
 )
 from kvkeep.evals.tune.search import VERSION, WINDOWS
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.planning.model_shapes import outline
 from kvkeep.planning.plan import Setting
 from kvkeep.policies.base import Policy

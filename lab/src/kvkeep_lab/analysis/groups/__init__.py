@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvkeep_lab.analysis.groups.budgets import Budgets
 from kvkeep_lab.analysis.groups.cooccurrence import Cooccurrence
-from kvkeep_lab.analysis.groups.diversity import Diversity
+from kvkeep_lab.analysis.groups.diversity import WrittenDiversity
 from kvkeep_lab.analysis.groups.entropy import Entropy
-from kvkeep_lab.analysis.groups.heavy import HeavyHitters
+from kvkeep_lab.analysis.groups.heavy import MassByRank
 from kvkeep_lab.analysis.groups.local_global import LocalGlobal
 from kvkeep_lab.analysis.groups.mlp_units import MlpUnits
 from kvkeep_lab.analysis.groups.persistence import Persistence
@@ -23,11 +23,11 @@ from kvkeep_lab.analysis.measure import Measurement
 
 MEASUREMENTS: tuple[type[Measurement], ...] = (
     Sparsity,
-    HeavyHitters,
+    MassByRank,
     Cooccurrence,
     Removal,
     LocalGlobal,
-    Diversity,
+    WrittenDiversity,
     PositionBias,
     MlpUnits,
     RepetitivePatterns,

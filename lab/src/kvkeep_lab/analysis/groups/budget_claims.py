@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvkeep_lab.analysis.measure import Claim, Reading, Result, Verdict
+from kvkeep_lab.analysis.measure import ClaimLine, Reading, Result, Verdict
 
 TOLERANCE = math.log(1.02)
 """Nats per token that count as next to nothing: 2 % of perplexity."""
@@ -36,33 +36,33 @@ def reading(result: Result) -> Reading:
     )
 
 
-def claims(result: Result) -> tuple[Claim, ...]:
+def claims(result: Result) -> tuple[ClaimLine, ...]:
     """One claim of each paper, and one against a window of recent tokens."""
     h2o, local = _excess(result, "h2o", 0.2), _excess(result, "local", 0.2)
     half, aha, four = (_excess(result, *cell) for cell in (("scissorhands", 0.5), ("ahakv", 0.04), ("h2o", 0.04)))
     return (
-        Claim(
+        ClaimLine(
             "A fifth of the cache is enough for H2O",
             "H2O, Figure 4",
             "on a par with the full cache at 20 % on most tasks",
             f"perplexity: {_costs(h2o)}",
             _below(h2o),
         ),
-        Claim(
+        ClaimLine(
             "Heavy hitters beat a window of recent tokens of the same size",
             "H2O, Figure 4; Scissorhands, Table 3",
             "far better than local at every small budget",
             f"at 20 %, H2O {_costs(h2o)}, local {_costs(local)}",
             _less(result, ("h2o", 0.2), ("local", 0.2)),
         ),
-        Claim(
+        ClaimLine(
             "Scissorhands keeps perplexity at half of the cache",
             "Scissorhands, Figure 3",
             "kept down to 50 % (OPT-13B) or 75 % (OPT-66B)",
             f"at 50 % {_costs(half)}",
             _below(half),
         ),
-        Claim(
+        ClaimLine(
             "AhaKV is the better one in the smallest caches",
             "AhaKV, Figure 4",
             "ahead of H2O at 4 %",

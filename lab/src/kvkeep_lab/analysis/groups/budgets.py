@@ -17,13 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.forward import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups import budget_claims
 from kvkeep_lab.analysis.measure import (
     Axes,
-    Claim,
+    ClaimLine,
     Context,
     Measurement,
     Progress,
@@ -59,7 +59,7 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class BudgetTexts:
     """The tokens to read.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan:
     starts: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokens: Int[Tensor, " n"], room: int) -> Plan:
+    def of(cls, tokens: Int[Tensor, " n"], room: int) -> BudgetTexts:
         """As much of a text as ``room`` tokens allow, followed by passages of it."""
         n = min(len(tokens), room - PASSAGE * len(DEPTHS))
         starts = tuple(int(depth * n) for depth in DEPTHS)
@@ -120,7 +120,7 @@ class Budgets(Measurement):
         limits = [LONGEST, checkpoint.position_limit or LONGEST, checkpoint.trained_length or LONGEST]
         if min(limits) < self.least_tokens:
             raise Skipped(f"The model is made for {min(limits)} tokens; this needs {self.least_tokens}.")
-        plan = Plan.of(subject.tokens, min(limits))
+        plan = BudgetTexts.of(subject.tokens, min(limits))
         full = _losses(subject, "full", 1.0, plan.tokens)
         assert full is not None  # the full cache takes any budget
         policies: dict[str, Any] = {}
@@ -142,7 +142,7 @@ class Budgets(Measurement):
         return budget_claims.reading(result)
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """One for each paper, and one against a window of recent tokens."""
         return budget_claims.claims(result)
 
@@ -189,7 +189,7 @@ def _losses(subject: Subject, name: str, share: float, tokens: Int[Tensor, " n"]
     return feed_in_pieces(drive, tokens[None], STRIDE)[0]
 
 
-def summary(plan: Plan, full: Float[Tensor, " m"]) -> Result:
+def summary(plan: BudgetTexts, full: Float[Tensor, " m"]) -> Result:
     """The full cache's losses in nats per token."""
     text = plan.text(full).double().mean().item()
     first, again = plan.first(full).double().mean().item(), plan.again(full).double().mean().item()
@@ -204,7 +204,7 @@ def summary(plan: Plan, full: Float[Tensor, " m"]) -> Result:
     }
 
 
-def compare(plan: Plan, full: Float[Tensor, " m"], losses: Float[Tensor, " m"] | None) -> dict[str, Any]:
+def compare(plan: BudgetTexts, full: Float[Tensor, " m"], losses: Float[Tensor, " m"] | None) -> dict[str, Any]:
     """A bounded cache's additional loss, its standard error over tokens, and the kept share of the advantage."""
     if losses is None:
         return {"excess": None, "error": None, "kept": None, "kept_by_depth": None}

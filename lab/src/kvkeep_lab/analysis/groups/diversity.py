@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvkeep.engine.sampler import choose
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.forward import Drive
 from kvkeep.models.load import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
@@ -51,7 +51,7 @@ SURE = 2.0
 
 
 @final
-class Diversity(Measurement):
+class WrittenDiversity(Measurement):
     """Self-BLEU, distinct n-grams and repetition of short continuations under each policy."""
 
     name: ClassVar[str] = "diversity"

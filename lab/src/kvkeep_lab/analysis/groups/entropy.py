@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep_lab.analysis.groups._shared import lines, show
-from kvkeep_lab.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows
+from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows
 
 SAMPLES = 512
 """Number of measured rows, evenly spaced; neighbours hardly differ."""
@@ -150,17 +150,17 @@ class Entropy(Measurement):
         )
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """Growth of the entropy, the formula for it, and the effect of the gain."""
         found = cls.reading(result)
         near = sum(abs(off) <= NEAR for off in result["off_by_layer"])
         layers, missed = len(result["off_by_layer"]), result["gained_minus_target"]
         sizes = result["sigma2_by_layer"]
         return (
-            Claim(
+            ClaimLine(
                 "Attention rows flatten as the text grows", "AhaKV, Equation 8", found.paper, found.here, found.verdict
             ),
-            Claim(
+            ClaimLine(
                 "A row's entropy is ln i - σ²/2",
                 "AhaKV, Equation 8 and Appendix A",
                 "ln i - d/2 for Gaussian logits before the division by √d; with it, σ² takes the place of d.",
@@ -168,7 +168,7 @@ class Entropy(Measurement):
                 "formula needs it well below 2 ln i.",
                 "agree" if near > layers / 2 else "differ",
             ),
-            Claim(
+            ClaimLine(
                 "A gain of √(2 ln(i/k)) brings a row's entropy to ln k",
                 "AhaKV, Equations 11 and 12",
                 "Derived from the formula for entropy.",

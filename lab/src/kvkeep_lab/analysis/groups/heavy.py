@@ -32,7 +32,7 @@ _NAMED = 10
 
 
 @final
-class HeavyHitters(Measurement):
+class MassByRank(Measurement):
     """Accumulated attention by rank: of tokens in each layer, and of kinds of tokens over the text."""
 
     name: ClassVar[str] = "heavy_hitters"

@@ -17,9 +17,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.attention_probe import LayerTape, members, tapes
 from kvkeep.cache.layer import Layer
 from kvkeep.evals import task
-from kvkeep.evals.attention_probe import Drive, LayerTape, members, tapes
+from kvkeep.evals.forward import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy

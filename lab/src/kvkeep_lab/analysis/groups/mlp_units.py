@@ -22,7 +22,7 @@ from kvkeep_lab.analysis.groups._shared import Line, lines
 from kvkeep_lab.analysis.groups._units import Frequencies, Hushed
 from kvkeep_lab.analysis.measure import (
     Axes,
-    Claim,
+    ClaimLine,
     Context,
     Measurement,
     Mlp,
@@ -132,7 +132,7 @@ class MlpUnits(Measurement):
         )
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """Distribution, pruning, overlap."""
         return _distribution(result), _pruning(result), _same_units(result)
 
@@ -185,12 +185,12 @@ def _mean(values: list[float | None]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def _distribution(result: Result) -> Claim:
+def _distribution(result: Result) -> ClaimLine:
     """Agrees if most layers have units that are always active while the median unit rarely is."""
     rows = list(zip(result["always_by_layer"], result["median_by_layer"], strict=True))
     skewed = sum(always > 0 and median < OFTEN for always, median in rows)
     smooth = "" if result["has_zeros"] else " (its activation is smooth; active means above 0)"
-    return Claim(
+    return ClaimLine(
         text="A few hidden units are active for nearly all tokens, most for few",
         source="H2O, Figure 11",
         paper="The frequencies of OPT-6.7B's units follow a power law.",
@@ -200,12 +200,12 @@ def _distribution(result: Result) -> Claim:
     )
 
 
-def _pruning(result: Result) -> Claim:
+def _pruning(result: Result) -> ClaimLine:
     loss = result["loss"]
     harm = {name: loss[name] - loss["full"] for name in (*SETS, "above")}
     times = {name: f"{math.exp(min(value, 50.0)):.3g}×" for name, value in harm.items()}
     verdict: Verdict = "agree" if harm["frequent"] >= max(HARM, TIMES * harm["random"]) else "differ"
-    return Claim(
+    return ClaimLine(
         text="Silencing the frequent units costs far more than silencing others",
         source="H2O, Table 12",
         paper="Pruning units active for over 20 % of the tokens raises the perplexity of GPT-2 from 19.32 to 31.78.",
@@ -215,10 +215,10 @@ def _pruning(result: Result) -> Claim:
     )
 
 
-def _same_units(result: Result) -> Claim:
+def _same_units(result: Result) -> ClaimLine:
     found = result["texts"]
     same, top = _mean(found["spearman_by_layer"]), _mean(found["jaccard_by_layer"])
-    return Claim(
+    return ClaimLine(
         text="The frequent units are the same over different texts",
         source="H2O, Figure 12",
         paper="The frequent units of OPT-1.3B largely coincide on WikiText-103, Penn Treebank and Amazon reviews.",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep_lab.analysis.groups._shared import by_layer, mean, percent
-from kvkeep_lab.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows, Verdict
 
 SHORTEST = 256
 """The shortest prefix; half of it is enough for shares of a few percent."""
@@ -59,7 +59,7 @@ def pivotal(weights: Float[Tensor, "heads R S"], first: int) -> Bool[Tensor, "he
 
 
 @dataclass(frozen=True)
-class Found:
+class LayerPersistence:
     """The numbers of one layer in one prefix, averaged over heads.
 
     Attributes:
@@ -83,7 +83,7 @@ class Sets:
     """
 
     def __init__(self, lengths: Sequence[int]):
-        self.found: dict[int, Found] = {}
+        self.found: dict[int, LayerPersistence] = {}
         self._lengths = lengths
         self._others = self._own = torch.zeros(0, 0, dtype=torch.bool)
         self._early: tuple[Tensor, Tensor] | None = None
@@ -114,10 +114,10 @@ class Sets:
         self._others = pad(self._others if first else own.new_zeros(heads, 0), new) | found
         self._own = torch.cat([self._own if first else own.new_zeros(heads, 0), own], dim=1)
 
-    def _compare(self) -> Found:
+    def _compare(self) -> LayerPersistence:
         assert self._early is not None
         others, either = (_compare(early, self._late) for early in self._early)
-        return Found(*either, *others)
+        return LayerPersistence(*either, *others)
 
 
 def _compare(early: Bool[Tensor, "heads n"], late: Bool[Tensor, "heads n"]) -> tuple[float | None, float]:
@@ -150,7 +150,7 @@ class Persistence(Measurement):
         by_prefix = {
             str(length): {
                 field.name: [getattr(layer.found[length], field.name) for layer in self._layers]
-                for field in fields(Found)
+                for field in fields(LayerPersistence)
             }
             for length in self._lengths
         }
@@ -179,12 +179,12 @@ class Persistence(Measurement):
         )
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """Persistence, and a small pivotal set."""
         found, size = cls.reading(result), result["size"]
         return (
-            Claim("What will matter mattered before", cls.source, found.paper, found.here, found.verdict),
-            Claim(
+            ClaimLine("What will matter mattered before", cls.source, found.paper, found.here, found.verdict),
+            ClaimLine(
                 "The pivotal tokens are a small part of the text",
                 cls.source,
                 "Clearly less than the first half; no number is given.",

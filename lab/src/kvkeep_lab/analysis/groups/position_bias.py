@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.evals.attention_probe import Drive
+from kvkeep.evals.forward import Drive
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse

@@ -15,7 +15,7 @@ import torch
 
 from kvkeep import budget as budgets
 from kvkeep.errors import InputError
-from kvkeep.evals.attention_probe import Drive, left_padded
+from kvkeep.evals.forward import Drive, left_padded
 from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, Wording, ask, right, wording_of

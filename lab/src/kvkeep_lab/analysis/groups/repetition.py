@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep_lab.analysis.groups._shared import by_layer, mean, percent, show
-from kvkeep_lab.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows, Verdict
 
 PLACES = (178, 228, 278)
 """The rows, numbered from 1, that Figure 1 compares."""
@@ -157,14 +157,16 @@ class RepetitivePatterns(Measurement):
         )
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """The pattern, and its absence under random weights."""
         found = cls.reading(result)
-        pattern = Claim("Distant rows attend to the same positions", cls.source, found.paper, found.here, found.verdict)
+        pattern = ClaimLine(
+            "Distant rows attend to the same positions", cls.source, found.paper, found.here, found.verdict
+        )
         if "random" not in result:
             return (pattern,)
         above = _above(result["random"]["mean"])
-        control = Claim(
+        control = ClaimLine(
             "A model with random weights has no such pattern",
             "Scissorhands, Figure 5",
             "No repeated positions in a randomly initialised OPT.",

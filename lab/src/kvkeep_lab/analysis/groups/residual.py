@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep_lab.analysis.groups._shared import by_layer, mean, show
-from kvkeep_lab.analysis.measure import Axes, Claim, Context, Measurement, Mlp, Reading, Result, Verdict
+from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Mlp, Reading, Result, Verdict
 
 HIGH = 0.9
 """Least cosine that counts as close to 1; its δ of 0.1 already allows an error of √(2δ) = 0.45 in Lemma B.1."""
@@ -76,13 +76,13 @@ class Residual(Measurement):
         )
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """The cosine, and the paper's reason for it."""
         found, ratio = cls.reading(result), result["norm_ratio"]
         small = sum(value <= DOMINATED for value in ratio) / len(ratio)
         return (
-            Claim("MLP blocks hardly turn the residual stream", cls.source, found.paper, found.here, found.verdict),
-            Claim(
+            ClaimLine("MLP blocks hardly turn the residual stream", cls.source, found.paper, found.here, found.verdict),
+            ClaimLine(
                 "The norm of the stream is far above that of what a block adds",
                 "Scissorhands, Section 3.3",
                 "Said of OPT models, as the reason for the cosine.",

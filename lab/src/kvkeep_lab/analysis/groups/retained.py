@@ -23,7 +23,7 @@ from kvkeep.policies.registry import parse
 from kvkeep.types import Phase, Report, View
 from kvkeep_lab.analysis.groups._ranks import uniform_mass
 from kvkeep_lab.analysis.groups._shared import in_bins, lines, percent, show
-from kvkeep_lab.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows, Verdict
 
 RECENT_ONLY = "ahakv:sg_softmax=false,value_prior=false"
 POLICIES = ("h2o", "h2o_avg", RECENT_ONLY, "ahakv", "scissorhands", "tova", "snapkv")
@@ -83,7 +83,7 @@ class Retained(Measurement):
         super().__init__(context)
         self._budget = budgets.from_ratio(KEEP_RATIO, context.n_tokens)
         self._prompts = {
-            name: [Prompt(parse(name), context, self._budget, layer) for layer in range(context.n_layers)]
+            name: [LayerPrompt(parse(name), context, self._budget, layer) for layer in range(context.n_layers)]
             for name in POLICIES
         }
 
@@ -100,7 +100,7 @@ class Retained(Measurement):
             "curves": self._curves(),
         }
 
-    def _kept(self, prompts: list[Prompt]) -> dict[str, Any]:
+    def _kept(self, prompts: list[LayerPrompt]) -> dict[str, Any]:
         """The numbers of one policy. The protected newest tokens are in the histogram, but were not chosen."""
         kept = torch.stack([prompt.kept() for prompt in prompts])
         counts = kept.double().sum(dim=(0, 1))
@@ -134,13 +134,13 @@ class Retained(Measurement):
         )
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """The bias of accumulated scores, and its absence under AhaKV."""
         policies = result["policies"]
         h2o, ahakv, averaged = (policies[name] for name in ("h2o", "ahakv", "h2o_avg"))
         gap = h2o["ks"] - ahakv["ks"]
         return (
-            Claim(
+            ClaimLine(
                 "Accumulated attention keeps early tokens",
                 "AhaKV, Figures 2a, 2c, 5 and 6; Equation 4",
                 "Hardly any token beyond position 1 500 of 3 600, except the recent ones.",
@@ -148,7 +148,7 @@ class Retained(Measurement):
                 f"{show(averaged['late'])} times.",
                 "agree" if h2o["late"] < BIASED else "differ",
             ),
-            Claim(
+            ClaimLine(
                 "AhaKV keeps tokens from the whole prompt",
                 "AhaKV, Figures 2b, 2c, 5 and 6",
                 "More evenly spread than H2O's.",
@@ -194,7 +194,7 @@ def _meaning(policies: dict[str, dict[str, Any]]) -> str:
 # -- what a policy keeps of a prompt -----------------------------------------------------------------------------------
 
 
-class Prompt:
+class LayerPrompt:
     """One policy on one layer at the end of a prompt, with its own statistic, state and score.
 
     A prompt attends to everything before anything is evicted. So the walk sees the very rows from which a policy

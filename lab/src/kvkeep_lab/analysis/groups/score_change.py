@@ -14,15 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.attention_probe import LayerTape, TapeRecorder, tapes, wrap_layers
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer import Layer
-from kvkeep.evals.attention_probe import LayerTape, Recorder, record, tapes
 from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups._shared import lines, mean, percent, show
 from kvkeep_lab.analysis.measure import (
     Axes,
-    Claim,
+    ClaimLine,
     Context,
     Measurement,
     Progress,
@@ -149,18 +149,18 @@ class ScoreChange(Measurement):
         )
 
     @classmethod
-    def claims(cls, result: Result) -> tuple[Claim, ...]:
+    def claims(cls, result: Result) -> tuple[ClaimLine, ...]:
         """Kept keys hardly change, and dropped keys were small."""
         free = result["free"]
         return (
-            Claim(
+            ClaimLine(
                 "The scores of kept keys hardly change",
                 cls.source,
                 "Centred at 0 for OPT-13B at threefold compression.",
                 f"Median {show(free['median'])} of the score; with the same inputs {show(result['forced']['median'])}.",
                 _verdict(free["median"], 0.0),
             ),
-            Claim(
+            ClaimLine(
                 "Dropped keys had little attention",
                 cls.source,
                 "A small part of the keys at -1.",
@@ -183,7 +183,7 @@ class ScoreChange(Measurement):
 
 def _replay(tape: LayerTape, prompt: int, budget: int, index: int) -> Float[Tensor, "Hq R n"]:
     """The attention of a bounded layer that gets the full cache's inputs: the prompt, then row by row."""
-    recorder = Recorder(Layer(parse(POLICY), budget, index=index, window=tape.options.window))
+    recorder = TapeRecorder(Layer(parse(POLICY), budget, index=index, window=tape.options.window))
     for start, stop in pairwise([0, *range(prompt, tape.length + 1)]):
         tape.feed(recorder, start, stop)
     return _by_head(recorder.tape().bounded())
@@ -193,7 +193,7 @@ def _replay(tape: LayerTape, prompt: int, budget: int, index: int) -> Float[Tens
 def _run(model: Any, ids: Tensor, prompt: int, budget: int) -> list[Float[Tensor, "Hq R n"]]:
     """The attention of all layers when the model itself runs on a bounded cache."""
     cache = BoundedCache(model.config, POLICY, budget)
-    recorders = record(cache)
+    recorders = wrap_layers(cache, TapeRecorder)
     for piece in [ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)]:
         model(input_ids=piece.to(model.device), **handed(model, cache), use_cache=True, logits_to_keep=1)
     return [_by_head(recorder.tape().bounded()) for recorder in recorders.values()]

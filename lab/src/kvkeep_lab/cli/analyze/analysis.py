@@ -5,18 +5,15 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli.distributed import ended_with_its_cluster
+from kvkeep.cli.cluster import ended_with_its_cluster
 from kvkeep.cli.files import STANDARD_INPUT, read_text
-from kvkeep.cli.progress import resumable
+from kvkeep.cli.progress import resumable, staged
 from kvkeep.models import load, threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import quiet
@@ -24,16 +21,16 @@ from kvkeep.models.quantized_weights import check_format
 from kvkeep.models.tokenization import Writer
 from kvkeep.scale.cluster import check_ray
 from kvkeep_lab.analysis import page, report
-from kvkeep_lab.analysis.job import Job, find, read
-from kvkeep_lab.analysis.report import Folder
-from kvkeep_lab.analysis.run import OnStage, run
-from kvkeep_lab.cli.analyze.request import Request
+from kvkeep_lab.analysis.job import AnalysisJob, find, read
+from kvkeep_lab.analysis.report import AnalysisFolder
+from kvkeep_lab.analysis.run import run
+from kvkeep_lab.cli.analyze.options import AnalyzeOptions
 
 _PURPOSE = "Give some text to analyse with --text FILE."
 
 
 @ended_with_its_cluster()
-def serve(request: Request) -> None:
+def serve(request: AnalyzeOptions) -> None:
     """Measure, write the page and print a summary.
 
     Raises:
@@ -42,7 +39,7 @@ def serve(request: Request) -> None:
     if request.workers is not None:
         check_ray(request.ray_address)
     with quiet(), threads.restored():
-        folder = Folder(request.output)
+        folder = AnalysisFolder(request.output)
         job = prepare(request)
         folder.check_free()
         folder.check(job.manifest())
@@ -55,7 +52,7 @@ def serve(request: Request) -> None:
     _show(request, written, everything, **({} if workers is None else {"workers": workers}))
 
 
-def _measure(job: Job, request: Request, folder: Folder, held: ExitStack) -> int | None:
+def _measure(job: AnalysisJob, request: AnalyzeOptions, folder: AnalysisFolder, held: ExitStack) -> int | None:
     """Make the measurements that the folder lacks; return the number of workers of Ray.
 
     Args:
@@ -73,12 +70,12 @@ def _measure(job: Job, request: Request, folder: Folder, held: ExitStack) -> int
     )
     threads.use(writer.model, request.threads)
     held.enter_context(folder.locked())
-    with _progress() as on_stage:
+    with resumable(), staged() as on_stage:
         run(job, writer, folder, on_stage)
     return None
 
 
-def prepare(request: Request) -> Job:
+def prepare(request: AnalyzeOptions) -> AnalysisJob:
     """Check a request, cheap tests first, without reading weights.
 
     Raises:
@@ -94,36 +91,10 @@ def prepare(request: Request) -> Job:
     checkpoint = load.find(name, allow_pickle=request.allow_pickle)
     file = "standard input" if request.text == STANDARD_INPUT else Path(request.text).name
     tokens = read(checkpoint, file, text, request.max_tokens)
-    return Job(request.model or page.EMBEDDED, checkpoint, tokens, kinds, request.seed)
+    return AnalysisJob(request.model or page.EMBEDDED, checkpoint, tokens, kinds, request.seed)
 
 
-@contextmanager
-def _progress() -> Iterator[OnStage]:
-    """A bar with the time left of the present measurement; after Ctrl-C, a note on how to resume."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("time left", style="dim"),
-        TimeRemainingColumn(),
-    )
-    screen = console.err()
-    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
-    lines: dict[str, Any] = {}
-
-    def on_stage(what: str, share: float) -> None:
-        if what not in lines:
-            for line in lines.values():
-                bar.update(line, visible=False)
-            lines[what] = bar.add_task(what, total=1.0)
-        bar.update(lines[what], completed=share, refresh=True)
-
-    with resumable(), bar:
-        yield on_stage
-
-
-def _show(request: Request, written: Path, everything: dict[str, Any], **more: Any) -> None:
+def _show(request: AnalyzeOptions, written: Path, everything: dict[str, Any], **more: Any) -> None:
     """Print the verdicts, the next step and the path of the page.
 
     Args:

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.cli import console
-from kvkeep.cli.distributed import PROCESS_BYTES, interruptible, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, interruptible, room_for, whole
 from kvkeep.cli.progress import counted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.load import Checkpoint
@@ -20,11 +20,11 @@ from kvkeep.scale.driver import ModelRecipe, pool_size, run_pieces, running
 from kvkeep.scale.worker import MEASUREMENTS, ModelFacts
 from kvkeep.scale.worker_pool import WorkerPool, WorkResult
 from kvkeep_lab.analysis.apart import Bench, Piece, cut
-from kvkeep_lab.analysis.job import Job, left, words
+from kvkeep_lab.analysis.job import AnalysisJob, left, words
 from kvkeep_lab.analysis.measure import Measurement
-from kvkeep_lab.analysis.report import Folder
+from kvkeep_lab.analysis.report import AnalysisFolder
 from kvkeep_lab.analysis.walk import BLOCK, walk_bytes
-from kvkeep_lab.cli.analyze.request import Request
+from kvkeep_lab.cli.analyze.options import AnalyzeOptions
 
 _LESS = "`max_tokens` or `threads`"
 _MEASURING_BYTES = 400 * 10**6
@@ -65,7 +65,7 @@ class Recipe:
             )
 
 
-def run(job: Job, request: Request, folder: Folder, held: ExitStack) -> int:
+def run(job: AnalysisJob, request: AnalyzeOptions, folder: AnalysisFolder, held: ExitStack) -> int:
     """Make every measurement that the folder does not hold yet on workers; return their number.
 
     Args:
@@ -102,7 +102,9 @@ def run(job: Job, request: Request, folder: Folder, held: ExitStack) -> int:
     return size
 
 
-def _pool(job: Job, request: Request, todo: Sequence[type[Measurement]], size: int) -> WorkerPool[ModelFacts]:
+def _pool(
+    job: AnalysisJob, request: AnalyzeOptions, todo: Sequence[type[Measurement]], size: int
+) -> WorkerPool[ModelFacts]:
     """Make the workers, which have not been started yet. The cluster has been joined."""
     need, device = room_for(
         size,
@@ -125,7 +127,7 @@ def _pool(job: Job, request: Request, todo: Sequence[type[Measurement]], size: i
     return WorkerPool(MEASUREMENTS, recipe, size, need, tell=console.note)
 
 
-def _bytes(job: Job, request: Request, todo: Sequence[type[Measurement]]) -> int:
+def _bytes(job: AnalysisJob, request: AnalyzeOptions, todo: Sequence[type[Measurement]]) -> int:
     """Main memory of a worker: weights, those of a control, a full cache, a walk or runs; 0 if it cannot be planned."""
     n = len(job.text.tokens)
     with suppress(KVKeepError):
@@ -139,8 +141,8 @@ def _bytes(job: Job, request: Request, todo: Sequence[type[Measurement]]) -> int
 
 
 def _fill(
-    job: Job,
-    folder: Folder,
+    job: AnalysisJob,
+    folder: AnalysisFolder,
     pool: WorkerPool[ModelFacts],
     show: Callable[[str, int], None],
     stopped: Callable[[], bool],

@@ -14,9 +14,11 @@ import typer
 from kvkeep.cli import console
 from kvkeep.errors import InputError, three_digits
 from kvkeep.result_files import in_full
-from kvkeep_lab.loadtest.client import Outcome, Target, model_of
+from kvkeep_lab.cli.bench_server.options import BenchServerOptions
+from kvkeep_lab.loadtest.client import RequestOutcome, Target, base_url, model_of
+from kvkeep_lab.loadtest.lengths import Lengths
 from kvkeep_lab.loadtest.percentiles import SHARES
-from kvkeep_lab.loadtest.plan import Load, arrivals
+from kvkeep_lab.loadtest.plan import Load, arrivals, read_lines
 from kvkeep_lab.loadtest.running import send
 from kvkeep_lab.loadtest.summary import summary
 
@@ -28,6 +30,30 @@ _TIMES = {
 }
 _LATE_S = 0.05
 """Seconds from which on a request that was sent late is worth a note."""
+
+
+def serve(request: BenchServerOptions) -> None:
+    """Load a server and print its numbers; see `run`."""
+    load = Load(
+        requests=request.requests,
+        rate=request.rate,
+        prompt_tokens=Lengths.read(request.prompt_tokens, "prompt_tokens"),
+        new_tokens=Lengths.read(request.max_new_tokens, "max_new_tokens"),
+        prefixes=request.prefixes,
+        prefix_tokens=request.prefix_tokens,
+        turns=request.turns,
+        seed=request.seed,
+        lines=() if request.input is None else read_lines(request.input),
+    )
+    target = Target(
+        url=base_url(request.url),
+        model=request.model or "",
+        key=request.api_key or None,
+        chat=request.chat,
+        timeout_s=request.timeout,
+        extra={"ignore_eos": True} if request.ignore_end else {},
+    )
+    run(target, load, sessions=request.sessions, warmup=request.warmup, output=request.output, json=request.json)
 
 
 def run(target: Target, load: Load, *, sessions: bool, warmup: int, output: str | None, json: bool) -> None:
@@ -52,7 +78,7 @@ def run(target: Target, load: Load, *, sessions: bool, warmup: int, output: str 
 
 async def _measured(
     target: Target, load: Load, *, sessions: bool, warmup: int
-) -> tuple[dict[str, Any], Sequence[Outcome]]:
+) -> tuple[dict[str, Any], Sequence[RequestOutcome]]:
     """The numbers of a run, and its outcomes in the order in which they ended."""
     target = replace(target, model=target.model or await model_of(target))
     if warmup:
@@ -69,7 +95,7 @@ async def _measured(
     return {**asked, "load": settings, **summary(outcomes, seconds=end - start)}, outcomes
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: RequestOutcome) -> str:
     return jsons.dumps({name: value for name, value in asdict(outcome).items() if name != "text"}) + "\n"
 
 

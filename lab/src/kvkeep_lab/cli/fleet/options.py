@@ -3,128 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Any
 
-import typer
-
+from kvkeep.cli.command import option
+from kvkeep.cli.options import JSON, parse_bytes
+from kvkeep.cli.plan import PlanningOptions, parse_speed
 from kvkeep.errors import InputError
 
 LOAD, DEVICES = "What comes", "Devices"
-
-Rate = Annotated[
-    float | None, typer.Option(metavar="RATE", help="Users that come per second, at random.", rich_help_panel=LOAD)
-]
-PromptTokens = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LENGTH",
-        help="Of a message: 128; 64-512: all equally likely; ~200: exponential with this mean. Default: 128.",
-        rich_help_panel=LOAD,
-    ),
-]
-NewTokens = Annotated[
-    str | None,
-    typer.Option(
-        "--max-new-tokens",
-        "-n",
-        metavar="LENGTH",
-        help="The same, of an answer. Default: 64.",
-        rich_help_panel=LOAD,
-    ),
-]
-Sessions = Annotated[
-    str | None,
-    typer.Option(metavar="LENGTH", help="The same: conversations of a user. Default: 1.", rich_help_panel=LOAD),
-]
-Turns = Annotated[
-    str | None,
-    typer.Option(metavar="LENGTH", help="The same: messages of a conversation. Default: 1.", rich_help_panel=LOAD),
-]
-Between = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SECONDS",
-        help="The same: between an answer and the next message. Default: 60.",
-        rich_help_panel=LOAD,
-    ),
-]
-Input = Annotated[
-    str | None,
-    typer.Option(
-        "--input",
-        "-i",
-        metavar="FILE",
-        help='JSONL with lengths, {"prompt_tokens": 512, "max_tokens": 64}, or a trace, with "at" in seconds and '
-        '"session" as well; the output of bench-server is one.',
-        rich_help_panel=LOAD,
-    ),
-]
-Requests = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Messages that are simulated on a device. Default: 2000.", rich_help_panel=LOAD),
-]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Of times and lengths. Default: 0.", rich_help_panel=LOAD)]
-Rows = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Rows of each device. Default: all that fit.", rich_help_panel=DEVICES),
-]
-Devices = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Default: as few as keep the two limits.", rich_help_panel=DEVICES),
-]
-FirstToken = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS", help="Until the first token, in 99 % of the answers. Default: 5.", rich_help_panel=DEVICES
-    ),
-]
-PerToken = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", help="Per token after it, in 99 %. Default: no limit.", rich_help_panel=DEVICES),
-]
-Steps = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Measured steps, as bench/fleet.py prints them. Default: the limits of --bandwidth and --compute.",
-        rich_help_panel=DEVICES,
-    ),
-]
-Compute = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SPEED",
-        help="Arithmetic, e.g. 400TFLOP/s. Default: an estimate from --bandwidth.",
-        rich_help_panel=DEVICES,
-    ),
-]
-DecodeEvery = Annotated[
-    int | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="Prompt tokens for which running rows get a token. Default: by the kind of --device.",
-        rich_help_panel=DEVICES,
-    ),
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Main memory for idle conversations; others lie on the disk. Default: for all.",
-        rich_help_panel=DEVICES,
-    ),
-]
-Bus = Annotated[
-    str | None,
-    typer.Option(metavar="SPEED", help="Between rows and main memory. Default: 25GB/s.", rich_help_panel=DEVICES),
-]
-Disk = Annotated[str | None, typer.Option(metavar="SPEED", help="Default: 2GB/s.", rich_help_panel=DEVICES)]
+_LOAD = ("rate", "prompt_tokens", "max_new_tokens", "sessions", "turns", "between", "input", "requests", "seed")
+_MACHINES = (
+    *("devices", "first_token", "per_token", "steps", "compute", "decode_every"),
+    *("host_memory", "bus", "disk"),
+)
 
 _COMPUTE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([GTP])(?:FLOPS?/s|FLOPS)\s*", re.ASCII)
 _PREFIXES = {"G": 1e9, "T": 1e12, "P": 1e15}
 
 
-def parse_compute(text: str) -> float:
+def parse_compute(text: str, option: str) -> float:
     """Read operations per second: ``400TFLOP/s``.
 
     Raises:
@@ -133,5 +31,94 @@ def parse_compute(text: str) -> float:
     found = _COMPUTE.fullmatch(text)
     speed = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
     if not 0 < speed < 1e21:
-        raise InputError(f"--compute {text!r} is no number of operations per second; write e.g. 400TFLOP/s.")
+        raise InputError(f"{option} {text!r} is no number of operations per second; write e.g. 400TFLOP/s.")
     return speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions(PlanningOptions):
+    """Show how many devices bear a load, and what waits where, before one is bought.
+
+    Each device is simulated step by step, under kvkeep and under a full cache in pages. --memory and --bandwidth are
+    those of each device. Only the model's configuration is read: a hub name, a folder or a config.json is enough.
+    """
+
+    rate: float | None = option("Users that come per second, at random.", default=None, metavar="RATE", group=LOAD)
+    prompt_tokens: str | None = option(
+        "Of a message: 128; 64-512: all equally likely; ~200: exponential with this mean. Default: 128.",
+        default=None,
+        metavar="LENGTH",
+        group=LOAD,
+    )
+    max_new_tokens: str | None = option(
+        "The same, of an answer. Default: 64.", "-n", default=None, metavar="LENGTH", group=LOAD
+    )
+    sessions: str | None = option(
+        "The same: conversations of a user. Default: 1.", default=None, metavar="LENGTH", group=LOAD
+    )
+    turns: str | None = option(
+        "The same: messages of a conversation. Default: 1.", default=None, metavar="LENGTH", group=LOAD
+    )
+    between: str | None = option(
+        "The same: between an answer and the next message. Default: 60.", default=None, metavar="SECONDS", group=LOAD
+    )
+    input: str | None = option(
+        'JSONL with lengths, {"prompt_tokens": 512, "max_tokens": 64}, or a trace, with "at" in seconds and "session" '
+        "as well; the output of bench-server is one.",
+        "-i",
+        default=None,
+        metavar="FILE",
+        group=LOAD,
+    )
+    requests: int | None = option(
+        "Messages that are simulated on a device. Default: 2000.", default=None, metavar="N", group=LOAD
+    )
+    seed: int | None = option("Of times and lengths. Default: 0.", default=None, metavar="N", group=LOAD)
+    rows: int | None = option("Rows of each device. Default: all that fit.", default=None, metavar="N", group=DEVICES)
+    devices: int | None = option("Default: as few as keep the two limits.", default=None, metavar="N", group=DEVICES)
+    first_token: float | None = option(
+        "Until the first token, in 99 % of the answers. Default: 5.", default=None, metavar="SECONDS", group=DEVICES
+    )
+    per_token: float | None = option(
+        "Per token after it, in 99 %. Default: no limit.", default=None, metavar="SECONDS", group=DEVICES
+    )
+    steps: str | None = option(
+        "Measured steps, as bench/fleet.py prints them. Default: the limits of --bandwidth and --compute.",
+        default=None,
+        metavar="FILE",
+        group=DEVICES,
+    )
+    compute: float | None = option(
+        "Arithmetic, e.g. 400TFLOP/s. Default: an estimate from --bandwidth.",
+        read=parse_compute,
+        default=None,
+        metavar="SPEED",
+        group=DEVICES,
+    )
+    decode_every: int | None = option(
+        "Prompt tokens for which running rows get a token. Default: by the kind of --device.",
+        default=None,
+        metavar="TOKENS",
+        group=DEVICES,
+    )
+    host_memory: int | None = option(
+        "Main memory for idle conversations; others lie on the disk. Default: for all.",
+        read=parse_bytes,
+        default=None,
+        metavar="SIZE",
+        group=DEVICES,
+    )
+    bus: float | None = option(
+        "Between rows and main memory. Default: 25GB/s.", read=parse_speed, default=None, metavar="SPEED", group=DEVICES
+    )
+    disk: float | None = option("Default: 2GB/s.", read=parse_speed, default=None, metavar="SPEED", group=DEVICES)
+    json: bool = option(JSON)
+
+    def load(self) -> dict[str, Any]:
+        """Return the options of the load, as they were typed."""
+        return {name: getattr(self, name) for name in _LOAD}
+
+    def machines(self) -> dict[str, Any]:
+        """Return what was said about the devices: arguments of `kvkeep_lab.fleet.setup.Fleet`."""
+        given = {name: getattr(self, name) for name in _MACHINES}
+        return {name: value for name, value in given.items() if value is not None}

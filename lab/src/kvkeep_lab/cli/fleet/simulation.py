@@ -17,6 +17,7 @@ from kvkeep.errors import InputError
 from kvkeep.models.device import parse_device
 from kvkeep.models.load import quiet
 from kvkeep.planning.bandwidth import measure_bandwidth
+from kvkeep_lab.cli.fleet.options import FleetOptions
 from kvkeep_lab.cli.fleet.table import Loaded, describe, show
 from kvkeep_lab.fleet.device import Progress
 from kvkeep_lab.fleet.load import FleetLoad
@@ -37,27 +38,17 @@ _DRAWN = ("rate", "sessions", "turns", "between", "prompt_tokens", "max_new_toke
 _KINDS = ("cpu", "cuda")
 
 
-def serve(
-    given: dict[str, Any], machines: dict[str, Any], *, measure: bool, device: str, json: bool, **asked: Any
-) -> None:
+def serve(request: FleetOptions) -> None:
     """Simulate a fleet and print what happens.
-
-    Args:
-        given: the options of the load, as they were typed.
-        machines: arguments of `Fleet`, without those that were not given.
-        measure: whether the bandwidth of the device is measured.
-        device: its name.
-        json: whether a JSON object is printed.
-        asked: arguments of `kvkeep.planning.plan.plan`.
 
     Raises:
         KVKeepError: an option, the trace or the model cannot be used, or no number of devices carries the load.
     """
-    rows, chunk = asked.pop("rows"), asked["prefill_chunk"]
-    machines = {name: value for name, value in machines.items() if value is not None}
+    machines, asked = request.machines(), request.arguments()
+    device, measure = request.device, request.measure
     if (file := machines.pop("steps", None)) is not None:
         machines["steps"] = read_steps(file)
-    loaded = read_load(given)
+    loaded = read_load(request.load())
     kind = _kind(device, machines, measure=measure)
     if measure:
         console.progress(f"measuring the memory of {device} …")
@@ -65,12 +56,12 @@ def serve(
     console.progress("reading the configuration of the model …")
     with quiet():
         made = plan_for(loaded.load, **asked)
-    fleet = Fleet(plan=made, load=loaded.load, rows=rows, chunk=chunk, device=kind, **machines)
+    fleet = Fleet(plan=made, load=loaded.load, rows=request.rows, chunk=request.prefill_chunk, device=kind, **machines)
     with _shown("kvkeep") as progress:
         ours = bounded(fleet, progress)
     with _shown("a full cache in pages") as progress:
         theirs = paged(fleet, progress)
-    if json:
+    if request.json:
         console.write_json(describe(fleet, loaded, ours, theirs))
     else:
         show(fleet, loaded, ours, theirs, file)

@@ -10,7 +10,7 @@ from kvkeep.errors import show_bytes, three_digits
 from kvkeep.policies.registry import spec
 from kvkeep_lab.fleet.load import FleetLoad
 from kvkeep_lab.fleet.setup import Fleet
-from kvkeep_lab.fleet.sizing import Found
+from kvkeep_lab.fleet.sizing import FleetResult
 from kvkeep_lab.loadtest.percentiles import SHARES, spread
 
 NAMES = ("kvkeep", "full cache in pages")
@@ -27,7 +27,7 @@ class Loaded(NamedTuple):
     failed: int
 
 
-def describe(fleet: Fleet, loaded: Loaded, ours: Found, theirs: Found) -> dict[str, Any]:
+def describe(fleet: Fleet, loaded: Loaded, ours: FleetResult, theirs: FleetResult) -> dict[str, Any]:
     """A simulation as plain data; times in seconds, sizes in bytes."""
     made, load = fleet.plan, loaded.load
     settings = {name: str(getattr(load, name)) for name in ("prompt_tokens", "new_tokens", "sessions")}
@@ -55,7 +55,7 @@ def describe(fleet: Fleet, loaded: Loaded, ours: Found, theirs: Found) -> dict[s
     }
 
 
-def _describe(found: Found) -> dict[str, Any]:
+def _describe(found: FleetResult) -> dict[str, Any]:
     log = found.log
     if found.devices is None:
         return {"devices": None, "reason": found.reason}
@@ -85,12 +85,12 @@ def _describe(found: Found) -> dict[str, Any]:
     }
 
 
-def _device_seconds(found: Found) -> float:
+def _device_seconds(found: FleetResult) -> float:
     """Seconds of the simulation times its devices."""
     return max(1e-9, found.log.seconds * found.simulated)
 
 
-def notes(fleet: Fleet, loaded: Loaded, ours: Found, theirs: Found) -> list[str]:
+def notes(fleet: Fleet, loaded: Loaded, ours: FleetResult, theirs: FleetResult) -> list[str]:
     """What the user may not expect."""
     said = [line for line in plan_run.notes(fleet.plan) if "nothing is evicted" not in line]
     if fleet.steps is not None and fleet.steps.error > _FAR_OFF:
@@ -109,7 +109,7 @@ def notes(fleet: Fleet, loaded: Loaded, ours: Found, theirs: Found) -> list[str]
     return said
 
 
-def show(fleet: Fleet, loaded: Loaded, ours: Found, theirs: Found, file: str | None) -> None:
+def show(fleet: Fleet, loaded: Loaded, ours: FleetResult, theirs: FleetResult, file: str | None) -> None:
     """Print the table for people."""
     screen = console.out()
     screen.print(console.facts(_head(fleet, loaded, file)))
@@ -143,9 +143,9 @@ def _head(fleet: Fleet, loaded: Loaded, file: str | None) -> dict[str, str]:
     }
 
 
-def _lines(fleet: Fleet, ours: Found, theirs: Found) -> dict[str, Callable[[Found], str]]:
+def _lines(fleet: Fleet, ours: FleetResult, theirs: FleetResult) -> dict[str, Callable[[FleetResult], str]]:
     """The lines of the table: the name of each, and its cell."""
-    lines: dict[str, Callable[[Found], str]] = {
+    lines: dict[str, Callable[[FleetResult], str]] = {
         "devices": lambda one: f"{one.devices}",
         "rows of each": lambda one: f"{one.rows}" if one is ours else f"up to {one.rows}",
         "sequences at once, mean": lambda one: three_digits(one.log.row_s / _device_seconds(one)),
@@ -178,17 +178,17 @@ def _lines(fleet: Fleet, ours: Found, theirs: Found) -> dict[str, Callable[[Foun
     return lines
 
 
-def _share_of(key: str, share: str) -> Callable[[Found], str]:
+def _share_of(key: str, share: str) -> Callable[[FleetResult], str]:
     """The cell of a percentile of the times that a log has under this name."""
     return lambda one: _time(spread(getattr(one.log, key)), share)
 
 
-def _ours(ours: Found, cell: Callable[[Any], str]) -> Callable[[Found], str]:
+def _ours(ours: FleetResult, cell: Callable[[Any], str]) -> Callable[[FleetResult], str]:
     """A cell that the full cache has nothing for."""
     return lambda one: cell(one.log) if one is ours else "–"
 
 
-def _flow(count: int, found: Found) -> str:
+def _flow(count: int, found: FleetResult) -> str:
     return f"{show_bytes(round(count / _device_seconds(found)))}/s"
 
 

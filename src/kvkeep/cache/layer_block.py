@@ -1,0 +1,122 @@
+"""What the block of a layer is made of: its kind of store, its budgets, its pins, and the backend that works on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.backends import Backend, choose, in_codes, in_pool
+from kvkeep.budget import Number, by_head
+from kvkeep.cache.shared_budget import SharedBudget
+from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.kv.block import Block
+from kvkeep.kv.pooled_store import PooledStore, kind_of
+from kvkeep.kv.row_copy import RowCopy
+from kvkeep.kv.store import Store
+from kvkeep.pins import Spans
+from kvkeep.policies.base import Policy
+from kvkeep.rotary import Rotation
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What a layer needs to know to allocate its block.
+
+    Attributes:
+        policy: the eviction policy, whose state the block holds.
+        index: the layer's number in the model.
+        store: the kind of store.
+        sequences: identity of each row for randomness.
+        pins: spans that the policy may not evict.
+    """
+
+    policy: Policy
+    index: int
+    store: type[Store]
+    sequences: Sequence[int] | None
+    pins: Sequence[Spans]
+
+    def block(
+        self,
+        keys: Float[Tensor, "B Hk _ D"],
+        values: Float[Tensor, "B Hk _ E"],
+        *,
+        budgets: Sequence[Number],
+        heads: Heads,
+        together: SharedBudget | None,
+    ) -> Block:
+        """Return an empty block for such keys and values.
+
+        Args:
+            keys: keys of any number of tokens.
+            values: their values.
+            budgets: of the rows.
+            heads: which heads this process holds.
+            together: the layers that share their budget with this one, and the slots.
+        """
+        given: dict[str, Any] = {
+            "numbers": budgets,
+            "starts": self.policy.slots,
+            "heads": self.policy.summaries,
+            "sequences": self.sequences,
+            "pins": self.pins,
+            "store": self.store,
+        }
+        if together is not None:
+            return together.block(self.index, keys, values, **given)
+        room = heads.ranks if self.policy.spreads else 1
+        block = Block(keys, values, room=room, **given)
+        reach(block, self.policy, budgets, heads)
+        return block
+
+    def like(self, copy: RowCopy, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Return keys and values of no token, of a row that was copied; arguments as for `Store.like`."""
+        tensors = {
+            name.removeprefix("store."): x[None] for name, x in copy.tensors.items() if name.startswith("store.")
+        }
+        return self.store.like(tensors, dtype)
+
+    def filled_by(self, block: Block) -> BlockPlan:
+        """Return the plan with the kind of store of a block that somebody else has made."""
+        return self if self.store is type(block.store) else replace(self, store=type(block.store))
+
+
+def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = None) -> type[Store]:
+    """Return the kind of store for a policy under these budgets of rows: a pool where heads have budgets of their own.
+
+    Args:
+        policy: the policy.
+        numbers: the budgets.
+        kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.
+    """
+    return kind_of(kv_bits, pooled=bool(policy.spreads) or any(isinstance(number, tuple) for number in numbers))
+
+
+def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads = ALONE) -> None:
+    """Tell a block's pool, if it has one, how many slots a head may get when the policy shares budgets among heads."""
+    store = block.store
+    if not isinstance(store, PooledStore) or policy.spreads is None:
+        return
+    heads = store.sizes.shape[1]
+    means = {-(-sum(row) // heads) for row in by_head(numbers, heads)}
+    most = max(policy.spreads.most(policy, mean, heads * among.ranks) for mean in means)
+    store.widest = max(store.widest, min(most + 1, store.entries.shape[1] - 1))
+
+
+def backend_for(block: Block, rotation: Rotation | None) -> Backend:
+    """Return the backend that works on a block.
+
+    Args:
+        block: the slots. The device and the dtype choose; pools and codes are wrapped around the choice.
+        rotation: the model's rotary embedding where tokens are attended at their rank in the cache.
+    """
+    backend = choose(block.seen.device, block.store.dtype)
+    backend = backend if rotation is None else backend.at_ranks(rotation)
+    if block.store.bits is not None:
+        backend = in_codes(backend, turned=rotation is not None)
+    return in_pool(backend) if isinstance(block.store, PooledStore) else backend

@@ -1,0 +1,387 @@
+"""The part of a cache that takes snapshots of its rows and puts them back."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvkeep.budget import by_head, check_rows, largest
+from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.token_history import TokenHistory, rows_of
+from kvkeep.errors import BrokenCacheError, InputError, ShapeError, SnapshotError, UnsupportedOperationError
+from kvkeep.head_profile import Profile
+from kvkeep.kv.block import Block
+from kvkeep.kv.cascade import Cascade
+from kvkeep.kv.pooled_store import PooledStore
+from kvkeep.kv.row_copy import RowCopy
+from kvkeep.kv.store import inference
+from kvkeep.policies.base import Policy
+from kvkeep.snapshot.contents import Contents, check, mine, put, take, whole
+from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, name_of_policy, rule
+from kvkeep.snapshot.snapshot import Snapshot
+
+Weights: TypeAlias = Callable[[], str | None]
+"""The hash of the weights of the model that feeds a cache; ``None`` if the model is gone."""
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The arguments that a cache was made with, as far as its snapshots need them.
+
+    Attributes:
+        config: the model's configuration.
+        policy: the policy.
+        budgets: one number, or one per row.
+        layer_budget: rule by which the budget is spread over the layers, or one weight per layer.
+        head_budget: rule by which heads share a layer's budget; ``None``: the policy's own.
+        positions: ``true`` or ``slot``.
+        chunk: tokens of the prompt that are taken at once.
+        kv_bits: bits of keys and values in the slots; ``None``: the model's dtype.
+        cascade: the tables that the layers share.
+        profile: the profile of the budgets of heads, if there is one.
+    """
+
+    config: Any
+    policy: Policy
+    budgets: tuple[int, ...]
+    layer_budget: str | tuple[float, ...]
+    head_budget: str | None
+    positions: Literal["true", "slot"]
+    chunk: int | None
+    kv_bits: str | None
+    cascade: Cascade | None
+    profile: Profile | None
+
+    @functools.cached_property
+    def config_hash(self) -> str:
+        """The hash of the configuration, computed when it is first needed."""
+        return hash_of_config(self.config)
+
+    @classmethod
+    def of(
+        cls, config: Any, budget: int | Sequence[int], layout: Layout, chunk: int | None, cascade: Cascade | None
+    ) -> CacheSettings:
+        """Return the settings, with numbers of other libraries as Python's own."""
+        return cls(
+            config=config,
+            policy=layout.policy,
+            budgets=check_rows(budget),
+            layer_budget=rule(layout.layer_budget),
+            head_budget=layout.head_budget,
+            positions="true" if layout.rotation is None else "slot",
+            chunk=None if chunk is None else int(chunk),
+            kv_bits=layout.kv_bits,
+            cascade=cascade,
+            profile=layout.profile,
+        )
+
+    def budget_of(self, layer: Layer, row: int) -> int:
+        """Return the budget of a row, also after rows were selected.
+
+        Args:
+            layer: the cache's first layer.
+            row: which row.
+
+        Raises:
+            UnsupportedOperationError: rows with budgets of their own were selected, and it is not clear which is whose.
+        """
+        if len(set(self.budgets)) == 1:
+            return self.budgets[0]
+        if not layer.moves:
+            return self.budgets[row]
+        heads, sum_of_row = layer.store.positions.shape[1], layer.block.budget_of(row)
+        sums = map(sum, by_head(layer.budgets, heads))
+        candidates = {budget for budget, total in zip(self.budgets, sums, strict=True) if total == sum_of_row}
+        if len(candidates) != 1:
+            raise UnsupportedOperationError(
+                "Rows with budgets of their own were selected, and it is not known any more which budget this row has."
+            )
+        return candidates.pop()
+
+
+class RowSnapshots:
+    """What a cache knows of the memory in its rows: the settings, the model's weights, the ids of the tokens.
+
+    It has no layers of its own: the cache hands them to each call, so that a copy of a cache never reaches the
+    layers of the original.
+
+    Args:
+        settings: the arguments of the cache.
+        history: the ids of the tokens that the cache was fed; it belongs to the cache.
+
+    Attributes:
+        weights: the weights of the model that has fed the cache; ``None`` before an attached model runs.
+        awaited: hash of the weights of a restored snapshot; the next model that feeds the cache must have them.
+    """
+
+    def __init__(self, settings: CacheSettings, history: TokenHistory) -> None:
+        self.settings, self._history = settings, history
+        self.weights: Weights | None = None
+        self.awaited: str | None = None
+
+    def take(self, layers: Sequence[Layer], states: Mapping[int, object], row: int, tokens: Any) -> Snapshot:
+        """Copy the memory of one row, see `BoundedCache.snapshot`."""
+        check_has_layers(layers)
+        check_whole(layers)
+        if not layers[0].columns:
+            raise SnapshotError("The cache holds no tokens yet, so there is nothing to copy. Run the model first.")
+        row = checked_row(row, len(layers[0].seen))
+        contents = take([layer.block for layer in layers], row, cascade=self.settings.cascade, states=states)
+        contents = whole(contents, layers[0].heads)
+        ids = self._recorded_ids(layers[0], row, contents.seen) if tokens is None else ids_of_row(tokens)
+        pending = max(0, self._history.prompt_columns - layers[0].columns)
+        return Snapshot(contents, self.fingerprint(layers[0], row), ids, pending)
+
+    def put(
+        self, layers: Sequence[Layer], states: Mapping[int, object], snapshots: Mapping[int, Snapshot], rows: int
+    ) -> None:
+        """Put snapshots into rows of a cache with so many rows. If they do not fit, nothing changes.
+
+        Args:
+            layers: the layers with slots.
+            states: the layers with a state, by their number in the model.
+            snapshots: the new memory of some rows, by their number.
+            rows: number of rows of the cache.
+
+        Raises:
+            SnapshotError: the snapshots do not fit the layers.
+        """
+        heads = layers[0].heads
+        snapshots = {row: replace(copy, contents=mine(copy.contents, heads)) for row, copy in snapshots.items()}
+        ids = self._ids_after(layers[0], snapshots, rows)
+        try:
+            made = next(iter(snapshots.values())).fingerprint
+            dtype = getattr(torch, made.dtype) if made.dtype else None
+            blocks = blocks_for(layers, [snapshot.contents for snapshot in snapshots.values()], rows, dtype=dtype)
+            for snapshot in snapshots.values():
+                check(snapshot.contents, blocks, states)
+        except ShapeError as error:
+            raise SnapshotError(f"The snapshot cannot be used here. {error}") from error
+        seen = blocks[0].seen.tolist()
+        columns = max(snapshots[row].seen if row in snapshots else seen[row] for row in range(rows))
+        for layer, block in zip(layers, blocks, strict=True):
+            layer.hold(block, columns=columns)
+            layer.mend(layers[0].moves)
+        for row, snapshot in snapshots.items():
+            put(snapshot.contents, blocks, row, cascade=self.settings.cascade, states=states)
+        self._history.begin_again(ids, columns=columns, device=blocks[0].seen.device)
+        self._history.prompt_columns = columns + max(snapshot.pending for snapshot in snapshots.values())
+        if self.weights is None or self.weights() is None:
+            known = (snapshot.fingerprint.weights for snapshot in snapshots.values())
+            self.awaited = next(filter(None, known), self.awaited)
+
+    def feeds(self, weights: Weights) -> None:
+        """Note the weights of the model that is about to feed the cache.
+
+        Raises:
+            SnapshotError: the cache holds a snapshot that was made with other weights.
+            InputError: so was the profile of the budgets of heads.
+        """
+        if self.settings.profile is not None:
+            self.settings.profile.check_weights(weights)
+        if self.awaited is not None and (here := weights()) != self.awaited:
+            raise SnapshotError(
+                f"The memory in the cache was made with the weights {self.awaited}, and this model has {here}. It "
+                "means nothing to this model: load the weights that it was made with, or read the text again."
+            )
+        self.weights, self.awaited = weights, None
+
+    def fingerprint(self, layer: Layer, row: int) -> Fingerprint:
+        """Return the model and the settings of one row; ``layer`` is the cache's first one."""
+        made = self.settings
+        return Fingerprint(
+            model=name_of_config(made.config),
+            config=made.config_hash,
+            policy=name_of_policy(made.policy),
+            budget=made.budget_of(layer, row),
+            layer_budget=made.layer_budget,
+            head_budget=made.head_budget,
+            dtype=str(layer.store.dtype).removeprefix("torch.") if layer.allocated else None,
+            positions=made.positions,
+            chunk=made.chunk,
+            kv_bits=made.kv_bits,
+            weights=self.awaited if self.weights is None else self.weights(),
+        )
+
+    def _ids_after(self, layer: Layer, snapshots: Mapping[int, Snapshot], rows: int) -> list[Tensor] | None:
+        """Return the token ids of all rows once snapshots are in some; ``None`` if the ids of a row are not known."""
+        seen = layer.seen.tolist() if layer.allocated else [0] * rows
+        ids = [
+            snapshots[row].tokens if row in snapshots else self._recorded_ids(layer, row, seen[row])
+            for row in range(rows)
+        ]
+        known = [row_ids for row_ids in ids if row_ids is not None]
+        return known if len(known) == rows else None
+
+    def _recorded_ids(self, layer: Layer, row: int, seen: int) -> Tensor | None:
+        """Return the ids of the tokens that a row has seen; ``None`` if not all were recorded."""
+        if not seen:
+            return torch.empty(0, dtype=torch.int32)
+        columns, history = layer.columns, self._history
+        if history.columns < columns:
+            return None
+        ids, real = (table[row, :columns] for table in history.table())
+        return ids[real].cpu() if int(real.sum()) == seen else None
+
+
+def check_whole(layers: Iterable[Layer]) -> None:
+    """Refuse layers in which a step has not ended, or which have seen different tokens.
+
+    Raises:
+        BrokenCacheError: see above.
+    """
+    layers = list(layers)
+    if any(layer.broken for layer in layers):
+        raise BrokenCacheError("a step failed between its beginning and its end")
+    if len({(layer.columns, layer.moves) for layer in layers}) > 1:
+        raise BrokenCacheError("a step, or a selection of rows, ended between two layers")
+
+
+def check_has_layers(layers: Sequence[Layer]) -> None:
+    """Refuse a cache without layers that have slots.
+
+    Raises:
+        UnsupportedOperationError: there are none.
+    """
+    if not layers:
+        raise UnsupportedOperationError("This model has no layers with slots, so there is no memory to copy.")
+
+
+def check_kind(snapshots: Sequence[object]) -> None:
+    """Refuse what is no snapshot.
+
+    Raises:
+        InputError: there is something else.
+    """
+    for given in snapshots:
+        if not isinstance(given, Snapshot):
+            raise InputError(f"{type(given).__name__} is no Snapshot; cache.snapshot and Snapshot.load return one.")
+
+
+def checked_row(row: object, rows: int) -> int:
+    """Return the number of a row.
+
+    Raises:
+        InputError: there is no such row.
+    """
+    try:
+        number = operator.index(row)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < rows:
+        raise InputError(f"row={row!r:.40} is not one of the cache's rows, 0 to {rows - 1}.")
+    return number
+
+
+def ids_of_row(tokens: Any) -> Tensor:
+    """Return the token ids of one row.
+
+    Raises:
+        InputError: they are not, or are no ids.
+    """
+    try:
+        (row,) = rows_of(tokens, None)
+    except (InputError, ValueError):
+        row = torch.tensor([-1])
+    if bool(((row < 0) | (row >= 2**31)).any()):
+        raise InputError(f"tokens={tokens!r:.60} are not the token ids of one row.")
+    return row.int()
+
+
+def identities(sequences: Sequence[int]) -> list[int]:
+    """Return the identity of each row as a list of Python's numbers.
+
+    Raises:
+        InputError: they are no whole numbers of 64 bits.
+    """
+    try:
+        numbers = list(map(operator.index, sequences))
+    except TypeError:
+        numbers = [2**63]
+    if not all(-(2**63) <= number < 2**63 for number in numbers):
+        raise InputError(f"sequences={sequences!r:.60} is no list of whole numbers below 2^63, one per row.")
+    return numbers
+
+
+# Blocks with room for rows that are put into them.
+
+
+@inference
+def new_block(
+    layer: Layer,
+    copies: Sequence[RowCopy],
+    rows: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Block:
+    """An empty block for a layer, with at least as many slots as the blocks had from which the copies were taken.
+
+    Args:
+        layer: a layer without a block.
+        copies: what will be put into the block.
+        rows: rows of the block.
+        device: where the block shall be; by default the first copy's device.
+        dtype: the model's, which slots of codes do not show.
+
+    Raises:
+        ShapeError: the copies come from a store that is not the default one, or there is no memory for the block.
+    """
+    tensors = copies[0].tensors
+    if not {"store.keys", "store.values"} <= tensors.keys():
+        raise ShapeError("Rows of another store than the default one need a cache that holds such a store already.")
+    keys, values = (tensor.to(device).expand(rows, -1, -1, -1) for tensor in layer.plan.like(copies[0], dtype))
+    budget = largest(layer.budgets)
+    try:
+        block = layer.new_block(keys, values)
+        _widen(block, layer, copies)
+    except (MemoryError, RuntimeError) as error:
+        raise ShapeError(f"There is no memory for {rows} rows with a budget of {budget} tokens.") from error
+    return block
+
+
+def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
+    """Give a block the slots per head of the blocks that copies were taken from, at most what its budget allows.
+
+    A pool has room for every division of the budget already.
+    """
+    if not isinstance(block.store, PooledStore):
+        block.widen(min(largest(layer.budgets) + 1, max(copy.capacity for copy in copies)))
+
+
+@inference
+def blocks_for(
+    layers: Sequence[Layer], contents: Sequence[Contents], rows: int, *, dtype: torch.dtype | None = None
+) -> list[Block]:
+    """The block of each layer, with enough slots for what will be put in; a new one for a layer that has none.
+
+    A new block is not yet the layer's own.
+
+    Args:
+        layers: the layers with slots.
+        contents: what will be put in.
+        rows: rows of a new block.
+        dtype: the model's, for a new block whose slots hold codes.
+
+    Raises:
+        ShapeError: the contents have another number of layers.
+    """
+    blocks = []
+    for i, layer in enumerate(layers):
+        copies = [copy.layers[i] for copy in contents if len(copy.layers) == len(layers)]
+        if len(copies) < len(contents):
+            raise ShapeError(f"It does not have {len(layers)} layers with slots, as this model has.")
+        if not layer.allocated:
+            blocks.append(new_block(layer, copies, rows, dtype=dtype))
+            continue
+        if any(max(copy.used, copy.most + 1) > layer.block.store.capacity for copy in copies):
+            _widen(layer.block, layer, copies)
+        blocks.append(layer.block)
+    return blocks

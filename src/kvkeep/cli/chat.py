@@ -1,0 +1,73 @@
+"""``kvkeep chat``: its options. The work is in `kvkeep.cli.chat_run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvkeep.cli import shell_completion
+from kvkeep.cli.chat_folder import complete_names
+from kvkeep.cli.command import option
+from kvkeep.cli.generate import GenerationOptions, parse_budget, parse_memory
+from kvkeep.cli.options import BUDGET, JSON, MAX_NEW_TOKENS, NO_DEFAULT, POLICY, parse_system
+from kvkeep.errors import InputError
+from kvkeep.policies import LATER
+
+_CHAT = "Conversation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(GenerationOptions):
+    """Talk with a model in the terminal, in a fixed amount of memory.
+
+    The conversation is saved after each answer and continued by its name. /help lists what can be typed besides
+    messages; Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, each line of standard input is a message.
+    """
+
+    session: str | None = option(
+        "Continue the conversation of this name, or begin it. Default: a new one, named by date and time.",
+        "-s",
+        default=None,
+        metavar="NAME",
+        complete=complete_names,
+        group=_CHAT,
+    )
+    memory: str | None = option(
+        "Begin with a text that kvkeep remember has read.",
+        default=None,
+        read=parse_memory,
+        metavar="FILE",
+        complete=shell_completion.snapshots,
+        group=_CHAT,
+    )
+    system: str | None = option(
+        "A system message at the beginning.", read=parse_system, default=None, metavar="TEXT", group=_CHAT
+    )
+    sessions: str | None = option(
+        "Folder of saved conversations. Default: KVKEEP_SESSIONS, or kvkeep/sessions in your data folder.",
+        default=None,
+        metavar="DIR",
+        group=_CHAT,
+    )
+    list_: bool = option("List the saved conversations and stop.", default=False, group=_CHAT)
+    policy: str = option(
+        POLICY,
+        help=f"Eviction policy, with its options if need be. See [b]kvkeep policies[/b]. Default: {LATER}.",
+        default="",
+        more=NO_DEFAULT,
+    )
+    budget: int | None = option(BUDGET, help=f"{BUDGET.help} Default: 1024; under full 8192.", read=parse_budget)
+    max_new_tokens: int = option(MAX_NEW_TOKENS, default="1024")
+    json: bool = option(JSON, help="With --list: print one JSON object.")
+
+    def checked(self) -> ChatOptions:
+        """Return the options with the policy, after all checks that concern several of them."""
+        if self.json and not self.list_:
+            raise InputError("--json prints the list of conversations: give --list, too.")
+        if self.memory is not None and self.system is not None:
+            raise InputError("--memory brings its own beginning; give --system to kvkeep remember.")
+        return replace(self, policy=self.policy or LATER, names_policy=self.policy != "")
+
+    @property
+    def run(self) -> str:
+        """The function that does the work."""
+        return "kvkeep.cli.chat_sessions:show" if self.list_ else "kvkeep.cli.chat_run:serve"

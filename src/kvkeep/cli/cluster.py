@@ -1,0 +1,97 @@
+"""What commands on a cluster of Ray have in common: room for their workers, paths of files there, and their end.
+
+Importing this module imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvkeep.cli import console
+from kvkeep.scale.cluster import LostClusterError, Need, check_room, check_versions, nodes, own_cpus, share
+
+PROCESS_BYTES = 400 * 10**6
+"""Main memory of a worker beside weights and caches: Python, torch, buffers."""
+
+
+def room_for(
+    count: int,
+    main_bytes: int,
+    *,
+    device: str,
+    threads: int | None,
+    address: str | None,
+    what: str = "worker",
+    option: str = "ray_workers",
+    less: str = "`max_rows`, `budget` or `threads`",
+) -> tuple[Need, str]:
+    """What each of some workers takes, and the device that it uses, after a check that all fit. The cluster was joined.
+
+    Args:
+        count: the number of workers.
+        main_bytes: main memory of each, if it has no GPU; 0 if it is not known.
+        device: the value of ``--device``.
+        threads: the value of ``--threads``.
+        address: the value of ``--ray-address``.
+        what: a word for a worker.
+        option: the argument with their number.
+        less: what makes a worker smaller.
+
+    Raises:
+        InputError: nodes have other versions than this process, or the workers do not fit.
+    """
+    found = nodes()
+    check_versions(found)
+    gpus = int(device.startswith("cuda") or (device == "auto" and any(node.gpus for node in found)))
+    cpus = threads or (own_cpus(count, None) if address is None else share(found, count))
+    need = Need(cpus=cpus, gpus=gpus, memory=0 if gpus else main_bytes)
+    check_room(found, need, count, what=what, option=option, less=less)
+    return need, "cuda" if gpus else "cpu" if device == "auto" else device  # a worker sees its own GPU alone
+
+
+def whole(name: str | None) -> str | None:
+    """The whole path of a file or a folder, which a worker looks up from another folder; a hub name as it is."""
+    if name is None:
+        return None
+    with suppress(OSError):
+        path = Path(name).expanduser()
+        if path.exists():
+            return str(path.resolve())
+    return name
+
+
+@contextmanager
+def ended_with_its_cluster() -> Iterator[None]:
+    """End this process with an error if its cluster has gone away.
+
+    Ray's threads, which still look for the cluster, would crash an ordinary end of the process.
+    """
+    try:
+        yield
+    except LostClusterError as error:
+        console.error(str(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(console.BAD_INPUT)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Delay the first Ctrl-C: the function that this yields returns True after it. The second one ends the process."""
+    pressed = False
+
+    def press(*args: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,142 @@
+"""``kvkeep tune``: its options. The work is in `kvkeep.cli.tune_run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvkeep.cli import shell_completion
+from kvkeep.cli.command import OUTPUT, option
+from kvkeep.cli.files import place
+from kvkeep.cli.options import (
+    JSON,
+    LAYER_BUDGET,
+    POSITIONS,
+    PREFILL_CHUNK,
+    ModelOptions,
+    items,
+    parse_budgets,
+    parse_head_budget,
+    parse_layer_weights,
+    parse_number,
+    parse_tokens,
+)
+from kvkeep.errors import InputError
+
+_QUALITY, _SEARCH = "Quality", "Search"
+
+
+def _share(text: str, option: str) -> float:
+    """Read ``--target``.
+
+    Raises:
+        InputError: it is no share, or one that no confidence can reach.
+    """
+    number = parse_number(text[:-1], option) / 100 if text.endswith("%") else parse_number(text, option)
+    if not 0 < number < 1:
+        raise InputError(
+            f"{option} {text} is not a share between 0 and 1, such as 0.98 or 98%. No number of questions can show "
+            "that all of the full cache's quality is kept."
+        )
+    return number
+
+
+def _heads(text: str | None, option: str) -> tuple[str | None, ...]:
+    """Read ``--head-budget``."""
+    return (None,) if text is None else tuple(parse_head_budget(item, option) for item in items(text, option))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(ModelOptions):
+    """Find the policy and budget with the smallest memory that keep the target share of the full cache's quality.
+
+    The settings are written to DIR/kvkeep.toml, which kvkeep generate --config and Engine.from_config read.
+
+    Attributes:
+        budgets: each a share of the text (a float) or a number of tokens (an int); empty for the default.
+    """
+
+    case: str = option(
+        "later: questions come after the text was cut. inside: the question ends the text. stream: the text goes on.",
+        default="later",
+        metavar="CASE",
+        complete=shell_completion.words("later", "inside", "stream"),
+        group=_QUALITY,
+    )
+    target: float = option(
+        "Share of the full cache's quality to keep with 95 % confidence: 0.98, or 98%.",
+        read=_share,
+        default="0.98",
+        metavar="SHARE",
+        group=_QUALITY,
+    )
+    text: str | None = option(
+        "UTF-8 text, in which facts are planted and asked for; for stream, the text that goes on. Default: the "
+        "package's own plain sentences.",
+        default=None,
+        metavar="FILE",
+        group=_QUALITY,
+    )
+    questions: str | None = option(
+        'Your own questions in place of planted facts: JSONL lines with a "question", its "answer", and perhaps a '
+        '"text" of their own.',
+        default=None,
+        metavar="FILE",
+        group=_QUALITY,
+    )
+    context: int | None = option(
+        "Length of a text. Default: 1024, or the trained length if that is less.",
+        read=parse_tokens,
+        default=None,
+        metavar="TOKENS",
+        group=_QUALITY,
+    )
+    facts: int = option("Facts planted in a text; all are asked for.", default=16, metavar="N", group=_QUALITY)
+    limit: int | None = option(
+        "Questions of the confirmation, or texts for stream. Default: 448 questions, 24 texts.",
+        read=parse_tokens,
+        default=None,
+        metavar="N",
+        group=_QUALITY,
+    )
+    seed: int = option("Chooses facts and texts.", default=0, least=0, most=2**31 - 1, metavar="N", group=_QUALITY)
+    policies: str | None = option(
+        "Policies to search, e.g. leverage,h2o:recent=8,sinks=4. Default: those made for the case.",
+        default=None,
+        metavar="LIST",
+        complete=shell_completion.policy_list,
+        group=_SEARCH,
+    )
+    budgets: tuple[float | int, ...] = option(
+        "Budgets to search: shares of the text such as 20%, or tokens. Default: 11 from 3% to 90%.",
+        read=parse_budgets,
+        reads_none=True,
+        default=None,
+        metavar="LIST",
+        group=_SEARCH,
+    )
+    prefill_chunk: int | None = option(PREFILL_CHUNK)
+    layer_budget: str | tuple[float, ...] | None = option(LAYER_BUDGET, read=parse_layer_weights)
+    head_budgets: tuple[str | None, ...] = option(
+        "Rules to search that divide the budget among KV heads, e.g. uniform,ada:0.2,global:0.2,profile:FILE with the "
+        "file of [b]kvkeep calibrate[/b]. Default: each policy's own rule.",
+        read=_heads,
+        reads_none=True,
+        name="head_budget",
+        default=None,
+        metavar="LIST",
+        complete=shell_completion.words("uniform", "ada:0.2", "global:0.2", "profile:"),
+        group=_SEARCH,
+    )
+    positions: Literal["true", "slot"] | None = option(POSITIONS)
+    output: Path = option(
+        "Folder for kvkeep.toml, curve.png and measurements. The same command again resumes a search that was stopped.",
+        "-o",
+        read=place,
+        default="tuned",
+        metavar="DIR",
+        group=OUTPUT,
+    )
+    plots: bool = option("Draw the curve, with matplotlib (extra: plots).", default=True, group=OUTPUT)
+    json: bool = option(JSON)

@@ -1,0 +1,200 @@
+"""How evaluations run a model: the options of a bounded cache, and batches that are fed piece by piece."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep import budget as budgets
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import handed
+from kvkeep.errors import BudgetError
+from kvkeep.head_profile import Profile
+from kvkeep.kv.slot_codec import check_bits
+from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.tokenization import Writer
+from kvkeep.policies.base import Policy
+from kvkeep.rotary import rotation_for
+
+BATCH_TOKENS = 16_384
+"""Most prompt tokens that run through the model at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The options of a `BoundedCache` beside policy and budget; by default the policy's own.
+
+    Attributes:
+        positions: ``true`` or ``slot``; ``None`` for the policy's own mode.
+        layer_budget: how the budget is spread over the layers; ``None`` for the policy's own rule.
+        head_budget: how the budget is divided among heads; ``None`` for the policy's own rule.
+        kv_bits: bits of keys and values in the slots; ``None`` for the model's dtype.
+        prefill_chunk: tokens of a prompt that a layer takes at once; ``None`` for all.
+
+    Raises:
+        BudgetError: there is no such rule for layers, or a number is out of range.
+    """
+
+    positions: str | None = None
+    layer_budget: str | tuple[float, ...] | None = None
+    head_budget: str | None = None
+    kv_bits: str | None = None
+    prefill_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layer_budget, str):
+            budgets.per_layer(self.layer_budget, budget=1, layers=1)
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise BudgetError(f"The prefill chunk {self.prefill_chunk} takes no token; give 1 or more.")
+
+    def cache(self, checkpoint: Checkpoint, policy: Policy, numbers: Sequence[int], *, first: int = 0) -> BoundedCache:
+        """An unused cache for one batch.
+
+        Args:
+            checkpoint: the model.
+            policy: the eviction policy.
+            numbers: tokens kept per layer and head, one number per row.
+            first: identity of the first row for policies with randomness; the others count up from it.
+        """
+        return BoundedCache(
+            checkpoint.config,
+            policy,
+            list(numbers),
+            prefill_chunk=self.prefill_chunk,
+            sequences=list(range(first, first + len(numbers))),
+            layer_budget=self.layer_budget,
+            head_budget=self.head_budget,
+            positions=self.positions,
+            kv_bits=self.kv_bits,
+        )
+
+    def differences(self, checkpoint: Checkpoint, policy: Policy) -> str:
+        """The options that differ from the policy's own on this model, e.g. ``positions=slot,layer-budget=ramp:0.2``.
+
+        Raises:
+            UnsupportedModelError: slot positions were asked for, and the model cannot have them.
+        """
+        rule, own = policy.defaults.layer_budget, "its own" if policy.spreads else "uniform"
+        found = {
+            "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),
+            "layer-budget": (_rule(self.layer_budget or rule), _rule(rule)),
+            "head-budget": (_shared(self.head_budget or own), own),
+            "kv-bits": (str(check_bits(self.kv_bits)), str(None)),
+            "prefill-chunk": (str(self.prefill_chunk), str(None)),
+        }
+        return ",".join(f"{name}={asked}" for name, (asked, own) in found.items() if asked != own)
+
+
+PLAIN = Setup()
+"""The policy's own options."""
+
+
+class Drive:
+    """Feeds one batch through a model with a cache of its own.
+
+    Args:
+        writer: the model.
+        policy: the eviction policy.
+        budgets: tokens kept per layer and head, one per row.
+        first: identity of the first row for policies with randomness; the others count up from it.
+        setup: the cache's other options.
+
+    Attributes:
+        cache: the cache.
+        budgets: tokens kept per layer and head, one per row.
+    """
+
+    cache: BoundedCache
+
+    def __init__(self, writer: Writer, policy: Policy, budgets: Sequence[int], *, first: int = 0, setup: Setup = PLAIN):
+        self.model = writer.model
+        self.budgets = tuple(budgets)
+        self.cache = setup.cache(writer.checkpoint, policy, budgets, first=first)
+        self._real: Tensor | None = None
+
+    @torch.inference_mode()
+    def feed(
+        self, ids: Int[Tensor, "B n"], real: Bool[Tensor, "B n"] | None = None, *, last_only: bool = False
+    ) -> Float[Tensor, "B m V"]:
+        """Run ``n`` new columns through the model.
+
+        Args:
+            ids: token ids.
+            real: which of them are tokens; ``None``: all, and all columns before them.
+            last_only: compute the logits of the last column only.
+
+        Returns:
+            Logits of all ``n`` columns, or of the last one.
+        """
+        ids = ids.to(self.model.device)
+        out = self.model(
+            input_ids=ids,
+            **handed(self.model, self.cache),
+            use_cache=True,
+            logits_to_keep=int(last_only),
+            **({} if real is None else self._padding(real.to(ids.device))),
+        )
+        logits: Tensor = out.logits
+        return logits
+
+    def copies(self, rows: Sequence[int]) -> Drive:
+        """The same model with copies of the memory of some rows; a row may be given several times.
+
+        Both go on independently: nothing that is fed to one of them changes the other.
+        """
+        memories = {row: self.cache.snapshot(row) for row in set(rows)}
+        copied = [memories[row] for row in rows]
+        other = copy.copy(self)
+        other.budgets = tuple(self.budgets[row] for row in rows)
+        other.cache = BoundedCache.from_snapshots(self.model.config, copied, policy=self.cache.policy)
+        seen = torch.tensor([memory.seen for memory in copied], device=self.model.device)
+        width = int(seen.max())
+        other._real = torch.arange(width, device=seen.device) >= width - seen[:, None]
+        return other
+
+    def _padding(self, real: Bool[Tensor, "B n"]) -> dict[str, Tensor]:
+        self._real = real if self._real is None else torch.cat([self._real, real], dim=1)
+        positions = self._real.long().cumsum(dim=1)[:, -real.shape[1] :] - 1
+        return {"attention_mask": self._real.long(), "position_ids": positions.clamp(min=0)}
+
+
+def batches(lengths: Sequence[int]) -> list[slice]:
+    """Batches of rows: as many as have `BATCH_TOKENS` columns together, but at least one row each."""
+    size = max(1, BATCH_TOKENS // max(lengths))
+    return [slice(start, start + size) for start in range(0, len(lengths), size)]
+
+
+def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """One batch of rows of different lengths, padded on the left, and which columns are tokens."""
+    width = max(len(row) for row in rows)
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
+    return "true" if rotation_for(checkpoint.config, asked, own=policy.defaults.positions) is None else "slot"
+
+
+def _shared(rule: str) -> str:
+    """The name of a rule for heads; a profile is named by its content, since a file may be made anew."""
+    name, _, file = rule.partition(":")
+    if name != "profile":
+        return rule
+    content = json.dumps(Profile.load(file).as_dict(), sort_keys=True)
+    return f"{name}:{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+
+
+def _rule(how: str | tuple[float, ...]) -> str:
+    """The name of a rule with its parameter; weights, one for each layer, are shown as a hash."""
+    if not isinstance(how, str):
+        return f"calibrated:{hashlib.sha256(repr(how).encode()).hexdigest()[:8]}"
+    name, _, number = how.partition(":")
+    return name if name == "uniform" else f"{name}:{float(number or budgets.RULES[name]):g}"

@@ -1,0 +1,44 @@
+"""A model that kvkeep can run, before its weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Model: TypeAlias = PreTrainedModel
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
+"""Names for modules that do not import transformers."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that kvkeep can run, before its weights are read.
+
+    Attributes:
+        name: hub name or folder.
+        config: the model's configuration.
+        tokenizer: the model's tokenizer.
+        position_limit: positions in a table of learned ones; ``None`` if there is no such table.
+        allow_pickle: whether weights may come from files that are not safetensors.
+        parameters: number of parameters that the configuration describes; 0 if unknown.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    position_limit: int | None
+    allow_pickle: bool
+    parameters: int = 0
+
+    @property
+    def trained_length(self) -> int | None:
+        """The number of positions that the model was trained for; ``None`` if its configuration does not say."""
+        return trained_length(self.config)
+
+
+def trained_length(config: PreTrainedConfig) -> int | None:
+    """The number of positions that a model was trained for; ``None`` if its configuration does not say."""
+    length: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return length

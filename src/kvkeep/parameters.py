@@ -1,0 +1,313 @@
+"""The parameters of sampling, of the cache and of loading a model: name, type, range, default and meaning, each once.
+
+The library's dataclasses, the command line, the server's schema and the options of a batch file's line read them here.
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MODEL, MEMORY, SAMPLING = "Model", "KV memory", "Sampling"
+"""Groups of parameters, as the pages of help name them."""
+
+MAX_TOKENS = 2**31 - 1
+"""The largest position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """Describes a parameter.
+
+    Attributes:
+        name: its name in Python; the command line writes ``-`` for ``_``.
+        kind: the type of its value. A whole number is a ``float``, too.
+        help: what it does, in one line.
+        group: see `MODEL`.
+        default: the library's default. Commands and servers may have another one.
+        least, most: the range of a number.
+        excludes_least: whether the least value itself is outside.
+        metavar: stands for the value on the pages of help.
+        words: values that a shell proposes.
+        rare: whether few people need it, so that a page of help shows it on demand only.
+    """
+
+    name: str
+    kind: type
+    help: str
+    group: str
+    default: Any = None
+    least: int | float | None = None
+    most: int | float | None = None
+    excludes_least: bool = False
+    metavar: str | None = None
+    words: tuple[str, ...] = ()
+    rare: bool = False
+
+    @property
+    def json_types(self) -> tuple[type, ...]:
+        """The types that JSON may have for it."""
+        return (int, float) if self.kind is float else (self.kind,)
+
+    def allows(self, number: int | float) -> bool:
+        """Return whether a number is in the range."""
+        if self.least is not None and (number < self.least or (self.excludes_least and number == self.least)):
+            return False
+        return self.most is None or number <= self.most
+
+
+MAX_NEW_TOKENS = Parameter(
+    name="max_new_tokens",
+    kind=int,
+    help="Stop after so many new tokens.",
+    group=SAMPLING,
+    default=256,
+    least=1,
+    most=MAX_TOKENS,
+    metavar="TOKENS",
+)
+MIN_NEW_TOKENS = Parameter(
+    name="min_new_tokens",
+    kind=int,
+    help="No end token and no stop text ends a text with fewer tokens.",
+    group=SAMPLING,
+    default=0,
+    least=0,
+    most=MAX_TOKENS,
+    metavar="TOKENS",
+)
+TEMPERATURE = Parameter(
+    name="temperature",
+    kind=float,
+    help="0 takes the likeliest token. Above 0, tokens are drawn.",
+    group=SAMPLING,
+    default=0.0,
+    least=0,
+    most=1000,
+    metavar="NUMBER",
+)
+TOP_P = Parameter(
+    name="top_p",
+    kind=float,
+    help="Draw among the likeliest tokens whose probabilities sum up to this.",
+    group=SAMPLING,
+    least=1e-6,
+    most=1,
+    metavar="NUMBER",
+)
+TOP_K = Parameter(
+    name="top_k", kind=int, help="Draw among the N likeliest tokens.", group=SAMPLING, least=1, metavar="N"
+)
+MIN_P = Parameter(
+    name="min_p",
+    kind=float,
+    help="Draw among tokens that are at least this share as likely as the likeliest.",
+    group=SAMPLING,
+    least=0,
+    most=1,
+    excludes_least=True,
+    metavar="NUMBER",
+    rare=True,
+)
+REPETITION_PENALTY = Parameter(
+    name="repetition_penalty",
+    kind=float,
+    help="Above 1: tokens that were used become less likely.",
+    group=SAMPLING,
+    default=1.0,
+    least=0.01,
+    most=100,
+    metavar="NUMBER",
+    rare=True,
+)
+PRESENCE_PENALTY = Parameter(
+    name="presence_penalty",
+    kind=float,
+    help="Lowers the logit of every token that was generated before.",
+    group=SAMPLING,
+    default=0.0,
+    least=-2,
+    most=2,
+    metavar="NUMBER",
+)
+FREQUENCY_PENALTY = Parameter(
+    name="frequency_penalty",
+    kind=float,
+    help="Lowers the logit of a token each time that it was generated before.",
+    group=SAMPLING,
+    default=0.0,
+    least=-2,
+    most=2,
+    metavar="NUMBER",
+)
+LOGIT_BIAS = Parameter(
+    name="logit_bias",
+    kind=dict,
+    help="Token id → what is added to its logit.",
+    group=SAMPLING,
+    default=(),
+    least=-100,
+    most=100,
+)
+SEED = Parameter(
+    name="seed",
+    kind=int,
+    help="The same seed draws the same text. Each line of a batch job and each answer draws its own.",
+    group=SAMPLING,
+    default=0,
+    least=0,
+    most=2**63 - 1,
+    metavar="N",
+)
+SAMPLING_PARAMETERS = {
+    parameter.name: parameter
+    for parameter in (
+        MAX_NEW_TOKENS,
+        MIN_NEW_TOKENS,
+        TEMPERATURE,
+        TOP_P,
+        TOP_K,
+        MIN_P,
+        REPETITION_PENALTY,
+        PRESENCE_PENALTY,
+        FREQUENCY_PENALTY,
+        LOGIT_BIAS,
+        SEED,
+    )
+}
+"""How tokens are chosen, and how many: the fields of `kvkeep.engine.sampling_params.SamplingParams`."""
+
+POLICY = Parameter(
+    name="policy",
+    kind=str,
+    help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b].",
+    group=MEMORY,
+    metavar="POLICY",
+)
+BUDGET = Parameter(
+    name="budget",
+    kind=int,
+    help="Tokens kept per layer and head, e.g. 512, 4K (4096) or 4k (4000).",
+    group=MEMORY,
+    least=1,
+    metavar="TOKENS",
+)
+KEEP_RATIO = Parameter(
+    name="keep_ratio",
+    kind=float,
+    help="The share of the prompt's tokens that is kept in place of a number of tokens, in (0, 1].",
+    group=MEMORY,
+    least=0,
+    most=1,
+    excludes_least=True,
+    metavar="RATIO",
+)
+GUARD = Parameter(
+    name="guard",
+    kind=float,
+    help="Take a quarter or half of the budget where the prompt then loses at most this share of attention, in [0, 1].",
+    group=MEMORY,
+    least=0,
+    most=1,
+    metavar="SHARE",
+    rare=True,
+)
+PINS = Parameter(
+    name="pins", kind=list, help="Spans of the prompt's positions that are never evicted.", group=MEMORY, default=()
+)
+PREFILL_CHUNK = Parameter(
+    name="prefill_chunk",
+    kind=int,
+    help="Read prompts in chunks of this size, which bounds the memory of prefill; the policy evicts before it has "
+    "read a question at the end. Default: whole prompts.",
+    group=MEMORY,
+    least=1,
+    metavar="TOKENS",
+)
+LAYER_BUDGET = Parameter(
+    name="layer_budget",
+    kind=str,
+    help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, taper:0.5, or calibrated:FILE "
+    "with the persistence.json of [b]kvkeep analyze[/b]. Default: the policy's own rule.",
+    group=MEMORY,
+    metavar="RULE",
+    words=("uniform", "ramp:0.2", "pyramid:20", "taper:0.5", "calibrated:"),
+    rare=True,
+)
+HEAD_BUDGET = Parameter(
+    name="head_budget",
+    kind=str,
+    help="How the budget is divided among KV heads: uniform, ada:0.2 within each layer, global:0.2 over all "
+    "layers, or profile:FILE with the file of [b]kvkeep calibrate[/b]. Default: the policy's own rule.",
+    group=MEMORY,
+    metavar="RULE",
+    words=("uniform", "ada:0.2", "global:0.2", "profile:"),
+    rare=True,
+)
+KV_BITS = Parameter(
+    name="kv_bits",
+    kind=str,
+    help="Bits of keys and values in the slots: 8, 4, k8v4 (keys in 8, values in 4), or 16 for the model's dtype. "
+    "Default: 16.",
+    group=MEMORY,
+    metavar="BITS",
+    words=("8", "4", "k8v4", "16"),
+)
+POSITIONS = Parameter(
+    name="positions",
+    kind=str,
+    help="true: tokens keep their positions in the text. slot: tokens get their rank in the cache, for streams "
+    "longer than the trained length. Default: the policy's own mode.",
+    group=MEMORY,
+    metavar="MODE",
+    words=("true", "slot"),
+    rare=True,
+)
+REQUEST_CACHE_PARAMETERS = (POLICY, BUDGET, GUARD, PINS)
+"""What a single request may say about its cache."""
+
+DTYPE = Parameter(
+    name="dtype",
+    kind=str,
+    help="float32, bfloat16, float16, or auto: the checkpoint's dtype.",
+    group=MODEL,
+    default="auto",
+    metavar="NAME",
+    words=("auto", "float32", "bfloat16", "float16"),
+)
+DEVICE = Parameter(
+    name="device",
+    kind=str,
+    help="cpu, cuda, cuda:1, or auto: CUDA if there is one, else cpu.",
+    group=MODEL,
+    default="auto",
+    metavar="NAME",
+    words=("auto", "cpu", "cuda"),
+)
+LOAD_IN = Parameter(
+    name="load_in",
+    kind=str,
+    help="Quantise the weights while they are read: int8 or fp8 (torchao), 4bit or 8bit (bitsandbytes, on CUDA).",
+    group=MODEL,
+    metavar="FORMAT",
+    words=("int8", "fp8", "4bit", "8bit"),
+)
+THREADS = Parameter(
+    name="threads",
+    kind=int,
+    help="Threads on a CPU. Default: KVKEEP_THREADS, OMP_NUM_THREADS, or a choice by the model's size and the "
+    "machine's load.",
+    group=MODEL,
+    least=1,
+    metavar="N",
+    rare=True,
+)
+ALLOW_PICKLE = Parameter(
+    name="allow_pickle",
+    kind=bool,
+    help="Accept weights that are not safetensors. Only for files that you trust.",
+    group=MODEL,
+    default=False,
+    rare=True,
+)
