@@ -53,7 +53,9 @@ def name_of(frame):
     """The name of a frame's function in the package, that of the function around it for a nested one."""
     module = frame.f_globals.get("__name__", "")
     name = frame.f_code.co_qualname.partition(".<locals>")[0]
-    return f"{module}.{name}".removeprefix("kvkeep.") if module.startswith("kvkeep.") else None
+    # code of another file is made by whatever checks annotations, and stands before the function itself
+    written = frame.f_code.co_filename == frame.f_globals.get("__file__")
+    return f"{module}.{name}".removeprefix("kvkeep.") if written and module.startswith("kvkeep.") else None
 
 
 def callers(frame):
@@ -71,11 +73,10 @@ def watched():
     log, led = [], {}
 
     def profile(frame, event, argument):
-        if event not in {"call", "return"} or (name := name_of(frame)) is None:
-            return
-        log.append((event, name))
         if event == "call" and (made := MADE.get(frame.f_code)) is not None:
             led.setdefault(made, set()).update(callers(frame))
+        if event in {"call", "return"} and (name := name_of(frame)) is not None:
+            log.append((event, name))
 
     before = threading.getprofile()
     threading.setprofile(profile)
