@@ -162,16 +162,16 @@ class LayerTape:
 
     @property
     def length(self) -> int:
-        """Tokens of each text."""
+        """Return the number of tokens of each text."""
         return self.keys.shape[2]
 
     def weights(self, first: int) -> Float[Tensor, "B Hk G R n"]:
-        """The full cache's attention of the rows from ``first`` on, in float64."""
+        """Compute the full cache's attention for the rows from ``first`` on, in float64."""
         now, columns = self._positions(first)
         return self._softmax(first, reference.visible(now, columns[None], self.options.window))
 
     def bounded(self) -> Float[Tensor, "B Hk G R n"]:
-        """Attention of the generated tokens over what the layer held and themselves, in float64; 0 for other keys."""
+        """Compute attention of generated tokens over the held tokens and themselves, in float64; 0 for other keys."""
         assert self.held is not None
         first = self.length - self.held.shape[2]
         now, columns = self._positions(first)

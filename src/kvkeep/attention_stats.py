@@ -41,7 +41,7 @@ class ProbabilityRows:
 
     @property
     def visible(self) -> Bool[Tensor, "B #Hk T S"]:
-        """Whether each row can see each key, sliding windows aside."""
+        """Return whether each query can see each key, leaving sliding windows aside."""
         keys = self.keys[:, :, None]
         return (keys >= 0) & (keys <= self.queries[:, None, :, None])
 
@@ -61,7 +61,7 @@ class Statistic(abc.ABC):
     rows: int | Int[Tensor, " B"] = -1
 
     def selects(self, query_positions: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        """Whether each query row counts. Padded rows (position -1) never do."""
+        """Tell whether each query is selected. Padded queries (position -1) never are."""
         real = query_positions >= 0
         if isinstance(self.rows, int) and self.rows < 0:
             return real
@@ -85,7 +85,7 @@ class Nothing(Statistic):
     fields: ClassVar[tuple[str, ...]] = ()
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """An empty report."""
+        """Return an empty report."""
         return {}
 
 
@@ -116,7 +116,7 @@ class Mass(Statistic):
         return {"mass": (weights.repeat(1, G)[:, None, None, :] / G @ p.reshape(B, Hk, G * T, S)).squeeze(2)}
 
     def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """The weight of each row: 1 if it is selected, else 0. With decay, earlier rows weigh less."""
+        """Return the weight of each query: 1 if it is selected, else 0. With decay, earlier queries weigh less."""
         if self.decay == 1.0:
             return selected.float()
         last = torch.as_tensor(self.last, device=queries.device).view(-1, 1)
@@ -140,7 +140,7 @@ class MassAndLast(Mass):
     fields: ClassVar[tuple[str, ...]] = ("mass", "last")
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """The sum over the selected rows, and the newest row, if this block has it."""
+        """Return the sums over the selected queries, and the newest query's own mass if this block has it."""
         last = torch.as_tensor(self.last, device=rows.queries.device).view(-1, 1)
         newest = ProbabilityRows(rows.probabilities, rows.selected & (rows.queries == last), rows.queries, rows.keys)
         return {**super().reduce(rows), "last": super().reduce(newest)["mass"]}
@@ -158,7 +158,7 @@ class RowMasses(Statistic):
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]  # their number depends on an option
-        """The names of the rows' fields."""
+        """Return the names of the report's fields, one for each query row."""
         return tuple(f"row{place}" for place in range(self.places))
 
     def weights_of(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> list[Float[Tensor, "B T"]]:
@@ -179,12 +179,12 @@ BITS = 25
 
 
 def word_names(words: int) -> tuple[str, ...]:
-    """The names of a ring's words in a report and in a policy's state."""
+    """Return the names that the words of a ring have in a report and in a policy's state."""
     return tuple(f"low{word}" for word in range(words))
 
 
 def ring(rows: Int[Tensor, "B n"], words: int) -> Int[Tensor, "B n words"]:
-    """The bit of each row in a ring of ``BITS * words`` bits, as its value in each word: 0 in all words but one.
+    """Return the bit of each row in a ring of ``BITS * words`` bits, as one value per word (0 in all but one).
 
     Row ``i`` has the place ``i % (BITS * words)`` and takes it from an older row. The highest bit of a word is its
     sign. A negative row has no bit.
@@ -195,7 +195,7 @@ def ring(rows: Int[Tensor, "B n"], words: int) -> Int[Tensor, "B n words"]:
 
 @functools.cache
 def _places(words: int, device: torch.device) -> Int[Tensor, "n words"]:
-    """The words of each place in a ring, and no bit at all in the last line."""
+    """Return the words that set each bit of a ring. The last line sets no bit."""
     with torch.inference_mode(False):
         bits = [1 << bit for bit in range(BITS - 1)] + [-(1 << BITS - 1)]
         one = torch.tensor(bits, dtype=torch.int32, device=device)[:, None]
@@ -203,13 +203,13 @@ def _places(words: int, device: torch.device) -> Int[Tensor, "n words"]:
 
 
 def ring_span(first: Int[Tensor, " B"], stop: Int[Tensor, " B"], words: int) -> Int[Tensor, "B words"]:
-    """The bits of the rows from ``first`` to ``stop``, ``stop`` excluded; at most the newest rows that fit the ring."""
+    """Return the ring's bits for rows ``first`` to ``stop - 1``, or for the newest of them that fit the ring."""
     rows = stop[:, None] - 1 - torch.arange(BITS * words, device=stop.device)
     return ring(rows.masked_fill(rows < first[:, None], EMPTY), words).sum(dim=1).int()
 
 
 def ones(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """The number of bits that are set in each word."""
+    """Count the bits that are set in each word."""
     pairs = (bits & 0x1555555) + (bits >> 1 & 0x0555555)
     fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F
@@ -227,7 +227,7 @@ class Peak(Statistic):
     fields: ClassVar[tuple[str, ...]] = ("peak",)
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """The maximum over the group and the selected rows."""
+        """Return the maximum probability of each key over the query group and the selected queries."""
         counts = rows.selected[:, None, None, :, None]
         return {"peak": rows.probabilities.masked_fill(~counts, 0.0).amax(dim=(2, 3))}
 
@@ -330,7 +330,7 @@ class Low(Statistic):
         return {"mass": (p * counts).sum(dim=2), "low": (low & counts).sum(dim=2).to(p.dtype)}
 
     def _compared(self, rows: ProbabilityRows) -> tuple[Float[Tensor, "B Hk T S"], Bool[Tensor, "B Hk T S"]]:
-        """The mean over the group, and whether it is below the threshold, for keys that the row sees."""
+        """Return each key's mean probability over the group, and whether it is visible and below the threshold."""
         p = rows.probabilities.mean(dim=2)
         visible = rows.visible
         n = visible.sum(dim=-1, keepdim=True) if self.live else (rows.queries + 1)[:, None, :, None]
@@ -355,11 +355,11 @@ class LowRows(Low):
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]  # their number depends on the window
-        """The names of the two sums and of the ring's words."""
+        """Return the names of the report's fields: the two sums, then the words of the ring."""
         return ("mass", "due", *word_names(self.words))
 
     def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "B T"]]:
-        """The weight of each row in each field: of its mass in the sums, of its low bit in the words."""
+        """Return each query's weight in each field: its share in the sums, and its bit in the ring's words."""
         last, due = (torch.as_tensor(n, device=queries.device).view(-1, 1) for n in (self.last, self.due))
         bits = ring(queries.masked_fill(~selected, EMPTY), self.words).float().unbind(dim=-1)
         sums = {"mass": selected.float(), "due": (selected & (queries > last - due)).float()}

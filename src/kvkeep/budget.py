@@ -100,7 +100,7 @@ def check_one(number: object, name: str = "budget") -> int:
 
 
 def by_head(numbers: Sequence[Number], heads: int) -> list[tuple[int, ...]]:
-    """Budgets as one tuple with a number for each KV head.
+    """Return the budgets as tuples with one number for each KV head.
 
     Raises:
         BudgetError: there are budgets for another number of heads.
@@ -112,24 +112,24 @@ def by_head(numbers: Sequence[Number], heads: int) -> list[tuple[int, ...]]:
 
 
 def largest(numbers: Sequence[Number]) -> int:
-    """The largest budget of a row and head."""
+    """Return the largest budget of any row and head."""
     return max(max(number) if isinstance(number, tuple) else number for number in numbers)
 
 
 def smallest(number: Number) -> int:
-    """The smallest budget of a row's heads."""
+    """Return the smallest budget of a row's heads."""
     return min(number) if isinstance(number, tuple) else number
 
 
 def at_most(number: Number, most: int | None) -> Number:
-    """A row's budget, limited for each head; ``None``: to nothing."""
+    """Limit a row's budget, head by head, to at most ``most`` tokens (``None``: no limit)."""
     if most is None:
         return number
     return tuple(min(head, most) for head in number) if isinstance(number, tuple) else min(number, most)
 
 
 def per_head(numbers: Sequence[Number], rows: int, heads: int, device: torch.device) -> Int[Tensor, "B Hk"]:
-    """Budgets as one number for each row and KV head.
+    """Return the budgets as a tensor with one number for each row and KV head.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row, or for another number of heads.
@@ -156,7 +156,7 @@ def check_rows(budget: object) -> tuple[int, ...]:
 
 
 def per_row(numbers: Sequence[Number], rows: int, device: torch.device) -> Budget:
-    """Budgets of rows in the form that the cache computes with: an int, or ``(B, 1)`` if rows differ.
+    """Return the rows' budgets as the cache needs them: an int, or a ``(B, 1)`` tensor if rows differ.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
@@ -172,7 +172,7 @@ def per_row(numbers: Sequence[Number], rows: int, device: torch.device) -> Budge
 
 
 def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """A budget as one number per row, the mean where heads differ. ``seen`` gives the number of rows and the device."""
+    """Return one budget per row, the mean where heads differ. ``seen`` gives the number of rows and the device."""
     number = budget if isinstance(budget, Tensor) else seen.new_full((1,), budget)
     if number.ndim == 2 and number.shape[1] > 1:
         number = number.sum(dim=1) // number.shape[1]
@@ -180,28 +180,28 @@ def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
 
 
 def table(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, "B #Hk"]:
-    """A budget as one number per row, and per head where heads differ; arguments as for `column`."""
+    """Return one budget per row, and one per head where heads differ. ``seen`` is used as in `column`."""
     if isinstance(budget, Tensor) and budget.ndim == 2:
         return budget.expand(len(seen), -1)
     return column(budget, seen)[:, None]
 
 
 def between(low: int, budget: Budget, high: int | None) -> Budget:
-    """A budget, limited to the range from ``low`` to ``high``. Budgets may differ by row."""
+    """Limit a budget to the range from ``low`` to ``high``. Budgets may differ by row."""
     if isinstance(budget, Tensor):
         return budget.clamp(min=low, max=high)
     return max(low, budget if high is None else min(high, budget))
 
 
 def smaller(one: Budget, other: Budget) -> Budget:
-    """The smaller of two budgets, row by row."""
+    """Return the smaller of two budgets, row by row."""
     if isinstance(one, int) and isinstance(other, int):
         return min(one, other)
     return torch.minimum(torch.as_tensor(one), torch.as_tensor(other))
 
 
 def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: int = 1) -> list[int]:
-    """The budget of each layer. The budgets add up to ``layers * budget`` exactly.
+    """Return the budget of each layer. The budgets add up to ``layers * budget`` exactly.
 
     Args:
         how: one of these rules, or one weight per layer, e.g. from `calibrated`.
@@ -234,7 +234,7 @@ def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: in
 
 
 def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[float]:
-    """Weights of layers from measured persistence ratios. Layers in which importance persists get fewer slots.
+    """Return layer weights from measured persistence ratios. Layers where importance persists get fewer slots.
 
     Args:
         persistence: share of the tokens that stay important, in [0, 1], per layer (Scissorhands, Section 3).
@@ -244,7 +244,7 @@ def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[floa
 
 
 def _weights(how: str | Sequence[float], layers: int) -> list[float]:
-    """The weight of each layer, a positive number."""
+    """Return the weight of each layer, a positive number."""
     if not isinstance(how, str):
         try:
             weights = list(map(float, how))
@@ -274,7 +274,7 @@ def _weights(how: str | Sequence[float], layers: int) -> list[float]:
 
 
 def _round(shares: Sequence[float], total: int) -> list[int]:
-    """Shares rounded so that they add up to the total. The largest remainders go up; among equal ones, the first."""
+    """Round the shares so that they add up to the total. The largest remainders go up; among equals, the first."""
     whole = [math.floor(share + 1e-9) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
     for i in by_remainder[: total - sum(whole)]:

@@ -92,11 +92,11 @@ class Config:
         return cls.of(_toml(path), str(path))
 
     def settings(self) -> dict[str, Any]:
-        """The settings that are given: name → value."""
+        """Return the settings that are given, as name → value."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
 
     def text(self, heading: str = "", notes: Mapping[str, str | int | float] | None = None) -> str:
-        """The content of a file.
+        """Return the content of a configuration file with these settings.
 
         Args:
             heading: a comment at its beginning.
@@ -135,7 +135,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
-    """The value of a setting.
+    """Return the value of a setting after checking its kind and range.
 
     Raises:
         InputError: it is of the wrong kind, or out of range.
@@ -160,7 +160,7 @@ def _policy(value: object) -> str | None:
 
 
 def policy_of(name: str) -> Policy:
-    """The policy that a file names. A file may name any module, so only registered names are looked up.
+    """Return the policy that a file names. Only registered names count, since a file could name any module.
 
     Raises:
         PolicyError: no policy of that name is registered, or its options are wrong.
@@ -221,7 +221,7 @@ _CHECKS = {
 
 
 def _value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Return a value in TOML syntax."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):

@@ -89,7 +89,7 @@ class UnsupportedOperationError(KVKeepError):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one line: the message of a `KVKeepError`; for another exception its class and its first line."""
+    """Return an error as one line: a `KVKeepError`'s message, or another exception's class and first line."""
     try:
         text = str(error).strip().partition("\n")[0]
     except Exception:  # an error of other code whose own __str__ fails
@@ -105,7 +105,7 @@ def pip_install(extra: str) -> str:
 
 
 def show_bytes(count: int) -> str:
-    """Bytes in decimal units, as messages and tables show them: ``1.23 MB``."""
+    """Return a number of bytes in decimal units, as messages and tables show it: ``1.23 MB``."""
     size, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 999.5:
@@ -115,5 +115,5 @@ def show_bytes(count: int) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A number with three digits, or more where it is larger: ``1.23``, ``23.5``, ``1234``."""
+    """Return a number as text with three digits, or more where it is larger: ``1.23``, ``23.5``, ``1234``."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -103,7 +103,7 @@ class Profile:
             raise InputError(f"The profile cannot be written to {path}: {error.strerror}.") from error
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the file."""
+        """Return the content of the profile's JSON file."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -152,7 +152,7 @@ class Profile:
             )
 
     def budgets(self, budget: int, least: int = 1, *, most: int | None = None) -> list[list[int]]:
-        """The budget of each head, by layer. They add up to ``layers * heads * budget`` exactly.
+        """Return the budget of each head, by layer. The budgets add up to ``layers * heads * budget`` exactly.
 
         A head that needs nothing gets its first and newest tokens: ``least`` slots of the profile. Every other head
         gets twice as many, since most policies give their newest tokens up to half of a head's slots, and the rest is
@@ -180,7 +180,7 @@ class Profile:
         return [each[at : at + heads] for at in range(0, len(each), heads)]
 
     def limited(self) -> list[tuple[bool, ...]]:
-        """Whether each head needs nothing but its first and newest tokens, by layer; no head, if all would be."""
+        """Tell which heads of each layer need only their first and newest tokens. If all heads do, none is marked."""
         any_need = any(map(any, self.heads))
         return [tuple(any_need and need == 0 for need in layer) for layer in self.heads]
 
@@ -205,7 +205,7 @@ def _shares(needs: Sequence[int], total: int, room: Sequence[int] | None) -> lis
 
 
 def _in_proportion(weights: Sequence[int], total: int) -> list[int]:
-    """A total divided in proportion to whole weights, in whole parts that add up to it."""
+    """Divide a total in proportion to integer weights, into integers that add up to the total."""
     everything = sum(weights)
     parts, rests = zip(*(divmod(total * weight, everything) for weight in weights), strict=True)
     whole = list(parts)
@@ -215,7 +215,7 @@ def _in_proportion(weights: Sequence[int], total: int) -> list[int]:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """Facts about a model from its configuration, by which a profile knows it again; ``None``: it does not say."""
+    """Return facts of a model's configuration that identify it to a profile. A fact is ``None`` if missing."""
     text = config.get_text_config(decoder=True)
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     own = hidden // heads if isinstance(heads, int) and heads > 0 and isinstance(hidden, int) else None
@@ -234,7 +234,7 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    """The JSON value of a file.
+    """Read the JSON value of a profile's file.
 
     Raises:
         InputError: the file is missing, too large or damaged.
@@ -254,7 +254,7 @@ def _read(path: Path) -> Any:
 
 
 def fault(found: Any) -> str | None:
-    """What is wrong with the content of a file that should be a profile; ``None`` if nothing is."""
+    """Return what is wrong with the content of a profile's file, or ``None`` if it is valid."""
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return f'it has no "format": "{FORMAT}"'
     if (version := found.get("version")) != VERSION:

@@ -40,7 +40,7 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> Heads:
-        """The heads that this process holds of a model, which transformers notes in the configuration when it loads it.
+        """Return the heads of a model that this process holds, as transformers noted them in its configuration.
 
         Args:
             config: the model's configuration.
@@ -69,11 +69,11 @@ class Heads:
             )
 
     def all(self, mine: Shaped[Tensor, "B Hk *rest"]) -> Shaped[Tensor, "B heads *rest"]:
-        """The numbers of all heads in their order, from those of this process's heads. Shapes are alike everywhere."""
+        """Return the numbers of all heads in order, gathered from all processes. Their shapes must be alike."""
         return mine if self.ranks == 1 else torch.cat(self._gathered(mine), dim=1)
 
     def all_slots(self, mine: Shaped[Tensor, "B Hk S"], empty: int | float) -> Shaped[Tensor, "B heads most"]:
-        """`all` for slots, of which ranks may have different numbers: the fewer ones follow after empty ones.
+        """Gather the slots of all heads as `all` does, with empty slots put in front where a process has fewer.
 
         A chunk's tokens, which come last, therefore stay in the same columns in all heads.
 
@@ -87,28 +87,28 @@ class Heads:
         return self.all(torch.nn.functional.pad(mine, (most - mine.shape[-1], 0), value=empty))
 
     def mine(self, whole: Shaped[Tensor, "B heads *rest"]) -> Shaped[Tensor, "B Hk *rest"]:
-        """The numbers of this process's heads, from those of all heads."""
+        """Return the numbers of this process's heads, taken from those of all heads."""
         return whole if self.ranks == 1 else whole.chunk(self.ranks, dim=1)[self.rank]
 
     def numbers(self, mine: int, device: torch.device) -> Int[Tensor, " heads"]:
-        """The numbers of this process's heads among all heads of a layer, for ``mine`` heads on each process."""
+        """Return the indices of this process's heads among all heads of a layer, with ``mine`` heads per process."""
         return torch.arange(self.rank * mine, (self.rank + 1) * mine, device=device)
 
     def most(self, number: int, device: torch.device) -> int:
-        """The largest of a number of each process."""
+        """Return the largest of the numbers that the processes pass."""
         if self.ranks == 1:
             return number
         return int(torch.stack(self._gathered(torch.tensor(number, device=device))).max())
 
     def first(self, numbers: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """The numbers of the first process."""
+        """Return the numbers that the first process passes."""
         if self.ranks > 1:
             numbers = numbers.clone()
             dist.broadcast(numbers, 0)
         return numbers
 
     def texts(self, mine: str, device: torch.device) -> list[str]:
-        """The texts of all processes, in their order. A text has at least one character, and no NUL."""
+        """Return the texts of all processes in order. A text needs at least one character, and no NUL."""
         if self.ranks == 1:
             return [mine]
         raw = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(device)
@@ -116,11 +116,11 @@ class Heads:
         return [bytes(text.tolist()).rstrip(b"\0").decode() for text in self._gathered(padded)]
 
     def alike(self, number: int, device: torch.device) -> bool:
-        """Whether a number is the same in all processes."""
+        """Tell whether a number is the same in all processes."""
         return self.ranks == 1 or len({int(rank) for rank in self._gathered(torch.tensor(number, device=device))}) == 1
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
-        """The tensors of all processes, in their order."""
+        """Gather the tensors of all processes, in their order."""
         sent = (mine.to(torch.uint8) if mine.dtype == torch.bool else mine).contiguous()
         found = [torch.empty_like(sent) for _ in range(self.ranks)]
         dist.all_gather(found, sent)
@@ -132,7 +132,7 @@ ALONE = Heads()
 
 
 def sharing(config: Any) -> Heads:
-    """The processes that run a model together, whether they divide its heads or not; `ALONE` if this one runs it alone.
+    """Return this process's rank and the number of ranks that run a model together (`ALONE` for one process).
 
     Args:
         config: the model's configuration.
@@ -152,7 +152,7 @@ def sharing(config: Any) -> Heads:
 
 
 def _ranks(config: Any) -> int:
-    """The number of processes that a model is split over; 1 if a plan leaves everything whole.
+    """Return how many processes a model is split over, or 1 if its plan leaves everything whole.
 
     Raises:
         UnsupportedModelError: it is split in another way as well.
@@ -167,7 +167,7 @@ def _ranks(config: Any) -> int:
 
 
 def _divides(config: Any, split: Any) -> bool:
-    """Whether a model's plan divides its heads; if it does not, every process has all of them."""
+    """Tell whether a model's plan divides its heads. If it does not, every process has all of them."""
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     own = getattr(split, "tp_plan", None)
     plan |= own if isinstance(own, dict) else {}
@@ -175,7 +175,7 @@ def _divides(config: Any, split: Any) -> bool:
 
 
 def number_of_heads(config: Any, ranks: int) -> int:
-    """The number of KV heads, which the ranks divide equally.
+    """Return the number of KV heads of a model, after checking that the ranks divide them equally.
 
     Raises:
         UnsupportedModelError: they do not, or there is no such number.

@@ -48,7 +48,7 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def spread(key: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """A key as 64 random bits, which exclusive or can combine with another key. 0 stays 0."""
+    """Hash a key to 64 random bits, which can be combined with another key by exclusive or. 0 stays 0."""
     return _mix(key.to(torch.int64))
 
 
@@ -77,7 +77,7 @@ class Gumbel:
     def factor(
         self, shape: tuple[int, ...], queries: Int[Tensor, "B T"], keys: Int[Tensor, "B #Hk S"]
     ) -> Float[Tensor, "B Hk G T S"]:
-        """``exp(noise)``, the factor on probabilities before they are normalised again."""
+        """Return ``exp(noise)``, the factor on attention probabilities before they are normalised again."""
         _, Hk, G, _, _ = shape
         heads = self.of.numbers(Hk * G, queries.device).view(1, Hk, G, 1, 1)
         rows, columns = queries[:, None, None, :, None], keys[:, :, None, None]

@@ -110,7 +110,7 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def _short(name: str) -> str:
-    """The part of a file's name that its temporary file's name repeats."""
+    """Return the beginning of a file's name that the name of its temporary file repeats."""
     return os.fsdecode(os.fsencode(name)[:_LONGEST])
 
 
@@ -131,14 +131,14 @@ def remove_leftovers(folder: Path, names: Collection[str], before: float | None 
 
 
 def in_full(name: str | os.PathLike[str]) -> Path:
-    """The path with the home folder in place of ``~``; ``~name`` stays if there is no such user."""
+    """Return the path with the home folder in place of ``~``. ``~name`` stays if there is no such user."""
     with suppress(RuntimeError):
         return Path(name).expanduser()
     return Path(name)
 
 
 def as_text(name: str) -> str:
-    """A file's name as UTF-8 text; bytes that are not UTF-8 become escapes."""
+    """Return a file's name as UTF-8 text. Bytes that are not UTF-8 become escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -149,7 +149,7 @@ def sync(file: IO[bytes]) -> None:
 
 
 def read_whole(path: Path) -> bytes | None:
-    """The content of a file; ``None`` if there is nothing of that name.
+    """Return the content of a file, or ``None`` if nothing has that name.
 
     Raises:
         InputError: the path is no file or a broken link, or the file cannot be read.
@@ -168,7 +168,7 @@ def read_whole(path: Path) -> bytes | None:
 
 
 def parse(data: bytes) -> Any:
-    """The value of a JSON text. Its numbers and strings can be computed with, shown and written again.
+    """Parse a JSON text into a value that can be computed with, shown and written again.
 
     Raises:
         ValueError: the text is not JSON, or holds a number or string that kvkeep never writes.
@@ -221,7 +221,7 @@ def read_object(path: Path, remedy: str = "Remove it, or choose another `output`
 
 
 def finite(value: Any) -> Any:
-    """The same value with null in place of NaN and infinity, which JSON cannot hold."""
+    """Return the value with null in place of NaN and infinity, which JSON cannot hold."""
     if isinstance(value, dict):
         return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -230,7 +230,7 @@ def finite(value: Any) -> Any:
 
 
 def _umask() -> int:
-    """The process's file mode mask, which can be read only by setting it."""
+    """Return the process's file mode mask, which can be read only by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -334,7 +334,7 @@ class Results:
 
     @property
     def safe(self) -> str:
-        """A sentence on the results that are safely on the disk; may be empty."""
+        """Return a sentence on the results that are safely on the disk. It may be empty."""
         return ""
 
     @contextmanager
@@ -387,13 +387,13 @@ def read_rows(
 
 
 def _is_torn(line: bytes, beginning: bytes) -> bool:
-    """Whether a line was cut off, or never reached the disk, which then has zero bytes in its place."""
+    """Tell whether a line was cut off, or never reached the disk, which then has zero bytes in its place."""
     written = line.rstrip(b"\0\n")
     return line != b"\n" and beginning.startswith(written[: len(beginning)])
 
 
 def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
-    """The value of a line, ``None`` if it was cut off; and what is wrong with it, ``None`` if nothing is."""
+    """Return the value of a line (``None`` if cut off) and what is wrong with it (``None`` if nothing is)."""
     try:
         row = parse(line) if line.endswith(b"\n") else None
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -572,7 +572,7 @@ def _refuse(folder: Path, what: str, then: object, now: object) -> NoReturn:
 
 
 def command(words: str, *arguments: object) -> str:
-    """A command line for a shell: the words as they are, then the arguments, quoted."""
+    """Return a shell command line: the words as they are, then the arguments, quoted."""
     return " ".join([words, *(shlex.quote(str(argument)) for argument in arguments)])
 
 

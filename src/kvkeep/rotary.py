@@ -72,7 +72,7 @@ class Rotation:
         positions: Int[Tensor, "B #Hk S"],
         new: Int[Tensor, "B T"],
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys, given unrotated, rotated to the ranks of their tokens in each KV head.
+        """Rotate unrotated queries and keys to the ranks of their tokens in each KV head.
 
         Args:
             query: new queries.
@@ -87,14 +87,14 @@ class Rotation:
         return self.apply(query, own), self.apply(keys, ranks(positions))
 
     def table(self, n: int, dtype: torch.dtype) -> Float[Tensor, "m F2"]:
-        """Cosines and sines of positions 0 to at least ``n - 1``, on the CPU; worked out once."""
+        """Return the cosines and sines of positions 0 to at least ``n - 1``, on the CPU. They are computed once."""
         known = self._tables.get(dtype)
         if known is None or len(known) < n:
             self._tables[dtype] = known = self.angles(torch.arange(n), dtype)
         return known
 
     def angles_now(self, positions: Int[Tensor, "B 1"], dtype: torch.dtype) -> Float[Tensor, "B F2"]:
-        """`angles` of positions on the CPU. The last result is kept, because all layers of a step ask for the same."""
+        """Return `angles` of positions on the CPU. The last result is cached, as all layers of a step ask for it."""
         held = positions.contiguous()
         known, asked = self._latest.get(dtype), ctypes.string_at(held.data_ptr(), held.nbytes)
         if known is None or known[0] != asked:
@@ -102,38 +102,38 @@ class Rotation:
         return known[1]
 
     def angles(self, positions: Int[Tensor, "*A"], dtype: torch.dtype) -> Float[Tensor, "*A F2"]:
-        """Cosines, then sines, rounded to a dtype. Padding (position -1) counts as position 0."""
+        """Return the cosines, then the sines, rounded to a dtype. Padding (position -1) counts as position 0."""
         angles = positions.clamp(min=0)[..., None].float() * self.on(positions.device)
         return (torch.cat([angles.cos(), angles.sin()], dim=-1) * self.scaling).to(dtype)
 
     def on(self, device: torch.device) -> Float[Tensor, " F"]:
-        """The frequencies on a device, copied there once."""
+        """Return the frequencies on a device. They are copied there only once."""
         if device not in self._there:
             self._there[device] = self.frequencies.to(device)
         return self._there[device]
 
     def _split(self, x: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The two halves that are rotated against each other, and the remaining dims, in float32 or wider."""
+        """Return the two halves that rotate against each other, and the other dims, in float32 or wider."""
         half = len(self.frequencies)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         rest = x[..., 2 * half :]
         return x[..., :half], x[..., half : 2 * half], [rest] if rest.shape[-1] else []
 
     def _undone(self, x: Float[Tensor, "B H T D"], angles: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T D"]:
-        """The vectors without a rotation, given its cosines and sines."""
+        """Undo a rotation of vectors, given its cosines and sines."""
         (first, second, rest), (cos, sin) = self._split(x), angles
         size = cos * cos + sin * sin
         unturned = [(first * cos + second * sin) / size, (second * cos - first * sin) / size]
         return torch.cat([*unturned, *rest], dim=-1).to(x.dtype)
 
     def _wide(self, angles: Float[Tensor, "*A F2"]) -> tuple[Float[Tensor, "*A F"], Float[Tensor, "*A F"]]:
-        """Cosines and sines, in float32 or wider."""
+        """Return the cosines and the sines, in float32 or wider."""
         cos, sin = angles.to(torch.promote_types(angles.dtype, torch.float32)).chunk(2, dim=-1)
         return cos, sin
 
 
 def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:
-    """The place of each token among the tokens of its head, oldest first; -1 for an empty slot."""
+    """Return the rank of each token among the tokens of its head, oldest first, or -1 for an empty slot."""
     order = positions.argsort(dim=-1)
     places = torch.empty_like(order)
     places.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
@@ -157,7 +157,7 @@ FIXED = {"default", "linear", "llama3", "yarn"}
 
 
 def rotation_for(config: PreTrainedConfig, asked: str | None, *, own: str) -> Rotation | None:
-    """The model's rotation if attention sees slot positions; ``None`` if it sees true positions.
+    """Return the model's rotation if attention sees slot positions, or ``None`` if it sees true positions.
 
     Args:
         config: the model's configuration.
@@ -181,7 +181,7 @@ def rotation_for(config: PreTrainedConfig, asked: str | None, *, own: str) -> Ro
 
 
 def rotation_of(config: PreTrainedConfig) -> Rotation:
-    """The rotation of a model's keys.
+    """Return the rotation that a model applies to its keys.
 
     Raises:
         UnsupportedModelError: the model has no rotation, or one that kvkeep cannot undo.

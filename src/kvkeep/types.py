@@ -95,10 +95,10 @@ class OutputProjection(Protocol):
     """The projection of what a layer's heads put out into the layer's output: `kvkeep.models.output_projection`."""
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """The Euclidean norm of the layer's output where all query heads of a group put out ``x``."""
+        """Return the Euclidean norm of the layer's output if all query heads of a group put out ``x``."""
 
     def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """The sum of absolute values of the layer's output where one query head puts out ``x``, mean over the group."""
+        """Return the L1 norm of the layer's output if one query head puts out ``x``, as a mean over the group."""
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,17 @@ class Turning(Protocol):
 
     @property
     def frequencies(self) -> Float[Tensor, " F"]:
-        """Radians per position, on the CPU."""
+        """Return the frequencies in radians per position, on the CPU."""
 
     def on(self, device: torch.device) -> Float[Tensor, " F"]:
-        """The frequencies on a device, copied there once."""
+        """Return the frequencies on a device. They are copied there only once."""
 
     @property
     def scaling(self) -> float:
         """Factor on rotated vectors."""
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
-        """The vectors before they were rotated to their positions."""
+        """Return the vectors as they were before the rotation to their positions."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class View:
 
     @functools.cached_property
     def unrotated(self) -> Float[Tensor, "B Hk S D"]:
-        """Keys before the rotation to their positions, for a policy that names `unrotates`. Empty slots: anything."""
+        """Return the unrotated keys, for a policy that names `unrotates`. Empty slots hold arbitrary values."""
         if self.rotation is None or not self.turned:
             return self.keys
         shared = self.positions.stride(1) == 0  # all heads hold the same tokens, as before a prompt's first cut
@@ -199,17 +199,17 @@ class View:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the new tokens were generated."""
+        """Return whether the new tokens were generated."""
         return self.phase is Phase.DECODE
 
     @property
     def reads(self) -> Bool[Tensor, " B"]:
-        """Whether each row received tokens of a prompt in this step."""
+        """Return whether each row received tokens of a prompt in this step."""
         return self.new > 0 if self.phase is Phase.PREFILL else torch.zeros_like(self.new, dtype=torch.bool)
 
     @property
     def writes(self) -> Bool[Tensor, " B"]:
-        """Whether each row received a generated token in this step."""
+        """Return whether each row received a generated token in this step."""
         return self.new > 0 if self.phase is Phase.DECODE else torch.zeros_like(self.new, dtype=torch.bool)
 
 
@@ -225,7 +225,7 @@ class Report:
 
     @property
     def mass(self) -> Float[Tensor, "B Hk S"]:
-        """Attention mass of each key, summed over the rows that count."""
+        """Return the attention mass of each key, summed over the selected queries."""
         return self.sums["mass"]
 
     @property
@@ -253,4 +253,4 @@ class Stepper(Protocol):
         phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """The attention output for new tokens; see `kvkeep.Layer.step`."""
+        """Return the attention output for new tokens; see `kvkeep.Layer.step`."""

@@ -49,7 +49,7 @@ KINDS: dict[str, type[Backend]] = {
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend for a device and a dtype.
+    """Return the backend for a device and a dtype.
 
     Raises:
         InputError: the environment variable names no backend, or one that cannot run there.
@@ -59,7 +59,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def why(device: torch.device, dtype: torch.dtype) -> str:
-    """The reason for the choice, in words.
+    """Describe in words why `choose` takes the backend that it takes.
 
     Raises:
         InputError: see `choose`.
@@ -79,14 +79,14 @@ def _made(kind: type[Backend]) -> Backend:
 
 
 def _fastest(device: str, dtype: torch.dtype) -> str:
-    """The name of the backend with compiled kernels if there is one; otherwise torch."""
+    """Return the name of the backend with compiled kernels if there is one; otherwise torch."""
     if device == "cpu":
         return "native" if dtype in TYPES and native().library is not None else "torch"
     return "triton" if device in launch.kernels().devices else "torch"
 
 
 def _checked(name: str, device: str) -> str:
-    """The name of a backend that was asked for, if it can run on the device.
+    """Check that a backend that was asked for can run on the device, and return its name.
 
     Raises:
         InputError: it cannot run there, or there is no backend of this name.

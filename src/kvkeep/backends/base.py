@@ -91,7 +91,7 @@ class Added:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that the step changes."""
+        """Return all tensors that the step changes."""
         ring = () if self.ring is None else (*self.ring.words, self.ring.mass)
         return (*self.states, *ring) if self.lost is None else (*self.states, *ring, self.lost)
 
@@ -136,7 +136,7 @@ LEAST_ROWS = 16
 def turned(
     query: Float[Tensor, "B Hq T D"], length: Int[Tensor, "B #Hk"], rotation: Rotation | None
 ) -> Float[Tensor, "B Hq T D"]:
-    """The queries as they would be ``length`` positions later; unchanged if the model does not rotate them."""
+    """Return the queries as they would be ``length`` positions later; unchanged if the model does not rotate them."""
     if rotation is None:
         return query
     by = length.repeat_interleave(query.shape[1] // length.shape[1], dim=1)
@@ -173,7 +173,7 @@ def _rate(
     now: Int[Tensor, "B T"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk S"]:
-    """The largest share that each key gets from the queries of the second reading, block by block."""
+    """Return the largest share that each key gets from the queries of the second reading, block by block."""
     B, Hq, T, D = query.shape
     Hk, S = slots.keys.shape[1:3]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -193,7 +193,7 @@ def _rate(
 
 
 def _blocks(T: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
-    """The rows of each block."""
+    """Yield the rows of each block."""
     size = BLOCK_BYTES["cpu" if device.type == "cpu" else "other"]
     rows = max(LEAST_ROWS, size // row_bytes)
     return (slice(start, min(start + rows, T)) for start in range(0, T, rows))
@@ -215,7 +215,7 @@ def _logits(
 def _hidden(
     positions: Int[Tensor, "B #Hk S"], now: Int[Tensor, "B T"], options: AttentionOptions
 ) -> Bool[Tensor, "B #Hk 1 T S"]:
-    """Whether a key is hidden from a row of the first reading."""
+    """Return whether each key is hidden from each row of the first reading."""
     keys, rows = positions[:, :, None, None], now.to(positions.dtype)[:, None, None, :, None]
     hidden = (keys < 0) | (keys > rows)
     return hidden if options.window is None else hidden | (keys <= rows - options.window)
@@ -224,7 +224,7 @@ def _hidden(
 def _total(
     logits: Float[Tensor, "B Hk G T S"], bias: Float[Tensor, "B #Hk 1 T S"], options: AttentionOptions
 ) -> Float[Tensor, "B Hk G T"]:
-    """The log of the sum of exponentials over all keys that a row sees, and of the model's sink."""
+    """Return the log of the sum of exponentials over all keys that a row sees, and of the model's sink."""
     total = logits.add_(bias).logsumexp(dim=-1)
     if options.sinks is None:
         return total
@@ -238,7 +238,7 @@ class Repeat(Protocol):
     def takes(
         self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> bool:
-        """Whether these have the shapes, dtypes and device of the tokens before."""
+        """Return whether these tensors have the shapes, dtypes and device of the tokens before."""
 
     def __call__(
         self,
@@ -247,7 +247,7 @@ class Repeat(Protocol):
         values: Float[Tensor, "B Hk 1 E"],
         now: Int[Tensor, "B 1"],
     ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """`Backend.step` with tokens that it `takes`."""
+        """Run `Backend.step` with tokens that it `takes`; ``None`` if the step cannot be repeated."""
 
 
 class Backend(abc.ABC):
@@ -304,7 +304,7 @@ class Backend(abc.ABC):
         rotation: Rotation | None,
         options: AttentionOptions,
     ) -> Float[Tensor, "B Hk S"]:
-        """The largest share of attention that each key would receive if the prompt were read again after itself.
+        """Return the largest attention share that each key would get if the prompt were read again after itself.
 
         A query of the second reading attends to all occupied slots and to what it attended to in the first one. The
         first token's queries and those of padding do not count; sliding windows end in the first reading.
@@ -333,7 +333,7 @@ class Backend(abc.ABC):
         length: Int[Tensor, "B #Hk"],
         rotation: Rotation | None,
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
-        """The results of `attend` and of `reread`. A kernel that does both knows what each query saw the first time."""
+        """Return the results of `attend` and of `reread`. A kernel for both can reuse what each query saw first."""
         out, report = self.attend(query, slots, now, statistic=statistic, options=options)
         return out, report, self.reread(query, slots, now, length=length, rotation=rotation, options=options)
 
@@ -353,7 +353,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """Whether some head may hold more than its limit; always true where the host would wait for the answer."""
+        """Return whether a head may hold more than its limit; always true where the host would wait for the answer."""
 
     @abc.abstractmethod
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
@@ -370,11 +370,11 @@ class Backend(abc.ABC):
         return None
 
     def repeat(self, step: FusedStep) -> Repeat | None:
-        """The same `step` for other tokens, as long as all else stays where and what it is; ``None``: there is none."""
+        """Prepare the same `step` for other tokens while all else stays unchanged; ``None`` if this is impossible."""
         return None
 
     def at_ranks(self, rotation: Rotation) -> Backend:
-        """This backend for slot positions: attention rotates each key to its rank among the tokens of its head.
+        """Return this backend for slot positions: attention rotates each key to its rank among its head's tokens.
 
         Args:
             rotation: the model's rotary embedding.
@@ -490,13 +490,13 @@ class WantedReport(NamedTuple):
 
 
 def is_known(statistic: Statistic) -> bool:
-    """Whether the decode kernels, native and Triton's, can report the statistic."""
+    """Return whether the decode kernels, native and Triton's, can report the statistic."""
     kind = type(statistic)
     return kind is Nothing or kind is Low or (kind in (Mass, MassAndLast) and cast(Mass, statistic).noise is None)
 
 
 def wanted(statistic: Statistic) -> WantedReport | None:
-    """The report that a known statistic asks for; ``None`` if it asks for none."""
+    """Return the report that a known statistic asks for; ``None`` if it asks for none."""
     if isinstance(statistic, Mass):
         second = "last" if isinstance(statistic, MassAndLast) else None
         plain = isinstance(statistic.gain, float) and statistic.gain == 1.0
@@ -526,7 +526,7 @@ class RowSums(NamedTuple):
 
 
 def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> RowSums | None:
-    """What a statistic sums over rows at these positions, in the order of its fields; ``None`` for another kind."""
+    """Return what a statistic sums over rows at these positions, in its fields' order; ``None`` for other kinds."""
     kind, selected = type(statistic), statistic.selects(queries)
     if kind is Nothing:
         return RowSums([], [])

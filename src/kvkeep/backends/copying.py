@@ -16,7 +16,7 @@ from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 def append(
     slots: LazySlots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"]:
-    """`Backend.append` for such slots. A head that cannot use its token leaves its slot empty."""
+    """Append tokens to lazy slots, see `Backend.append`. A head that cannot use its token leaves its slot empty."""
     slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)  # in a pool: in the head's range
     used = slots.write(slot, keys, values)
     positions = now.to(slots.positions.dtype)[:, :, None].expand(slot.shape)
@@ -25,12 +25,12 @@ def append(
 
 
 def in_pool(backend: Backend) -> Backend:
-    """This backend for slots in a pool."""
+    """Return this backend for slots in a pool."""
     return backend if backend.pools else Copying(backend)
 
 
 def in_codes(backend: Backend, *, turned: bool) -> Backend:
-    """This backend for slots that hold codes.
+    """Return this backend for slots with quantized keys and values.
 
     Args:
         backend: does the work.
@@ -136,7 +136,7 @@ class Decoding(Copying):
 
 
 def _copied(slots: Slots) -> Slots:
-    """The slots side by side: of a pool in the form that they have there, of codes as vectors."""
+    """Return the slots side by side: from a pool in the pool's own form, from quantized slots as vectors."""
     if isinstance(slots, PoolSlots):
         return slots.laid
     return slots.copied() if isinstance(slots, LazySlots) else slots

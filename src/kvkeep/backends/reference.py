@@ -20,7 +20,7 @@ from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 def visible(
     query_positions: Int[Tensor, "B T"], key_positions: Int[Tensor, "B #Hk S"], window: int | None
 ) -> Bool[Tensor, "B #Hk T S"]:
-    """Which keys each query row can see.
+    """Tell which keys each query can see.
 
     A key is visible when its slot is occupied, its position is not after the query's, and it lies inside the
     sliding window. Padded query rows (position -1) see nothing.
@@ -78,7 +78,7 @@ def attend(
     statistic: Statistic,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Attention output and the policy's report, in float64. The arguments are those of `Backend.attend`."""
+    """Return the attention output and the policy's report, in float64. For the arguments see `Backend.attend`."""
     keys, values, positions = slots
     positions = positions.expand(keys.shape[:3])
     empty = (positions < 0)[..., None]
@@ -96,7 +96,7 @@ def reread(
     rotation: Rotation | None,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk S"]:
-    """The whole matrices in float64; see `Backend.reread`."""
+    """Compute `Backend.reread` with whole matrices, in float64."""
     keys, positions = slots.keys.double(), slots.positions.expand(slots.keys.shape[:3])
     keys = keys.masked_fill((positions < 0)[..., None], 0.0)
     there = (positions >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)

@@ -114,31 +114,31 @@ class TorchBackend(Backend):
 
 
 def _over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> Bool[Tensor, "B Hk 1"]:
-    """Whether each head holds more than its limit."""
+    """Tell for each head whether it holds more tokens than its limit."""
     held = (positions >= 0).sum(dim=-1, keepdim=True)
     return held > (limit if isinstance(limit, int) else limit[:, :, None])
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Whether all numbers are finite; no on a GPU, for which the host would have to wait."""
+    """Return whether all numbers are finite. On a GPU the answer is no, since the host would have to wait for it."""
     return x.device.type == "cpu" and bool(x.isfinite().all())
 
 
 def _agreed(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H2 S"]:
-    """The positions of one head if all heads hold the same, so that one mask serves all query heads."""
+    """Return the positions of one head if all heads hold the same, so that one mask serves all query heads."""
     first = positions[:, :1]
     return first if torch.equal(positions, first.expand_as(positions)) else positions
 
 
 def _blocks(start: int, stop: int, row_bytes: int) -> Iterator[slice]:
-    """Rows from ``start`` to ``stop``, as many at a time as `BLOCK_BYTES` hold."""
+    """Yield slices of the rows from ``start`` to ``stop``, as many rows at a time as `BLOCK_BYTES` hold."""
     rows = max(1, BLOCK_BYTES // row_bytes)
     for first in range(start, stop, rows):
         yield slice(first, min(first + rows, stop))
 
 
 def _silent(selected: Bool[Tensor, "B T"], statistic: Statistic) -> int:
-    """The number of rows before the first one that the statistic counts."""
+    """Count the query rows before the first one that the statistic counts."""
     if not statistic.fields:
         return selected.shape[1]
     counted = selected.any(dim=0).nonzero()
@@ -152,7 +152,7 @@ def _fused(
     hidden: Bool[Tensor, "B H 1 T S"],
     scaling: float,
 ) -> Float[Tensor, "B Hk G T E"]:
-    """The output of torch's fused attention. A row that sees nothing sees everything instead, so that it is finite."""
+    """Run torch's fused attention. A query that sees nothing sees all keys instead, so that its output is finite."""
     shown = ~(hidden & ~hidden.all(dim=-1, keepdim=True))
     mask = shown.expand(-1, -1, query.shape[2] if shown.shape[1] > 1 else 1, -1, -1).flatten(1, 2)
     wide = query.to(keys.dtype).flatten(1, 2)
@@ -167,7 +167,7 @@ def _hidden(
     *,
     decode: bool,
 ) -> Bool[Tensor, "B H 1 T S"]:
-    """Whether a key is hidden from a row. In decode the query is the newest token, so no key is in its future."""
+    """Tell which keys are hidden from each query. In decode, the query is the newest token and no key is later."""
     k = key_positions[:, :, None, None, :]
     q = query_positions[:, None, None, :, None]
     hidden = k < 0 if decode else (k < 0) | (k > q)
@@ -202,7 +202,7 @@ def _softmax(
 
 
 def _mix(p: Float[Tensor, "B Hk G T S"], values: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk G T E"]:
-    """Values weighted by the probabilities, in float32."""
+    """Weight the values by the probabilities and sum them, in float32."""
     B, Hk, G, T, S = p.shape
     flat = p.reshape(B, Hk, G * T, S)
     if values.dtype == flat.dtype:

@@ -40,14 +40,14 @@ _FIELDS = ("custom_id", "method", "url", "body")
 
 
 def is_batch_line(fields: Mapping[str, Any]) -> bool:
-    """Whether the fields of a line are a request in OpenAI's format, perhaps a faulty one."""
+    """Return whether the fields of a line are a request in OpenAI's format, perhaps a faulty one."""
     if "prompt" in fields or "messages" in fields:
         return {"custom_id", "url", "body"} <= fields.keys()
     return isinstance(fields.get("body"), dict) or ("custom_id" in fields and ("url" in fields or "method" in fields))
 
 
 def custom_id_of(fields: Mapping[str, Any]) -> str | None:
-    """The name that the user has given a request, if it is a text."""
+    """Return the ``custom_id`` that the user gave a request; ``None`` if it is missing or no string."""
     found = fields.get("custom_id")
     return found if isinstance(found, str) else None
 
@@ -75,7 +75,7 @@ def read_openai_line(fields: Mapping[str, Any]) -> ParsedBody:
 def line(
     number: int, digest: str, custom_id: str | None, body: Mapping[str, Any], *, status: int = 200
 ) -> dict[str, Any]:
-    """A line of the output.
+    """Build a line of the batch output in OpenAI's format.
 
     Args:
         number: the number of the input's line.
@@ -91,7 +91,7 @@ def line(
 def error_line(
     number: int, digest: str, custom_id: str | None, reason: str, *, failed: bool, param: str | None
 ) -> dict[str, Any]:
-    """A line of the file of errors.
+    """Build a line of the batch's error file in OpenAI's format.
 
     Args:
         number: the number of the input's line.
@@ -107,14 +107,14 @@ def error_line(
 
 
 def is_error_line(fields: Mapping[str, Any]) -> bool:
-    """Whether fields are those of `error_line`."""
+    """Return whether the fields are those of a line that `error_line` made."""
     if fields.keys() != {"id", "custom_id", "response", "error"} or origin(fields) is None:
         return False
     return isinstance(fields["response"], dict) and fields["response"].get("status_code") in (400, 500)
 
 
 def origin(fields: Mapping[str, Any]) -> tuple[int, str] | None:
-    """The number and the fingerprint of the input's line that a line of the output answers."""
+    """Return the number and the fingerprint of the input line that an output line answers, or ``None``."""
     found = _ID.fullmatch(str(fields.get("id")))
     return (int(found[1]), found[2]) if found else None
 
@@ -143,7 +143,7 @@ _SHOWN = 60
 def request_of(
     number: int, prompt: Sequence[int], options: object, defaults: SamplingParams, pinned: Spans = ()
 ) -> Request:
-    """The request of a line. It is drawn with the job's seed and the line's number, or with the line's own seed.
+    """Build the request of an input line. Its seed is the line's own, else the job's with the line's number.
 
     Args:
         number: the line's number in the file.
@@ -176,7 +176,7 @@ def request_of(
 
 
 def _token(name: object) -> int:
-    """A token id, which JSON writes as a text."""
+    """Convert a token id from the string that JSON has for it to an integer."""
     if not str(name).isdecimal() or not str(name).isascii():
         raise InputError(f'its option "logit_bias" has {str(name)[:_SHOWN]!r} in place of a token id')
     return int(str(name)[:20])
@@ -204,7 +204,7 @@ def check_place(fields: Mapping[str, object]) -> None:
 
 
 def _short(value: object) -> object:
-    """A value as a message shows it."""
+    """Return a value as an error message shows it; "…" if the value is long."""
     return value if len(json.dumps(value)) <= _SHOWN else "…"
 
 
@@ -265,12 +265,12 @@ class InputLine:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """All requests of the line."""
+        """Return all requests of the line."""
         return (self.request, *self.others)
 
     @property
     def custom_id(self) -> str | None:
-        """The name that the user has given a line in OpenAI's format."""
+        """Return the ``custom_id`` of a line in OpenAI's format; ``None`` for other lines."""
         return None if self.asked is None else custom_id_of(self.fields)
 
 
@@ -292,7 +292,7 @@ class BadLine:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a job with their numbers from 1. Empty lines are counted, but left out.
+    """Yield the lines of a job with their numbers, from 1. Empty lines are counted, but left out.
 
     Raises:
         InputError: the file cannot be read.
@@ -309,7 +309,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def parse(
     number: int, raw: bytes, encode: Encode, defaults: SamplingParams, *, pinned: Pinned = lambda prompt: ()
 ) -> InputLine | BadLine:
-    """The request of a line, or why the line cannot be run.
+    """Parse an input line into its requests, or into the reason why the line cannot be run.
 
     Args:
         number: its number in the file.
@@ -340,7 +340,7 @@ def parse(
 
 
 def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine | BadLine:
-    """A line whose requests follow a memory that was made under a policy."""
+    """Return a line whose requests continue a snapshot, under the snapshot's policy unless they name their own."""
     if isinstance(line, BadLine):
         return line
     first, *others = (
@@ -352,7 +352,7 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
 def _own_line(
     number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
 ) -> InputLine:
-    """A line in kvkeep's format."""
+    """Parse a line in kvkeep's own format."""
     prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
     if COMPLETION in fields:
         raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
@@ -365,7 +365,7 @@ def _own_line(
 def _batch_line(
     number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
 ) -> InputLine:
-    """A line in OpenAI's format. Only its name is kept of its fields.
+    """Parse a line in OpenAI's format. Of its fields, only ``custom_id`` is kept.
 
     The first choice is drawn as the completion of a line in kvkeep's format is, and each other one in its own way.
     """
@@ -387,12 +387,12 @@ def _batch_line(
 
 
 def digest(raw: bytes) -> str:
-    """A fingerprint of a line without the white space around it."""
+    """Return a fingerprint of a line. White space around the line has no effect."""
     return hashlib.sha256(raw.strip()).hexdigest()[:32]
 
 
 def reason_of(error: Exception) -> str:
-    """An error's message as part of a sentence, cut to a readable length."""
+    """Return an error's message without its final period, cut to a readable length."""
     text = str(error).rstrip(".")
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
 

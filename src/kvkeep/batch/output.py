@@ -32,7 +32,7 @@ _WRITTEN_HERE = re.compile(
 
 
 def record(line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any], show: Show) -> dict[str, Any]:
-    """A line of the output.
+    """Build the output line for an input line.
 
     Args:
         line: the line of the input.
@@ -51,7 +51,7 @@ def record(line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any
 
 
 def as_line(fields: Mapping[str, Any]) -> bytes:
-    """A line of strict JSON in UTF-8. Text that UTF-8 cannot hold, such as half of a character, is escaped."""
+    """Encode fields as a line of strict JSON in UTF-8. Text that UTF-8 cannot hold (half a character) is escaped."""
     try:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -59,7 +59,7 @@ def as_line(fields: Mapping[str, Any]) -> bytes:
 
 
 def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
-    """The number, the fingerprint and the settings of an earlier run's line."""
+    """Return the input line's number and fingerprint, and the settings, that an output line of an earlier run names."""
     try:
         fields = json.loads(raw)
         if (found := batch_input.origin(fields)) is not None:
@@ -74,7 +74,7 @@ def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def is_ours(torn: bytes, digests: Mapping[int, str], batch_lines: Collection[int]) -> bool:
-    """Whether a line that was cut short was written by this job.
+    """Return whether a line that was cut short was written by this job.
 
     Args:
         torn: the line.
@@ -103,7 +103,7 @@ def _completion(result: Result) -> dict[str, Any]:
 
 
 def _kept(result: Result) -> dict[str, Any]:
-    """What a request kept: its budget, and the share of attention that evicted tokens carried."""
+    """Return a request's budget, and the share of attention that its evicted tokens carried (lost mass)."""
     found = {"budget": result.budget, "lost_mass": dataclasses.asdict(result.lost_mass)}
     return found if result.guarded is None else {**found, "guarded": result.guarded}
 
@@ -206,7 +206,7 @@ class OutputFile:
 
     @property
     def weight_layout(self) -> tuple[bool, bool] | None:
-        """How an earlier run of the job laid out the weights, see `kvkeep.models.prepare.chosen`; `None` if unknown."""
+        """Return an earlier run's weight layout, see `kvkeep.models.prepare.chosen`; `None` if it is unknown."""
         said = self.made_by.get(LAYOUT)
         if isinstance(said, list | tuple) and [type(one) for one in said] == [bool, bool]:
             return said[0], said[1]
@@ -214,7 +214,7 @@ class OutputFile:
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """The settings that are written with each completion."""
+        """Return the settings that are written with each completion."""
         return self._own
 
     def check(self, digests: Mapping[int, str], batch_lines: Collection[int] = ()) -> None:
@@ -327,7 +327,7 @@ class OutputFile:
 
 
 def _remedy(path: Path) -> str:
-    """What to do about an output that cannot be opened."""
+    """Return advice for the user about an output file that cannot be opened."""
     if os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
         return "Give the name of a file in that folder."
     folder = path.parent
@@ -337,7 +337,7 @@ def _remedy(path: Path) -> str:
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Two settings' differences in words, one text for each; ``None`` if they agree.
+    """Describe how two jobs' settings differ, in one text for each; ``None`` if they agree.
 
     Unknown weights are ignored, and how weights are laid out.
     """
@@ -355,6 +355,6 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str,
 
 
 def _shown(value: object) -> str:
-    """A setting as an error shows it, whatever the file holds."""
+    """Return a setting as JSON text for an error message, cut to a readable length."""
     found = json.dumps(value)
     return found if len(found) <= SHOWN else f"{found[:SHOWN]}…"

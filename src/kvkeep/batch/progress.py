@@ -88,12 +88,12 @@ class Pace:
 
     @property
     def done(self) -> float:
-        """Tokens that were read and written."""
+        """Return how many tokens have been prefilled and generated so far."""
         return float(min(self._read + self._in_part, self._prompts) + self._written)
 
     @property
     def total(self) -> float:
-        """An estimate of the tokens that will have been read and written in the end."""
+        """Estimate how many tokens the whole job will prefill and generate."""
         share = self._expected / self._begun if self._begun else 1.0
         return float(max(self.done, self._prompts + self._expected + share * self._waiting))
 
@@ -109,11 +109,11 @@ class Pace:
 
     @property
     def seconds_to_read(self) -> float:
-        """An estimate of the time for the prompts that are left."""
+        """Estimate the seconds to prefill the remaining prompts."""
         return self._to_read / max(1e-9, self.reading_rate)
 
     def seconds_left(self) -> float | None:
-        """An estimate of the time for the rest; ``None`` before there is a new token to measure."""
+        """Estimate the seconds until the job ends; ``None`` before there is a new token to measure."""
         if not self._written:
             return None
         if not self._writing_steps:

@@ -99,7 +99,7 @@ class Survey:
     def entries(
         self, lines: Iterable[tuple[int, bytes]], failed: Mapping[int, str], *, bad: bool
     ) -> Iterator[dict[str, Any]]:
-        """The entries of the file of lines without an answer.
+        """Yield the entries of the file that lists lines without an answer.
 
         Args:
             lines: all lines, read once more.
@@ -112,7 +112,7 @@ class Survey:
                 yield _entry(number, raw, reasons[number], self._params.get(number), failed=number in failed)
 
     def is_settled(self, entry: Mapping[str, Any]) -> bool:
-        """Whether the line of an entry by an earlier run is here and can be run.
+        """Return whether the line of an earlier run's entry is in this input and can be run.
 
         The text of a line in kvkeep's format must be unchanged: perhaps it is nowhere else.
         """
@@ -124,39 +124,39 @@ class Survey:
 
     @property
     def requests(self) -> int:
-        """The number of all requests."""
+        """Return the number of requests in all lines that can be run."""
         return sum(self._shapes[number].requests for number in self.digests)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest line, the memory, prompt and new tokens together."""
+        """Return the tokens of the longest line: its memory, prompt and new tokens together."""
         before = self.memory.seen if self.memory else 0
         return max((before + shape.prompt_tokens + shape.max_new_tokens for shape in self._known), default=0)
 
     @property
     def longest_line(self) -> int:
-        """The number of the first line of that length."""
+        """Return the number of the first line that is as long as `longest`."""
         before = self.memory.seen if self.memory else 0
         lengths = ((n, before + shape.prompt_tokens + shape.max_new_tokens) for n, shape in self._shapes.items())
         return next(n for n, length in lengths if length == self.longest)
 
     def work(self, numbers: Iterable[int]) -> TokenCounts:
-        """The tokens of these lines."""
+        """Count the prompt tokens and the new tokens of the given lines."""
         works = [self._shapes[number].work for number in numbers]
         return TokenCounts(sum(work.prompt for work in works), sum(work.new for work in works))
 
     @property
     def batch_lines(self) -> set[int]:
-        """The numbers of lines in OpenAI's format."""
+        """Return the numbers of the lines in OpenAI's format."""
         return {number for number, shape in self._shapes.items() if shape.is_batch_line}
 
     @property
     def policies(self) -> set[str]:
-        """The policies that lines name."""
+        """Return the policies that lines name."""
         return {shape.policy for shape in self._known if shape.policy is not None}
 
     def check(self, judge: Judge, numbers: Sequence[int]) -> dict[int, str]:
-        """The lines that an engine refuses, with the reasons; no line is read again."""
+        """Return the lines that an engine refuses, with the reasons. No line is read again."""
         shapes = list(dict.fromkeys(self._shapes[number] for number in numbers))
         verdicts = dict(zip(shapes, judge(shapes), strict=True))
         return {number: reason for number in numbers if (reason := verdicts[self._shapes[number]])}
@@ -169,7 +169,7 @@ class Survey:
 
 
 def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None:
-    """Why an engine refuses a request of this shape; ``None`` if it does not."""
+    """Return why an engine refuses a request of this shape; ``None`` if the engine accepts it."""
     sampling = SamplingParams(max_new_tokens=shape.max_new_tokens)
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
@@ -191,12 +191,12 @@ def _shape(line: InputLine) -> Shape:
 
 
 def _key(custom_id: str) -> bytes:
-    """A short stand-in for a name of any length."""
+    """Return a short hash that stands for a ``custom_id`` of any length."""
     return hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: bool) -> dict[str, Any]:
-    """The entry of a line without an answer: in OpenAI's format, or its number, the reason and its text."""
+    """Build the entry of a line without an answer: in OpenAI's format, or as its number, the reason and its text."""
     with suppress(ValueError, RecursionError, KVKeepError):
         if batch_input.is_batch_line(fields := decoded(raw)):
             name = batch_input.custom_id_of(fields)
@@ -256,7 +256,7 @@ def _free(path: Path) -> Iterator[None]:
 
 
 def foreign(path: Path) -> InputError:
-    """The error for a file that stands where lines without an answer are set aside, and that must not be replaced."""
+    """Return the error for an existing file, not kvkeep's, at the path for lines without an answer."""
     return InputError(
         f"{path}, where lines that cannot be run are set aside, exists and holds something else. Rename it, or give "
         "another output file."
@@ -264,13 +264,13 @@ def foreign(path: Path) -> InputError:
 
 
 def _are_entries(file: IO[bytes]) -> bool:
-    """Whether a file has lines, and each is an entry of a line without an answer."""
+    """Return whether a file has lines, and each is an entry of a line without an answer."""
     found = [_entry_of(raw) is not None for raw in file]
     return bool(found) and all(found)
 
 
 def _entry_of(raw: bytes) -> dict[str, Any] | None:
-    """The entry of a line without an answer; ``None`` if this is none."""
+    """Parse an entry of a line without an answer; ``None`` if the text is no such entry."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):

@@ -196,7 +196,7 @@ class BoundedCache(PhasedCache):
 
     @property
     def records(self) -> bool:
-        """Whether token ids are recorded: from the first `continue_with` on."""
+        """Return whether token ids are recorded, which begins with the first `continue_with`."""
         return self._history.records
 
     def phase_at(self, columns: int) -> Phase | None:
@@ -227,13 +227,13 @@ class BoundedCache(PhasedCache):
 
     @property
     def _columns(self) -> int:
-        """Columns that all layers have seen, padding included."""
+        """Return the number of columns that all layers have seen, padding included."""
         first = self.bounded_layers().get(self._first)
         return first.columns if first else 0
 
     @property
     def _device(self) -> torch.device:
-        """The device of the slots; the CPU before there are any."""
+        """Return the device of the slots, or the CPU before there are any."""
         first = self.bounded_layers().get(self._first)
         return first.seen.device if first and first.allocated else torch.device("cpu")
 
@@ -242,7 +242,7 @@ class BoundedCache(PhasedCache):
         check_whole(self.bounded_layers().values())
 
     def bounded_layers(self) -> dict[int, Layer]:
-        """The layers with slots, by their number in the model. State-space and linear layers are left out."""
+        """Return the layers with slots, by their number in the model. State-space and linear layers are left out."""
         parts = enumerate(map(handing_part, self.layers))
         return {i: part.layer for i, part in parts if isinstance(part, BoundedLayer)}
 
@@ -342,7 +342,7 @@ class BoundedCache(PhasedCache):
         return cache
 
     def _states(self) -> dict[int, object]:
-        """The layers with a state, or the state beside a layer's slots, by their number in the model."""
+        """Return each layer's state (alone or beside slots), by the layer's number in the model."""
         return {i: state for i, layer in enumerate(self.layers) if (state := state_part(layer)) is not None}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
@@ -360,12 +360,12 @@ class BoundedCache(PhasedCache):
         return bounded.store.positions
 
     def lost_mass(self) -> dict[int, LostShares]:
-        """The share of attention that evicted tokens carried, by layer, for each row and KV head; see `LostMass`."""
+        """Return the attention share of evicted tokens by layer, for each row and KV head; see `LostMass`."""
         layers = {number: layer for number, layer in self.bounded_layers().items() if layer.allocated}
         return {number: shares(layer.block.lost) for number, layer in layers.items()}
 
     def memory(self) -> MemoryUsage:
-        """Bytes over all layers with slots, summed over real tensors."""
+        """Return the memory usage of all layers with slots, summed over real tensors."""
         return sum((layer.memory() for layer in self.bounded_layers().values()), MemoryUsage())
 
     def begin(self, layer_idx: int) -> HandingLayer | None:

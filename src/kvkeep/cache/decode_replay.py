@@ -147,7 +147,7 @@ _OVERRIDDEN = "a subclass has overridden the rule that the kernel would apply"
 
 @functools.cache
 def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
-    """Whether an ability still describes the policy: no subclass has overridden an attribute of which it tells."""
+    """Tell whether an ability still describes a policy: no subclass overrides an attribute that it relies on."""
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
@@ -173,7 +173,7 @@ class CachedStatistic:
         self._last: tuple[Tensor, Budget, list[int], Statistic] | None = None
 
     def by(self, view: View) -> Statistic:
-        """The statistic of this step."""
+        """Return the statistic that the policy wants for this step. It is cached while its inputs stay the same."""
         numbers = [tensor for tensor in (view.prompt, view.budget) if isinstance(tensor, Tensor)]
         if not self._steady or any(not tensor.is_cpu or tensor.is_inference() for tensor in numbers):
             return self._policy.wants(view)  # tensors of inference mode do not count the writes into them
@@ -187,25 +187,25 @@ class CachedStatistic:
         return statistic
 
     def remembers(self, prompt: Tensor, budget: Budget) -> bool:
-        """Whether the statistic of a step with such a view is the last one."""
+        """Tell whether the cached statistic is valid for a step with this prompt and budget."""
         last = self._last
         if last is None or last[0] is not prompt or last[1] is not budget:
             return False
         return last[2] == [tensor._version for tensor in (prompt, budget) if isinstance(tensor, Tensor)]
 
     def __reduce__(self) -> tuple[type[CachedStatistic], tuple[Policy]]:
-        """A copy remembers nothing: versions count the writes into a tensor, and those of its copy begin at 0."""
+        """Return the recipe of a copy, which remembers nothing: a copied tensor counts its writes from 0 again."""
         return CachedStatistic, (self._policy,)
 
 
 def _is_steady(policy: Policy) -> bool:
-    """Whether all tokens that are generated after a prompt ask for the same statistic."""
+    """Tell whether all tokens that are generated after a prompt ask for the same statistic."""
     options = None if policy.sums is None else policy.sums.steady
     return options is not None and all(getattr(policy, name) == value for name, value in options.items())
 
 
 def one_each(rows: int, device: torch.device) -> Int[Tensor, " B"]:
-    """One new token per row. The tensor is shared and must not be written."""
+    """Return a count of one new token per row, as a shared tensor that must not be written."""
     if device.type == "cpu":
         return _ones(rows)
     return torch.ones(rows, dtype=torch.int64, device=device)
@@ -246,7 +246,7 @@ class Repeating:
         self._held = True
 
     def is_same(self, block: Block, options: AttentionOptions) -> bool:
-        """Whether a step on this block with these options may differ from the last one in its tokens alone."""
+        """Tell whether a step on this block with these options may differ from the last one in its tokens alone."""
         if self._block() is not block or self._store() is not block.store or block.budget != self._budget:
             return False
         if self._seen() is not block.seen:

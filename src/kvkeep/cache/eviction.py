@@ -23,7 +23,7 @@ from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, V
 
 
 def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
-    """The budgets that a policy gives to heads. Where pins need more, heads with more give of what they have above it.
+    """Return the budgets that a policy gives to heads. Where pins need more, heads with spare slots give some up.
 
     The sum over a row's heads stays the same.
     """
@@ -43,7 +43,7 @@ def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[T
 def may_stay(
     policy: Policy, view: View, score: Float[Tensor, "B Hk S"], mean: Int[Tensor, "B 1"], *, heads: int
 ) -> Bool[Tensor, "B Hk S"]:
-    """Whether each token may stay when other heads will join the division; the others go, whatever these hold.
+    """Tell which tokens may stay when other heads will join the division. Other tokens are evicted in any case.
 
     Args:
         policy: its heads share a budget over the layers.
@@ -63,7 +63,7 @@ def may_stay(
 
 
 def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor, "B heads"]:
-    """The slots that each head needs for pinned tokens, and those that an equal share of the budget protects."""
+    """Return the slots that each head needs for pinned tokens and for those that an equal budget protects."""
     pins = view.pins
     assert pins is not None
     view = replace(view, budget=mean)
@@ -72,7 +72,7 @@ def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor,
 
 
 def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:
-    """Whether each slot holds a token that may not be evicted: a sink, a recent one or a pinned one."""
+    """Tell for each slot whether its token may not be evicted: a sink, a recent token or a pinned one."""
     sinks, recent = policy.protected(view.budget)
     held = ranking.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
     return held & (view.positions >= 0)
@@ -218,7 +218,7 @@ def cut(
 def kept(
     policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
 ) -> Bool[Tensor, "B Hk S"]:
-    """Whether each token stays after a chunk."""
+    """Tell for each token whether it stays after a chunk."""
     most = limit(policy, view, state, window=window)
     there = view.positions >= 0
     if there.is_cpu and bool((there.sum(dim=-1) <= most).all()):
@@ -227,17 +227,17 @@ def kept(
 
 
 def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
-    """The budgets that a policy gives to the heads of a layer by its scores, see `divided`."""
+    """Return the budgets that a policy gives to a layer's heads by its scores; see `divided`."""
     return divided(policy, view, scored(policy, view, state))
 
 
 def scored(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """The scores by which a budget is divided: those under the mean of the heads' budgets."""
+    """Return the scores that divide a budget. They are computed under the mean of the heads' budgets."""
     return _scores(policy, replace(view, budget=average(view)), state)
 
 
 def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
-    """The number of slots that stay occupied; all of the budget in a row whose budget holds the whole sliding window.
+    """Return how many slots stay occupied. A row whose budget holds the sliding window keeps all of its budget.
 
     Args:
         policy: may leave a part of the budget free.
@@ -273,7 +273,7 @@ def _shielded(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Flo
 
 
 def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """The policy's scores, and those of heads that keep their first and newest tokens only.
+    """Return the policy's scores, adjusted for heads that keep only their first and newest tokens.
 
     Raises:
         PolicyError: they are no floats, or not one for each slot.

@@ -89,13 +89,13 @@ class HandingLayer(CacheLayerMixin):
 
     @property
     def columns(self) -> int:
-        """Columns seen so far, padding included. Here none: whoever runs the model gives positions."""
+        """Return the columns seen so far, padding included. Here there are none: the caller gives positions."""
         return 0
 
     def lazy_initialization(
         self, key_states: Float[Tensor, "B Hk T D"], value_states: Float[Tensor, "B Hk T E"]
     ) -> None:
-        """Nothing to do: `Layer` allocates on its first step."""
+        """Do nothing. `Layer` allocates on its first step."""
 
     def update(
         self,
@@ -109,13 +109,13 @@ class HandingLayer(CacheLayerMixin):
         return self.tag(key_states), value_states
 
     def tag(self, tensor: Tensor) -> HandedKeys:
-        """The tensor, marked as this layer's."""
+        """Return the tensor, marked as this layer's."""
         handed = tensor.as_subclass(HandedKeys)
         handed.layer = self
         return handed
 
     def phase_of(self, T: int) -> Phase:
-        """The phase of ``T`` new tokens. Unless the cache says it, a single token after the first call is generated.
+        """Return the phase of ``T`` new tokens. By default, a single token after the first call is generated.
 
         All other tokens are a prompt: the first call, and a longer piece later on, such as the next turn of
         a conversation.
@@ -123,7 +123,7 @@ class HandingLayer(CacheLayerMixin):
         return self.phase or (Phase.DECODE if T == 1 and self.columns else Phase.PREFILL)
 
     def take(self) -> Stepper:
-        """The stepper, for one call of attention after each `update`.
+        """Return the stepper, which may be used for one call of attention after each `update`.
 
         Raises:
             UnsupportedModelError: attention was called twice for the same keys.
@@ -137,7 +137,7 @@ class HandingLayer(CacheLayerMixin):
         return self.stepper
 
     def get_seq_length(self) -> int:
-        """The logical length of the sequence, from which models derive positions."""
+        """Return the logical length of the sequence, from which models derive positions."""
         return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -145,11 +145,11 @@ class HandingLayer(CacheLayerMixin):
         return self.columns + query_length, 0
 
     def get_max_length(self) -> int:
-        """No limit on the length of a sequence."""
+        """Return -1, which sets no limit on the length of a sequence."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """`get_max_length` under its name before transformers 5.16."""
+        """Return the same as `get_max_length`, under its name before transformers 5.16."""
         return -1
 
 
@@ -175,7 +175,7 @@ class CountingLayer(HandingLayer):
 
     @property
     def columns(self) -> int:
-        """Columns seen so far, padding included."""
+        """Return the number of columns seen so far, padding included."""
         return self.layer.columns
 
 
@@ -216,7 +216,7 @@ class BoundedLayer(CountingLayer):
 
 
 def handing_part(layer: object) -> HandingLayer | None:
-    """The part of a cache's layer that hands keys on; ``None`` if it has none."""
+    """Return the part of a cache's layer that hands keys on, or ``None`` if it has none."""
     part = getattr(layer, "keys_part", layer)
     return part if isinstance(part, HandingLayer) else None
 
@@ -300,7 +300,7 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         self.is_sliding = keys.is_sliding
 
     def __getattr__(self, name: str) -> Any:
-        """The state's attributes.
+        """Return an attribute of the state.
 
         Raises:
             AttributeError: the state has none of this name either.
@@ -323,10 +323,10 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         return self.state.update_recurrent_state(*args, **kwargs)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: both parts allocate on their first step."""
+        """Do nothing. Both parts allocate on their first step."""
 
     def get_seq_length(self) -> int:
-        """The logical length of the sequence."""
+        """Return the logical length of the sequence."""
         return int(self.keys_part.get_seq_length())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -335,11 +335,11 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         return length, offset
 
     def get_max_length(self) -> int:
-        """No limit on the length of a sequence."""
+        """Return -1, which sets no limit on the length of a sequence."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """`get_max_length` under its name before transformers 5.16."""
+        """Return the same as `get_max_length`, under its name before transformers 5.16."""
         return -1
 
     def reset(self) -> None:
@@ -371,23 +371,23 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         self.keys_part.crop(tokens_to_remove)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Both parts, for copies."""
+        """Return both parts, for copies."""
         return dict(vars(self))
 
 
 def state_part(layer: object) -> object | None:
-    """The part of a cache's layer that is a state; ``None`` if it has none."""
+    """Return the part of a cache's layer that is a state, or ``None`` if it has none."""
     part = layer.state if isinstance(layer, HybridLayer) else layer
     return None if isinstance(part, HandingLayer) else part
 
 
 def beside_state(keys: HandingLayer, original: object) -> HandingLayer | HybridLayer:
-    """A layer that takes the place of transformers' ``original``, whose state it keeps if there is one."""
+    """Return a layer in place of transformers' ``original``, keeping its state if there is one."""
     return HybridLayer(keys, original) if isinstance(original, LinearAttentionLayer) else keys
 
 
 def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
-    """A cache without slots: the stepper of each layer with attention is made from the layer's number in the model.
+    """Return a cache without slots. Each attention layer gets a stepper made from its number in the model.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -407,7 +407,7 @@ CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 
 
 def taken_as(kind: type) -> str | None:
-    """The name under which ``forward`` of a class takes a cache; ``None`` if it names no cache."""
+    """Return the name under which a class's ``forward`` takes a cache, or ``None`` if it names no cache."""
     return _among(getattr(kind, "forward", kind.__call__))
 
 
@@ -417,12 +417,12 @@ def handed(model: object, cache: object) -> dict[str, Any]:
 
 
 def handed_over(given: Mapping[str, Any]) -> Any:
-    """The cache among the keyword arguments of a forward; ``None`` if there is none."""
+    """Return the cache among the keyword arguments of a forward, or ``None`` if there is none."""
     return next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
 
 
 def usual() -> str:
-    """The name that the installed transformers gives it."""
+    """Return the name that the installed transformers gives the cache."""
     from transformers import GenerationMixin  # here, since the command line starts without transformers
 
     return _among(GenerationMixin.prepare_inputs_for_generation) or CACHE_ARGUMENTS[-1]

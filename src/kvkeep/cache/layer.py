@@ -96,7 +96,7 @@ def for_prompt(
     positions: Int[Tensor, "B T"],
     output: OutputProjection | None,
 ) -> View:
-    """The view of a prompt, with what only a prompt shows to a policy that asks for it.
+    """Return the view of a prompt, with what only a prompt shows to a policy that asks for it.
 
     Args:
         policy: `Abilities.asks` and `Abilities.projects` say what it looks at.
@@ -125,7 +125,7 @@ def read(  # noqa: PLR0913  the arguments of attention
     length: Int[Tensor, "B 1"],
     rotation: Rotation | None,
 ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Attention of a prompt's chunk and the report; for a policy that `rereads`, of a second reading as well.
+    """Run attention for a prompt's chunk, and a second pass for a policy that `rereads`. Return output and report.
 
     The arguments are those of `kvkeep.backends.Backend.attend_twice`.
     """
@@ -258,12 +258,12 @@ class Layer:
 
     @property
     def store(self) -> Store:
-        """Keys, values and positions."""
+        """Return the store of keys, values and positions."""
         return self.block.store
 
     @property
     def state(self) -> State:
-        """The policy's state, of slots and of heads. A copy where heads share a pool."""
+        """Return the policy's state, of slots and of heads. It is a copy where heads share a pool."""
         return self.block.opened().state
 
     @property

@@ -91,7 +91,7 @@ class Layout:
         head_budget: str | None = None,
         kv_bits: str | int | None = None,
     ) -> Layout:
-        """The layout for a model; arguments as for `kvkeep.BoundedCache`.
+        """Return the layout for a model; arguments as for `kvkeep.BoundedCache`.
 
         Raises:
             InputError: ``positions`` names no mode, or ``kv_bits`` no number of bits.
@@ -125,13 +125,13 @@ class Layout:
 
     @property
     def sharing(self) -> tuple[int, ...]:
-        """Numbers of the layers whose heads share one budget: none has a sliding window."""
+        """Return the numbers of the layers whose heads share one budget. None of them has a sliding window."""
         full = (number for number, window in self.windows.items() if window is None)
         return tuple(full) if self.policy.shares_layers else ()
 
     @property
     def policies(self) -> list[Policy]:
-        """The policy of each layer with slots. Heads are equal in layers that are left out where others share."""
+        """Return the policy of each layer with slots. Layers left out of a shared budget have equal heads."""
         sharing, apart = self.sharing, under(self.policy, "uniform") if self.policy.shares_layers else self.policy
         return [self.policy if number in sharing else apart for number in self.windows]
 
@@ -189,7 +189,7 @@ class Layout:
             check_pins(self.policy, [budgets.smallest(number)], [pins], window=window)
 
     def room(self, budget: int) -> int | None:
-        """The most tokens that a sequence may have if none is evicted; ``None`` if every budget holds its window.
+        """Return the most tokens of a sequence without eviction, or ``None`` if every budget holds its window.
 
         Raises:
             BudgetError: see `slots`.
@@ -201,7 +201,7 @@ class Layout:
 def _profile(
     head_budget: str | None, config: PreTrainedConfig, layers: int, heads: Heads, *, layer_budget: bool
 ) -> Profile | None:
-    """The profile that `head_budget` names, if it names one.
+    """Load the profile that `head_budget` names, or return ``None`` if it names none.
 
     Raises:
         InputError: `layer_budget` was given as well, or the file cannot be used for this model.
@@ -222,7 +222,7 @@ def _profile(
 
 
 def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
-    """The rotation of a model's keys, which the policy needs to undo; ``None`` if the model does not rotate them.
+    """Return the model's key rotation for the policy to undo, or ``None`` if the model does not rotate keys.
 
     Raises:
         UnsupportedModelError: kvkeep cannot undo the model's rotation.
@@ -275,7 +275,7 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
-    """Whether the model may cache a latent of each token, which it expands to keys and values before it attends."""
+    """Tell whether the model may cache a latent of each token, and expand it to keys and values to attend."""
     return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 

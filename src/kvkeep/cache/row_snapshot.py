@@ -61,7 +61,7 @@ class CacheSettings:
 
     @functools.cached_property
     def config_hash(self) -> str:
-        """The hash of the configuration, computed when it is first needed."""
+        """Return the hash of the configuration, computed on first use."""
         return hash_of_config(self.config)
 
     @classmethod
@@ -322,7 +322,7 @@ def new_block(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Block:
-    """An empty block for a layer, with at least as many slots as the blocks had from which the copies were taken.
+    """Allocate an empty block for a layer, with at least as many slots as the copies' own blocks had.
 
     Args:
         layer: a layer without a block.
@@ -360,7 +360,7 @@ def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
 def blocks_for(
     layers: Sequence[Layer], contents: Sequence[Contents], rows: int, *, dtype: torch.dtype | None = None
 ) -> list[Block]:
-    """The block of each layer, with enough slots for what will be put in; a new one for a layer that has none.
+    """Return each layer's block, with enough slots for the contents. A layer without a block gets a new one.
 
     A new block is not yet the layer's own.
 

@@ -47,7 +47,7 @@ class Waiting:
     report: Report
 
     def thinned(self, block: Block, stays: Bool[Tensor, "B Hk S"]) -> Waiting:
-        """The same with fewer tokens, in their order; itself where one head has too many for that to pay."""
+        """Return the same with fewer tokens, in order, or itself if one head keeps too many for that to pay."""
         width = int(stays.sum(dim=-1).max())
         if width > WORTH * stays.shape[-1]:
             return self
@@ -87,7 +87,7 @@ class SharedBudget:
 
     @classmethod
     def by_layer(cls, layers: Sequence[int]) -> dict[int, SharedBudget]:
-        """What some layers share, by the number of each of them."""
+        """Return one shared budget for several layers, by the number of each of them."""
         return dict.fromkeys(layers, cls(layers))
 
     def clear(self) -> None:
@@ -96,7 +96,7 @@ class SharedBudget:
         self._blocks: list[Block] = []
 
     def block(self, layer: int, keys: Tensor, values: Tensor, **given: Any) -> Block:
-        """An empty block of one layer. The first layer's call allocates the slots of all layers.
+        """Return an empty block of one layer. The first layer's call allocates the slots of all layers.
 
         Args:
             layer: the layer's number in the model.
@@ -165,18 +165,18 @@ class SharedBudget:
 
 
 def positions_of(view: View) -> View:
-    """A view without keys, values and queries, which a score has looked at."""
+    """Return a view without keys, values and queries, which a score has used already."""
     keys, values = nothing(view.positions)
     return replace(view, keys=keys, values=values, queries=None, output=None)
 
 
 def shared_budgets(policy: Policy, layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> Int[Tensor, "B heads"]:
-    """The budgets of the heads of all layers, from the tokens of each and their scores."""
+    """Return the budgets of the heads of all layers, from each layer's tokens and scores."""
     return divided(policy, *_joined(layers))
 
 
 def _joined(layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> tuple[View, Float[Tensor, "B heads S"]]:
-    """The tokens of all layers as those of one layer, and their scores."""
+    """Join the tokens of all layers as those of one layer, with their scores."""
     most = max(score.shape[-1] for _, score in layers)
     padded = [(view, score, most - score.shape[-1]) for view, score in layers]
     positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in padded], dim=1)

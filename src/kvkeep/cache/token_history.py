@@ -90,7 +90,7 @@ class TokenHistory:
 
     @property
     def rows(self) -> int | None:
-        """The number of rows; ``None`` before anything was told."""
+        """Return the number of rows, or ``None`` before any tokens were recorded."""
         return len(self._pieces[0][0]) if self._pieces else None
 
     def rest_of(self, rows: Sequence[Tensor], tokenizer: Decodes | None) -> list[Tensor]:

@@ -46,7 +46,7 @@ FACTS = 16
 
 
 def documents(checkpoint: Checkpoint, *, n: int, questions: int, tokens: int, seed: int) -> list[list[Prompted]]:
-    """The questions about each of some texts of about ``tokens`` tokens.
+    """Make the questions about each of some texts of about ``tokens`` tokens.
 
     Raises:
         InputError: the facts alone are longer.
@@ -59,7 +59,7 @@ def documents(checkpoint: Checkpoint, *, n: int, questions: int, tokens: int, se
 
 
 def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> list[Passage]:
-    """The questions about a text that the model answers right under the full cache, each followed by its answer.
+    """Keep the questions that the model answers right under the full cache, each followed by its answer.
 
     Args:
         writer: the model.
@@ -88,7 +88,7 @@ def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: i
 
 
 def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
-    """The model's greedy replies under the full cache, without the token that ends them."""
+    """Generate the model's greedy replies under the full cache, without the token that ends them."""
     ends = ends_of(writer.model)
     most = NEW_TOKENS[wording_of(writer.checkpoint)]
     replies: list[list[int]] = []
@@ -101,7 +101,7 @@ def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
 
 
 def windows(checkpoint: Checkpoint, text: str | None, *, n: int, tokens: int, seed: int) -> list[Passage]:
-    """Windows of a text, or of the package's own sentences, whose last tokens are the targets.
+    """Return windows of a text, or of the package's own sentences, whose last tokens are the targets.
 
     Raises:
         InputError: the text is too short.
@@ -175,7 +175,7 @@ class CalibrationFile:
             )
 
     def find(self, row: str, **keys: object) -> dict[str, Any] | None:
-        """The line of this kind with these values; ``None`` if it was not measured yet."""
+        """Find the line of this kind with these values; ``None`` if it was not measured yet."""
         for line in self._rows:
             if line["row"] == row and all(line.get(key) == value for key, value in keys.items()):
                 return line
@@ -309,13 +309,13 @@ class Calibration:
 
     @functools.cached_property
     def documents(self) -> list[list[Prompted]]:
-        """The questions about each text with planted facts."""
+        """Return the questions about each text with planted facts."""
         s = self.settings
         return documents(self.checkpoint, n=s.documents, questions=s.questions, tokens=s.context, seed=s.seed)
 
     @functools.cached_property
     def windows(self) -> list[Passage]:
-        """The windows of the text."""
+        """Return the windows of the text."""
         s = self.settings
         return windows(self.checkpoint, self.text, n=s.windows, tokens=s.context, seed=s.seed)
 
@@ -324,7 +324,7 @@ class Calibration:
         return past_training(self.checkpoint, self.settings.context, "calibration")
 
     def manifest(self) -> dict[str, Any]:
-        """The properties of a calibration that can go on, as far as they are known without weights."""
+        """Return the properties that a resumed calibration must share, as far as they are known without weights."""
         digest = None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()[:16]
         text = "own" if digest is None else f"sha256:{digest}"
         return {"method": METHOD, "model": as_text(self.model), "text": text, **asdict(self.settings)}
@@ -365,7 +365,7 @@ def calibrate(
 
 
 def needs(alone: Sequence[Sequence[Loss]], questions: int) -> tuple[tuple[float, ...], ...]:
-    """The need of each head, from its loss alone.
+    """Compute the need of each head from the loss of limiting that head alone.
 
     The harm to answers and the distance on the text, each as a share of the largest, are averaged. The need is the root
     of it: heads replace each other, so the harm of one alone falls short of its part. Small needs are 0.
@@ -384,13 +384,13 @@ def needs(alone: Sequence[Sequence[Loss]], questions: int) -> tuple[tuple[float,
 
 
 def _of_largest(values: Sequence[Sequence[float]], *, least: float) -> list[list[float]]:
-    """Values as shares of the largest; all 0 if that is not above ``least``."""
+    """Return values as shares of the largest one; all 0 if the largest is not above ``least``."""
     largest = max(max(row) for row in values)
     return [[value / largest if largest > least else 0.0 for value in row] for row in values]
 
 
 def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
-    """The passages, with what the model says of them under the full cache."""
+    """Return the passages, with the model's output on them under the full cache."""
     s, name = job.settings, "reading with the full cache"
     made = job.documents
     together = not keeps_states(writer.model.config)  # questions cannot share a state, as they do keys
@@ -403,7 +403,7 @@ def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
 
 
 def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[list[Loss]]:
-    """The loss of each head alone, by layer; one pass for a layer, whose heads are rows of a batch."""
+    """Measure the loss of each head alone, by layer. A layer takes one pass, with its heads as rows of a batch."""
     found = []
     for done, (layer, heads) in enumerate(bench.heads.items()):
         on_stage("each head alone", done / len(bench.heads))
@@ -420,7 +420,7 @@ def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[l
 def _together(
     bench: LossMeter, part: CalibrationFile, heads: Sequence[Sequence[float]], on_stage: OnStage
 ) -> list[dict[str, Any]]:
-    """The loss of more and more heads together, those with the least need first."""
+    """Measure the loss of more and more heads together, those with the least need first."""
     on_stage("heads together", 0.0)
     numbers = list(bench.heads)
     order = sorted((need, numbers[at], head) for at, row in enumerate(heads) for head, need in enumerate(row))

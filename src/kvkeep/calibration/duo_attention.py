@@ -23,7 +23,7 @@ _DEFAULT = {"sink_size": 64, "recent_size": 256}
 
 
 def imported(path: str, config: Any, *, name: str, sparsity: float | None = None) -> Profile:
-    """A pattern as a profile.
+    """Read a DuoAttention pattern as a profile.
 
     Args:
         path: the file of numbers, or its folder.
@@ -56,7 +56,7 @@ def imported(path: str, config: Any, *, name: str, sparsity: float | None = None
 
 
 def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
-    """The numbers of a pattern, limited to [0, 1] as DuoAttention does.
+    """Read the numbers of a pattern, limited to [0, 1] as DuoAttention does.
 
     Raises:
         InputError: the file cannot be read, or holds no table of numbers.
@@ -74,7 +74,7 @@ def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
 
 
 def _row(line: str) -> tuple[float, ...] | None:
-    """The numbers of a line; ``None`` if it holds something else."""
+    """Read the numbers of a line; ``None`` if it holds something else."""
     try:
         found = [float(word) for word in line.split()]
     except ValueError:
@@ -96,7 +96,7 @@ def _read(file: Path) -> bytes:
 
 
 def _split(numbers: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tuple[float, ...], ...]:
-    """1 for the heads with the largest numbers and 0 for a share of all."""
+    """Return 0 for the share of heads with the smallest numbers, and 1 for the others."""
     flat = [value for row in numbers for value in row]
     none = set(sorted(range(len(flat)), key=lambda at: (flat[at], at))[: round(sparsity * len(flat))])
     split = [float(at not in none) for at in range(len(flat))]
@@ -105,7 +105,7 @@ def _split(numbers: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tup
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """The numbers of first and newest tokens with which the pattern was trained; the usual ones if no file says it.
+    """Read the numbers of first and newest tokens used in the pattern's training; without a file, the usual ones.
 
     Raises:
         InputError: the file does not hold them.

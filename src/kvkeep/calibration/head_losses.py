@@ -64,7 +64,7 @@ class Passage:
 
     @property
     def positions(self) -> Int[Tensor, " n"]:
-        """The position of each column in its own text."""
+        """Return the position of each column in its own text."""
         parts = [torch.arange(self.stem), *(self.stem + torch.arange(length) for length in self.branches)]
         return torch.cat(parts)
 
@@ -77,7 +77,7 @@ class Passage:
             start += length
 
     def columns(self) -> list[Int[Tensor, "_"]]:
-        """The columns that predict the targets, by branch."""
+        """Return the columns that predict the targets, by branch."""
         ends = [part.stop for part, _ in self.parts()][bool(self.branches) :]
         return [torch.arange(end - n, end) - 1 for end, n in zip(ends, self.targets, strict=True)]
 
@@ -119,7 +119,7 @@ class LimitedHeads(OnePass):
         return whole
 
     def _counts(self) -> Bool[Tensor, "T 1"]:
-        """The columns whose queries are limited."""
+        """Tell for each column whether its query is limited."""
         if not self._near.inside:
             return torch.ones(self.columns, 1, dtype=torch.bool)
         counts = torch.zeros(self.columns, 1, dtype=torch.bool)
@@ -134,7 +134,7 @@ class LimitedHeads(OnePass):
         places: Int[Tensor, " T"],
         options: AttentionOptions,
     ) -> Float[Tensor, "n G T E"]:
-        """Attention of one limited head, a block of rows at a time, in float32."""
+        """Compute attention of one limited head, a block of rows at a time, in float32."""
         out = []
         for part, columns in self._passage.parts():
             columns = columns.to(query.device)
@@ -168,7 +168,7 @@ def _full(
 
 
 def _for_heads(options: AttentionOptions, group: slice) -> AttentionOptions:
-    """The options of some query heads."""
+    """Return the attention options of some query heads."""
     sinks = None if options.sinks is None else options.sinks[group]
     return AttentionOptions(options.scaling, options.window, options.softcap, sinks)
 
@@ -281,7 +281,7 @@ class LossMeter:
         return sum(len(passage.branches) for passage in self.asked)
 
     def losses(self, sets: Sequence[Collection[Head]]) -> list[Loss]:
-        """The loss of each set of heads, limited together; each set is a row of a batch.
+        """Measure the loss of each set of heads, limited together; each set is a row of a batch.
 
         Raises:
             InputError: the device's memory is too small.
@@ -309,7 +309,7 @@ class LossMeter:
 
 
 def _log_probabilities(passage: Passage, logits: Sequence[Float[Tensor, "B _ V"]]) -> Float[Tensor, "B questions"]:
-    """The log-probability of each answer, the sum over its tokens."""
+    """Return the log-probability of each answer: the sum over its tokens."""
     found = []
     for part, columns in zip(logits, passage.columns(), strict=True):
         targets = passage.ids[columns + 1].to(part.device).expand(len(part), -1)

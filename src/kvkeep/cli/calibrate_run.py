@@ -52,7 +52,7 @@ def show(request: CalibrateOptions, profile: Profile) -> None:
 
 
 def _doubt(profile: Profile) -> str | None:
-    """A reason why the profile says less than it seems to; ``None`` if there is none."""
+    """Return a reason why the profile says less than it seems to; ``None`` if there is none."""
     known, asked = profile.measured.get("known", 0), profile.measured.get("questions", 0)
     if not any(map(any, profile.heads)):
         return "no head needs the far past here, so all get the same budget. Try a longer or another text."
@@ -66,7 +66,7 @@ def _doubt(profile: Profile) -> str | None:
 
 
 def _needs(profile: Profile) -> Table:
-    """The needs: a row for each layer."""
+    """Build a table of the heads' needs, with a row for each layer."""
     if len(profile.heads[0]) <= _FEW:
         filled = console.table("layer", *(f"head {head}" for head in range(len(profile.heads[0]))))
         for layer, row in enumerate(profile.heads):
@@ -79,7 +79,7 @@ def _needs(profile: Profile) -> Table:
 
 
 def _together(steps: list[dict[str, Any]]) -> Table:
-    """The harm of limiting more and more heads together."""
+    """Build a table that shows the harm of limiting more and more heads together."""
     filled = console.table("heads limited together", "answers lost", "KL on the text")
     for step in steps:
         lost = "–" if step["answers"] is None else f"{100 * step['answers']:.1f} %"

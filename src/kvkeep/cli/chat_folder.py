@@ -40,7 +40,7 @@ class ChatFolder:
 
     @classmethod
     def of(cls, asked: str | None) -> ChatFolder:
-        """The folder that was asked for, or the variable's, or the one in the user's data folder.
+        """Return the folder that was asked for, or the variable's, or the one in the user's data folder.
 
         Raises:
             InputError: an empty name was given.
@@ -51,16 +51,16 @@ class ChatFolder:
         return cls(in_full(named) if named else data_folder() / "kvkeep" / "sessions")
 
     def names(self) -> Iterator[str]:
-        """The names of all saved conversations, in order."""
+        """Yield the names of all saved conversations, in order."""
         with suppress(OSError):
             yield from sorted(one.name for one in self.path.iterdir() if (one / _MEMORY).is_file())
 
     def file_of(self, name: str) -> Path:
-        """The file of a conversation."""
+        """Return the path of a conversation's file."""
         return self.path / name / _MEMORY
 
     def claim(self, name: str | None, *, new: bool = False) -> ChatPlace:
-        """The place of a conversation, which no other process uses until it is left.
+        """Claim a conversation, so that no other process uses it until it is left.
 
         Args:
             name: of the conversation; ``None``: a new one, named by date and time.
@@ -119,7 +119,7 @@ class ChatPlace:
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is a memory."""
+        """Return whether the conversation has a saved memory."""
         return self.file.exists()
 
     def save(self, snapshot: Snapshot, before: Snapshot | None = None, *, replaced: Snapshot | None = None) -> None:
@@ -184,7 +184,7 @@ class ChatPlace:
 
 
 def _precedes(one: Snapshot, other: Snapshot) -> bool:
-    """Whether a memory is an earlier one of the same conversation."""
+    """Return whether a memory is an earlier one of the same conversation."""
     told, later = one.note.get("messages"), other.note.get("messages")
     if one.tokens is None or other.tokens is None or not isinstance(told, list) or not isinstance(later, list):
         return False

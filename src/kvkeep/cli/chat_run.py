@@ -41,7 +41,7 @@ class Quit(Exception):  # noqa: N818  no error
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is a command. A message that begins with a slash has a space before it."""
+    """Return whether a line is a command. A message that begins with a slash has a space before it."""
     return line.startswith("/")
 
 
@@ -167,7 +167,7 @@ class Lines:
             self._editor.clear_history()
 
     def read(self) -> str | None:
-        """The next line, perhaps an empty one; ``None`` at their end.
+        """Read the next line, perhaps an empty one; ``None`` at the end of the input.
 
         Raises:
             InputError: standard input is not UTF-8 text, and nobody can type another line.
@@ -252,7 +252,7 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
 
 
 def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
-    """The memory with which the conversation goes on or begins.
+    """Read the memory with which the conversation begins or continues; ``None`` if there is none.
 
     Raises:
         InputError: the conversation has a beginning already, and the request brings another one.

@@ -75,20 +75,20 @@ class ChatSession:
 
     @property
     def state(self) -> Snapshot | None:
-        """The memory after the last turn; ``None`` before the first."""
+        """Return the memory after the last turn; ``None`` before the first."""
         return self._states[-1]
 
     @property
     def _before(self) -> Snapshot | None:
-        """The memory before the last turn; ``None`` if it is not known, or was empty."""
+        """Return the memory before the last turn; ``None`` if it is not known, or was empty."""
         return self._states[-2] if len(self._states) > 1 else None
 
     def said(self) -> list[str]:
-        """The user's earlier messages, for the line editor."""
+        """Return the user's earlier messages, for the line editor."""
         return [one["content"] for one in self.session.messages if one["role"] == "user"]
 
     def greeting(self) -> dict[str, str]:
-        """What the conversation is, and how to find out more: name → text."""
+        """Describe the conversation, and how to find out more: name → text."""
         tokens = "" if self.state is None else console.count(self.state.seen, "token")
         if self.session.messages:
             what = f"{self.place.name}, {console.count(self.turns, 'turn')}, {tokens}"
@@ -156,7 +156,7 @@ class ChatSession:
         return result
 
     def _asked(self, message: str) -> Asked:
-        """The message as a request; the first one has the system message before it."""
+        """Build the request for a message. The first message has the system message before it."""
         if self._system is None or self.state is not None:
             return Asked(prompt=message, sampling=self._sampling)
         messages: list[Mapping[str, str]] = [

@@ -30,7 +30,7 @@ def room_for(
     option: str = "ray_workers",
     less: str = "`max_rows`, `budget` or `threads`",
 ) -> tuple[Need, str]:
-    """What each of some workers takes, and the device that it uses, after a check that all fit. The cluster was joined.
+    """Return the resources and the device of each worker, if all workers fit. The cluster must have been joined.
 
     Args:
         count: the number of workers.
@@ -55,7 +55,7 @@ def room_for(
 
 
 def whole(name: str | None) -> str | None:
-    """The whole path of a file or a folder, which a worker looks up from another folder; a hub name as it is."""
+    """Return a file's or folder's full path, since workers run in other folders. A hub name stays as it is."""
     if name is None:
         return None
     with suppress(OSError):

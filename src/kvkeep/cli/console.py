@@ -75,7 +75,7 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _parameters(command: Callable[..., None]) -> dict[str, OptionInfo | ArgumentInfo]:
-    """The description of each parameter of a subcommand for typer."""
+    """Return typer's description of each parameter of a subcommand."""
     hints = get_type_hints(command, include_extras=True)
     return {
         name: info
@@ -86,7 +86,7 @@ def _parameters(command: Callable[..., None]) -> dict[str, OptionInfo | Argument
 
 
 def with_flags(message: str) -> str:
-    """A message in which flags of the running subcommand stand in place of Python arguments.
+    """Replace the Python arguments in a message by flags of the running subcommand.
 
     ``Raise `prefill_chunk=64` `` becomes ``Raise --prefill-chunk 64``. An argument that the subcommand does not have
     becomes plain words.
@@ -105,7 +105,7 @@ def with_flags(message: str) -> str:
 
 
 def _flag(name: str, value: str | None, info: OptionInfo | ArgumentInfo) -> str:
-    """An option and its value as they are typed."""
+    """Return an option and its value as a user types them."""
     if isinstance(info, ArgumentInfo):
         return info.metavar or name.upper()
     words = name.replace("_", "-")
@@ -117,7 +117,7 @@ def _flag(name: str, value: str | None, info: OptionInfo | ArgumentInfo) -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes as `parse_bytes` reads them, without a digit lost."""
+    """Format a size in bytes as `parse_bytes` reads it, without a digit lost."""
     return f"{count // 10**6}MB" if count % 10**6 == 0 else f"{count}B"
 
 
@@ -153,7 +153,7 @@ def write_text(text: str) -> None:
 
 @contextmanager
 def streamed_text() -> Iterator[Callable[[str], None]]:
-    """A function that prints pieces of text. The last line is ended, also after an error."""
+    """Yield a function that prints pieces of text. The last line is ended, also after an error."""
     last = "\n"
 
     def write(piece: str) -> None:
@@ -169,17 +169,17 @@ def streamed_text() -> Iterator[Callable[[str], None]]:
 
 
 def printable(text: str) -> str:
-    """The text without the control characters that could steer a terminal."""
+    """Return the text without the control characters that could steer a terminal."""
     return text.translate(_CONTROLS)
 
 
 def visible(text: str) -> str:
-    """The text on one line, with escapes for all characters that cannot be seen."""
+    """Return the text on one line, with escapes for all characters that cannot be seen."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _cut(word: str) -> str:
-    """A word of a message, without its middle if it is too long to read."""
+    """Shorten a word of a message: leave out its middle if it is too long to read."""
     return word if len(word) <= _LONGEST else f"{word[: _LONGEST // 2]}…{word[-_LONGEST // 2 :]}"
 
 
@@ -194,7 +194,7 @@ def facts(rows: dict[str, str]) -> Table:
 
 
 def table(*columns: str) -> Table:
-    """An empty table in the width of the terminal. Words that are longer than their column are folded, never cut."""
+    """Build an empty table in the terminal's width. Words too long for their column are folded, never cut."""
     made = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in made.columns:
         column.overflow = "fold"
@@ -210,25 +210,25 @@ def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:
 
 
 def show_factor(factor: float) -> str:
-    """A factor: ``4.0×``, or ``0.04×`` with two digits where it is small."""
+    """Format a factor: ``4.0×``, or ``0.04×`` with two digits where it is small."""
     return f"{factor:.1f}×" if factor >= 0.95 else f"{factor:.2g}×"
 
 
 def show_speed(tpot_s: float | None) -> str:
-    """The speed for a time per token: ``23.5 tokens/s``, or a dash if no time was measured."""
+    """Format the speed for a time per token: ``23.5 tokens/s``, or a dash if no time was measured."""
     return f"{show_rate(1 / tpot_s)} tokens/s" if tpot_s else "–"
 
 
 def show_rate(rate: float) -> str:
-    """Tokens per second, three digits at least: ``23.5``, ``1234``."""
+    """Format a number of tokens per second with at least three digits: ``23.5``, ``1234``."""
     return three_digits(rate)
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration: ``310 ms``, ``4.2 s``."""
+    """Format a duration: ``310 ms``, ``4.2 s``."""
     return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 
 def count(number: int, noun: str) -> str:
-    """A number and its noun: ``1 token``, ``2 tokens``."""
+    """Format a number and its noun: ``1 token``, ``2 tokens``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

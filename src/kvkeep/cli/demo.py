@@ -105,7 +105,7 @@ def demo(
 
 
 def tell_story(screen: Console, writer: Writer, seed: int) -> None:
-    """The first scene: a story goes on while the cache holds the same few tokens."""
+    """Show the first scene: a story goes on while the cache holds the same few tokens."""
     from kvkeep.models.tokenization import encode
 
     _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
@@ -128,7 +128,7 @@ OTHER_COLUMNS = 59  # width of the table of policies without its answers
 
 
 def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
-    """The second scene: one question about a fact far back, under each policy."""
+    """Show the second scene: one question about a fact far back, under each policy."""
     asked, prompt = _question(writer, seed)
     tokens = prompt.shape[1]
     budget = kvkeep.budget_from_ratio(KEEP_RATIO, tokens)
@@ -162,7 +162,7 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
 
 
 def _kind(policy: str) -> str:
-    """How a policy chooses."""
+    """Return the kind of a policy, which says how the policy chooses tokens."""
     return next(kind for kind, names in KINDS.items() if policy in names)
 
 
@@ -207,7 +207,7 @@ class Answer:
 
 
 def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterator[Answer]:
-    """Each policy's answer; the full cache comes first."""
+    """Yield each policy's answer. The full cache comes first."""
     tokens = prompt.shape[1]
     generate = cast("Callable[..., Tensor]", writer.model.generate)
     for name in POLICIES:
@@ -223,7 +223,7 @@ def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterato
 
 
 def _question(writer: Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
-    """A question whose fact stands about `DISTANCE_TOKENS` before the end."""
+    """Generate a question whose fact is about `DISTANCE_TOKENS` tokens before the end, and encode the question."""
     from kvkeep.models.tiny.recall import question
     from kvkeep.models.tokenization import encode
 
@@ -240,7 +240,7 @@ def _question(writer: Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
 
 
 def _stated(asked: Question) -> str:
-    """The sentence that states the asked fact."""
+    """Return the sentence that states the asked fact."""
     fact = asked.facts[-1]
     return next(said for said in map(fact.say, fact.kind.statements) if said in asked.prompt)
 
@@ -297,5 +297,5 @@ class Page:
 
 
 def _bar(mine: int, other: int, width: int = 24) -> Text:
-    """A bar for one of two sizes; the larger one fills the width."""
+    """Draw a bar for one of two sizes. The larger one fills the width."""
     return Text("█" * max(1, round(width * mine / max(mine, other, 1))), "green" if mine <= other else "red")

@@ -26,12 +26,12 @@ WAIT_S = 5.0
 
 
 def processes() -> int:
-    """The number of processes that torchrun has started; 1 without torchrun."""
+    """Return how many processes torchrun has started; 1 without torchrun."""
     return _number("WORLD_SIZE") if os.environ.get("TORCHELASTIC_RUN_ID") else 1
 
 
 def leads() -> bool:
-    """Whether this process speaks and writes."""
+    """Return whether this process is the one that prints and writes files."""
     return processes() == 1 or _number("RANK") == 0
 
 
@@ -93,7 +93,7 @@ def refuse_standard_input() -> None:
 
 
 def told(value: Any) -> Any:
-    """A value of the first process, which JSON can hold, in all processes. They must have joined."""
+    """Send a JSON value of the first process to all processes, and return it. All must have joined."""
     if processes() == 1:
         return value
     import torch

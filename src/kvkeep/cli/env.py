@@ -57,7 +57,7 @@ def _hardware() -> dict[str, Any]:
 
 
 def _backends() -> list[dict[str, str]]:
-    """The backend of each kind of device, and why it was chosen. Compiles the native kernel if need be."""
+    """Return each device kind's backend, and why it was chosen. The native kernel is compiled if need be."""
     import torch
 
     from kvkeep.backends import choose, why
@@ -88,7 +88,7 @@ def _memory_bytes() -> int | None:
 
 
 def _policies() -> list[str]:
-    """The names of all policies. A policy of another package has its origin beside it, or the error that it raises."""
+    """Return the names of all policies, with the origin of those from other packages, or the error of listing them."""
     from kvkeep.policies.registry import ENTRY_POINT_GROUP, available
 
     origin = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}

@@ -42,7 +42,7 @@ RECIPES = (
 def joined(
     merge: str | None, leaderboard: str | None, report: str | None, shard: object, *, dry_run: bool
 ) -> list[Path]:
-    """The folders of ``--merge`` or ``--leaderboard``; none if neither was given.
+    """Return the folders of ``--merge`` or ``--leaderboard``; none if neither was given.
 
     Raises:
         InputError: two options were given that exclude each other.
@@ -73,7 +73,7 @@ def parse_shard(text: str, option: str) -> tuple[int, int]:
 
 
 def folder_of(output: str | None, report: str | None) -> Path:
-    """The folder of results of ``--output`` or ``--report``.
+    """Return the folder of results that ``--output`` or ``--report`` names.
 
     Raises:
         InputError: there is none, or both were given.
@@ -88,7 +88,7 @@ def folder_of(output: str | None, report: str | None) -> Path:
 
 
 def whole(text: str, option: str) -> int:
-    """A whole number.
+    """Convert the text of an option to an integer.
 
     Raises:
         InputError: the text is none.
@@ -119,7 +119,7 @@ def _parts(text: str | None, option: str) -> tuple[str, ...]:
 
 
 def replaced(recipe: str | None, quick: bool) -> dict[str, str]:
-    """The options that a recipe sets and the user has not given, with their values.
+    """Return the options that a recipe sets and the user has not given, with their values.
 
     Raises:
         InputError: there is no such recipe, or ``--quick`` without one.

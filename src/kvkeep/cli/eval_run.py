@@ -77,7 +77,7 @@ class Expected:
 
 
 def expect(grid: Grid, dtype: str) -> list[Expected]:
-    """The costs of all cells, by `kvkeep.planning`.
+    """Estimate the costs of all cells with `kvkeep.planning`.
 
     Raises:
         KVKeepError: the model cannot be planned.
@@ -147,7 +147,7 @@ def _line(case: str, own: Sequence[Expected]) -> list[str]:
 
 
 def _time(seconds: float) -> str:
-    """A time with two parts at most: ``3 h 20 min``, ``4 min 10 s``, ``0.4 s``."""
+    """Format a time with two parts at most: ``3 h 20 min``, ``4 min 10 s``, ``0.4 s``."""
     if seconds < 60:
         return f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -161,7 +161,7 @@ _GAP = 2
 
 
 def parts(found: reports.Table, width: int) -> Iterator[Table]:
-    """One table, or several below each other where its columns do not fit beside each other."""
+    """Yield one table, or several tables if its columns do not fit beside each other."""
     names = [console.visible(policy) for policy in found.rows]
     longest = min(max(map(len, ("policy", *names))), width // 2)
     columns = list(zip(map(console.visible, found.columns), *found.rows.values(), strict=True))
@@ -176,7 +176,7 @@ def parts(found: reports.Table, width: int) -> Iterator[Table]:
 
 
 def _fitting(columns: Sequence[Sequence[str]], room: int) -> Iterator[Sequence[Sequence[str]]]:
-    """The columns, a title and its cells each, in groups that fit into so many characters."""
+    """Yield the columns (a title and its cells each) in groups that fit into so many characters."""
     group: list[Sequence[str]] = []
     left = room
     for column in columns:
@@ -328,7 +328,7 @@ def prepare(request: EvalOptions) -> Grid:
 
 
 def _options(request: EvalOptions) -> list[Options]:
-    """The options of tasks, once for each seed."""
+    """Return the options of the tasks, once for each seed."""
     options = Options(
         seed=request.seeds[0],
         limit=request.limit,
@@ -511,7 +511,7 @@ def _fill(
 
 
 def _handing(queue: CellQueue) -> Callable[[int], Item | None]:
-    """A function that returns the next cell for a worker."""
+    """Return a function that returns the next cell for a worker."""
 
     def take(worker: int) -> Item | None:
         if (number := queue.take(worker)) is None:
@@ -524,13 +524,13 @@ def _handing(queue: CellQueue) -> Callable[[int], Item | None]:
 
 
 def _with_whole_path(setup: Setup) -> Setup:
-    """The same with the whole path of a profile's file."""
+    """Return the same setup with the full path of a profile's file."""
     rule, colon, file = (setup.head_budget or "").partition(":")
     return replace(setup, head_budget=f"{rule}:{whole(file)}") if rule == "profile" and colon else setup
 
 
 def _unfinished(failed: Mapping[int, str], cells: Mapping[int, Planned]) -> str:
-    """The message for cells whose workers have died."""
+    """Return the error message for cells whose workers have died."""
     first = min(failed)
     return (
         f"{console.count(len(failed), 'cell')} of {len(cells)} {'has' if len(failed) == 1 else 'have'} no row, first "

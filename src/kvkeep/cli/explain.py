@@ -95,7 +95,7 @@ class ExplainOptions(ModelOptions):
             target(self.output, "page", example="page.html", overwrite=self.overwrite)
 
     def line(self) -> str:
-        """The command line that makes the page again."""
+        """Return the command line that makes the page again."""
         options: dict[str, object] = {"--text": self.text, "--prompt": self.question, "--policies": self.policies}
         options |= {
             "--budget": as_typed(self.budget),
@@ -112,7 +112,7 @@ class ExplainOptions(ModelOptions):
 
 
 def as_typed(budget: float | int) -> str:
-    """A budget as the option takes it: a share in per cent, or a number of tokens."""
+    """Format a budget as the option takes it: a share in per cent, or a number of tokens."""
     if isinstance(budget, int):
         return str(budget)
     return f"{budget:.10%}".rstrip("0%").rstrip(".") + "%"

@@ -54,7 +54,7 @@ def show(screen: Console, found: Explanation) -> None:
 
 
 def _shaded(tokens: list[str], run: PolicyRun) -> Text:
-    """The text with the answer after it."""
+    """Return the text and the answer, with each token shaded by the share of heads that keep it."""
     shares = (run.ledger.dropped < 0).float().mean(dim=0).tolist()
     shaded = Text()
     for token, share in zip([*tokens, *run.answer], shares, strict=False):
@@ -65,7 +65,7 @@ def _shaded(tokens: list[str], run: PolicyRun) -> Text:
 
 
 def _dots(text: str) -> str:
-    """As many dots as the text is wide, with its white space."""
+    """Return as many dots as the text is wide, with the text's white space kept."""
     return "".join(letter if letter.isspace() else "·" * cell_len(letter) for letter in text)
 
 

@@ -18,7 +18,7 @@ STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
 
 def read_text(file: str, *, kind: str, purpose: str) -> str:
-    """The content of a UTF-8 file without a final line break; ``-`` is standard input.
+    """Read a UTF-8 file, and return its content without a final line break; ``-`` is standard input.
 
     Args:
         file: path, or ``-``.
@@ -45,7 +45,7 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
 
 
 def not_empty(text: str, source: str, purpose: str) -> str:
-    """The same text.
+    """Check that a text is not empty, and return it.
 
     Raises:
         InputError: the text is empty, or only white space.
@@ -57,7 +57,7 @@ def not_empty(text: str, source: str, purpose: str) -> str:
 
 @contextmanager
 def read_again(file: str, *, kind: str) -> Iterator[Path]:
-    """A file that can be read several times; standard input (``-``) or a pipe is copied first.
+    """Yield a file that can be read several times. Standard input (``-``) or a pipe is copied first.
 
     Args:
         file: path, or ``-``.
@@ -93,7 +93,7 @@ def refuse_device(file: str, kind: str) -> None:
 
 
 def place(text: str, option: str) -> Path:
-    """The path for results.
+    """Return the path for results that an option names.
 
     Args:
         text: the value of the option.
@@ -139,7 +139,7 @@ def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
 
 
 def data_folder() -> Path:
-    """The folder in which the system keeps a user's data.
+    """Return the folder in which the system keeps a user's data.
 
     Raises:
         InputError: there is none, because the user has no home.
@@ -167,7 +167,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _is_endless(path: Path) -> bool:
-    """Whether a file is a device such as ``/dev/zero``, unless standard input comes from it."""
+    """Return whether a file is a device such as ``/dev/zero``, unless standard input comes from it."""
     with suppress(OSError):
         found = path.stat()
         if stat.S_ISCHR(found.st_mode):
@@ -178,7 +178,7 @@ def _is_endless(path: Path) -> bool:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether a file can be read only once."""
+    """Return whether a file can be read only once."""
     with suppress(OSError):  # e.g. a name that is too long: the file's reader raises the error
         return path.is_fifo() or path.is_char_device() or path.is_socket()
     return False

@@ -95,7 +95,7 @@ _PURPOSE = "Give the model some text to continue."
 def standard_input(
     model: str | None, source: str | None, prompt: str | None, file: str | None
 ) -> tuple[str | None, str | None]:
-    """The model and the prompt file; an argument ``-``, alone or after the model, is the prompt file ``-``.
+    """Return the model and the prompt file. An argument ``-``, alone or after the model, is the prompt file ``-``.
 
     Raises:
         InputError: another word follows the model, or there is another prompt.
@@ -117,7 +117,7 @@ def standard_input(
 
 
 def read_prompt(prompt: str | None, file: str | None, *, model: str | None = None) -> str:
-    """The prompt, from ``--prompt`` or a file.
+    """Read the prompt from ``--prompt`` or a file.
 
     Args:
         prompt: the text; ``-`` is standard input.
@@ -162,14 +162,14 @@ def read_schema(file: str, option: str) -> str:
 
 
 def word_of_prompt(model: str | None, prompt: str | None) -> str | None:
-    """The remedy where a model that cannot be found may be the second word of a prompt without quotes."""
+    """Return advice about quotes if an unknown model may be the second word of a prompt; else ``None``."""
     if not model or not prompt or "/" in model or " " in prompt or exists(model):
         return None
     return quotes_missing(f"{prompt} {model}")
 
 
 def _advice(model: str | None) -> str:
-    """How to give a prompt; a word in the model's place may have been meant as one."""
+    """Return advice on how to give a prompt. A word in the model's place may have been meant as the prompt."""
     if model is not None and exists(model, folder=False):
         return f"{model} is a file, not a model; to continue its text: --prompt-file {quoted(model)}"
     if model is not None and "/" not in model and not model.startswith("-") and not exists(model):

@@ -144,7 +144,7 @@ def _say_how_to_resume(output: OutputFile, done: int, total: int) -> None:
 def _problems(
     output: OutputFile, kept: set[int], failed: Mapping[int, str], unread: set[int], total: int
 ) -> Iterator[str]:
-    """Why lines have no completion."""
+    """Yield the reasons why lines have no completion."""
     if failed:
         first = min(failed)
         yield f"{len(failed)} of {console.count(total, 'line')} failed, first line {first}: {failed[first].rstrip('.')}"
@@ -253,7 +253,7 @@ class AnswerWriter:
 def settings_of(
     request: GenerateOptions, policy: Policy, budget: int, defaults: SamplingParams, memory: SavedMemory | None
 ) -> dict[str, object]:
-    """The settings on which completions depend, without lines and weights; options at their defaults are left out."""
+    """Return the settings that completions depend on, except lines, weights and options at their defaults."""
     options: dict[str, object] = {
         "raw": request.raw,
         "dtype": None if request.dtype == "auto" else request.dtype,
@@ -299,7 +299,7 @@ def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Ba
 
 
 def beside(batch: BatchOptions) -> Path:
-    """The file for lines without an answer."""
+    """Return the path of the file for lines without an answer."""
     return Path(f"{batch.output}.bad")
 
 
@@ -307,7 +307,7 @@ def beside(batch: BatchOptions) -> Path:
 
 
 def lines_of(batch: BatchOptions) -> AbstractContextManager[Path]:
-    """A JSONL file that can be read several times, with the lines of a job's input.
+    """Open the lines of a job's input as a JSONL file that can be read several times.
 
     Raises:
         InputError: the input is a folder in which the output lies.
@@ -324,7 +324,7 @@ def lines_of(batch: BatchOptions) -> AbstractContextManager[Path]:
 
 @contextmanager
 def published(batch: BatchOptions) -> Iterator[BatchOptions]:
-    """The options of a job that writes to a local file, for the time of this block; its lines are published at the end.
+    """Yield the options of a job that writes to a local file. Publish its lines when the block ends.
 
     If the block raises an error or the user ends the job, nothing is published. The local file stays until every line
     has its completion at the destination, so the same command goes on from there.
@@ -356,7 +356,7 @@ def _publish(destination: Destination, *, complete: bool) -> None:
 
 
 def together(batch: BatchOptions) -> BatchOptions:
-    """The options of a job that several processes run together: the first one writes, the others write nowhere.
+    """Prepare a job that several processes run together: the first one writes, the others write nowhere.
 
     Raises:
         InputError: the processes cannot read the input, cannot compile, or shall start workers of Ray.
@@ -534,7 +534,7 @@ def _survey(source: Path, read_line: Read, batch: BatchOptions, memory: SavedMem
 
 
 def _nothing_to_run(survey: Survey, batch: BatchOptions) -> InputError:
-    """The error for an input without a line that can be run."""
+    """Return the error for an input without a line that can be run."""
     name = "Standard input" if batch.input == STANDARD_INPUT else batch.input
     if not survey.bad:
         return InputError(f'{name} has no lines. Give one JSON object per line, such as {{"prompt": "…"}}.')
@@ -549,7 +549,7 @@ def _open(path: str) -> OutputFile:
 
 
 def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: OutputFile) -> int:
-    """The budget: from the request, from an earlier run of this job, or with room for the longest line."""
+    """Return the budget: from the request, from an earlier run of this job, or with room for the longest line."""
     if request.budget:
         return request.budget
     named = []
@@ -567,7 +567,7 @@ def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: Ou
 
 
 def _load(request: GenerateOptions, checkpoint: Checkpoint, output: OutputFile, settings: dict[str, object]) -> Writer:
-    """The model, after a check that the output was written with the same weights."""
+    """Load the model, and check that the output was written with the same weights."""
     console.progress(f"loading {checkpoint.name} …")
     writer = writer_of(checkpoint, request)
     output.agree({**settings, "weights": fingerprint(writer.model)})
@@ -575,7 +575,7 @@ def _load(request: GenerateOptions, checkpoint: Checkpoint, output: OutputFile, 
 
 
 def _engine(writer: Writer, job: _Job, *, budget: int) -> Engine:
-    """The engine, with no more rows than lines, on weights that are laid out as by an earlier run."""
+    """Build the engine, with no more rows than requests. Its weights are laid out as in an earlier run."""
     request, survey = job.request, job.survey
     try:
         like = job.output.weight_layout
@@ -590,7 +590,7 @@ def _engine(writer: Writer, job: _Job, *, budget: int) -> Engine:
 
 
 def _todo(job: _Job, judge: Judge) -> dict[int, str]:
-    """The lines to run now, with their fingerprints. Lines that cannot be run are set aside.
+    """Return the lines to run now, with their fingerprints. Lines that cannot be run are set aside.
 
     What an earlier run has set aside is removed if all of it can be run now.
     """

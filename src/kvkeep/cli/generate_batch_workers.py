@@ -48,7 +48,7 @@ Read: TypeAlias = Callable[[int, bytes], InputLine | BadLine]
 def reader(
     checkpoint: Checkpoint, request: GenerateOptions, defaults: SamplingParams, memory: SavedMemory | None
 ) -> Read:
-    """A function that reads a line with the model's tokenizer. Every line follows the memory, if there is one.
+    """Return a function that reads a line with the model's tokenizer. Each line follows the memory, if any.
 
     Raises:
         InputError: the memory is a conversation's.
@@ -76,7 +76,7 @@ def reader(
 
 
 def _past_of(memory: SavedMemory) -> ConversationHistory:
-    """The tokens of a remembered text.
+    """Return the tokens of a remembered text.
 
     Raises:
         InputError: the memory is a conversation's.
@@ -103,7 +103,7 @@ def _encode(checkpoint: Checkpoint, asked: Asked) -> list[int]:
 
 
 def _encode_after(checkpoint: Checkpoint, asked: Asked, past: ConversationHistory) -> list[int]:
-    """The token ids that follow a remembered text, or a text that was read as it is."""
+    """Encode a prompt that follows a remembered text, or a text that was read as it is."""
     if past.opening is not None:
         question, more = question_of(asked, past.opening)
         return past.opening.rest(checkpoint, question, past.ids, more)
@@ -129,14 +129,14 @@ def _known(checkpoint: Checkpoint, ids: list[int]) -> list[int]:
 
 
 def rows_of(batch: BatchOptions, most: int) -> int:
-    """The rows of an engine that runs a number of requests; what fits into `kv_memory` may be less."""
+    """Return how many rows an engine has for a number of requests. What fits into `kv_memory` may be less."""
     return max(1, min(most, batch.max_rows or (most if batch.kv_memory else DEFAULT_ROWS)))
 
 
 def engine_of(
     writer: Writer, request: GenerateOptions, batch: BatchOptions, *, most: int, budget: int, like: Layout | None = None
 ) -> Engine:
-    """The engine of a batch job, with no more rows than requests.
+    """Build the engine of a batch job, with no more rows than requests.
 
     Args:
         writer: the model.
@@ -164,7 +164,7 @@ def engine_of(
 
 
 def show_with(writer: Writer) -> Show:
-    """A function that returns the text of a token. Many tokenizers drop the white space at the beginning of a text."""
+    """Return a function that decodes a token after the token before it: many tokenizers drop leading white space."""
 
     def show(before: int | None, token: int) -> str:
         if before is not None:

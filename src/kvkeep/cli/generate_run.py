@@ -94,7 +94,7 @@ _G = TypeVar("_G", bound=GenerationOptions)
 
 
 def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
-    """The request with the settings of its memory, which are the only ones under which it means anything.
+    """Return the request with the settings of its memory, the only ones under which the memory is valid.
 
     Raises:
         InputError: an option was given that is not the memory's.
@@ -126,7 +126,7 @@ def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
 
 
 def _settings(request: GenerationOptions, made: Fingerprint) -> list[tuple[str, object, object]]:
-    """The options that a memory decides: flag, given value, the memory's value."""
+    """Return the options that a memory decides: flag, given value, the memory's value."""
     layer_budget = None if request.layer_budget is None else rule(request.layer_budget)
     return [
         ("--policy", name_of_policy(parse(request.policy)) if request.names_policy else None, made.policy),
@@ -167,7 +167,7 @@ def with_file_settings(request: GenerateOptions) -> GenerateOptions:
 
 
 def _is_open(request: GenerateOptions, name: str) -> bool:
-    """Whether the command line says nothing about a setting."""
+    """Return whether the command line leaves a setting open."""
     if name == "policy":
         return not request.names_policy
     given: Any = getattr(request, name)
@@ -209,7 +209,7 @@ class PreparedRequest:
 
     @property
     def asked(self) -> engines.Request:
-        """The prompt as a request to an engine."""
+        """Return the prompt as a request to an engine."""
         schema = self.request.json_schema
         form = None if schema is None else json_structure(schema)
         if self.memory is None:
@@ -225,12 +225,12 @@ class PreparedRequest:
 
     @property
     def name(self) -> str:
-        """The policy as the user would write it."""
+        """Return the policy as the user would write it."""
         return spec(self.policy)
 
     @property
     def position_mode(self) -> str:
-        """``true`` or ``slot``."""
+        """Return the position mode, ``true`` or ``slot``."""
         return "true" if self.layout.rotation is None else "slot"
 
 
@@ -272,7 +272,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
 
 
 def sampling_of(request: GenerationOptions) -> SamplingParams:
-    """The sampling options of a request.
+    """Return the sampling options of a request.
 
     Raises:
         InputError: a number is out of range.
@@ -289,7 +289,7 @@ def sampling_of(request: GenerationOptions) -> SamplingParams:
 
 
 def engine_for(writer: tokenization.Writer, request: GenerationOptions, **options: Any) -> Engine:
-    """An engine for a request, for one prompt or many.
+    """Build an engine for a request, for one prompt or many.
 
     Args:
         writer: the model.
@@ -317,7 +317,7 @@ def _choose_budget(request: GenerateOptions, policy: Policy, prompt_tokens: int)
 
 
 def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
-    """The token ids of the prompt, after the system message if there is one.
+    """Encode the prompt as token ids, after the system message if there is one.
 
     Raises:
         InputError: there is no chat template, or it leaves the system message out.
@@ -340,7 +340,7 @@ def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
 
 
 def messages_of(request: GenerationOptions) -> list[dict[str, str]]:
-    """The conversation of a prompt after a system message."""
+    """Return the messages of a conversation: a system message, then the prompt."""
     return [{"role": "system", "content": request.system or ""}, {"role": "user", "content": request.prompt}]
 
 
@@ -348,7 +348,7 @@ def messages_of(request: GenerationOptions) -> list[dict[str, str]]:
 
 
 def summarise(job: PreparedRequest, result: Result) -> dict[str, str]:
-    """The lines of the summary: name → text."""
+    """Return the lines of the summary: name → text."""
     new = len(result.token_ids)
     speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
     end = "the model ended its text" if result.finish_reason == "stop" else "stopped at --max-new-tokens"
@@ -371,7 +371,7 @@ def _budget(job: PreparedRequest, result: Result) -> str:
 
 
 def _lost(result: Result) -> str:
-    """The share of attention that evicted tokens carried, as far as it is known."""
+    """Describe the share of attention that evicted tokens carried, as far as it is known."""
     lost = result.lost_mass
     parts = [] if lost.prompt is None else [f"{_percent(lost.prompt)} of the attention at the prompt's end"]
     if lost.decode is not None:
@@ -400,7 +400,7 @@ def remark(job: PreparedRequest, result: Result) -> None:
 
 
 def nothing_evicted(job: PreparedRequest, result: Result) -> str | None:
-    """Why the policy evicted nothing; ``None`` if it did, or may have."""
+    """Return why the policy evicted nothing; ``None`` if it did, or may have."""
     fed = result.prompt_tokens + len(result.token_ids) - 1  # the last token is never fed
     if not job.policy.evicts:
         return f"{job.name} keeps every token"
@@ -521,7 +521,7 @@ def _common_length(one: str, other: str) -> int:
 
 
 def _marked(text: str, common: int) -> Text:
-    """The text, in colour after the common beginning."""
+    """Return the text, in colour after the common beginning."""
     return Text.assemble(console.printable(text[:common]), (console.printable(text[common:]), "yellow"))
 
 

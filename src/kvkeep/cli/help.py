@@ -56,7 +56,7 @@ def show(command: Any, ctx: Any, *, everything: bool = False) -> None:
 
 
 def pieces(command: Any) -> Iterator[str]:
-    """The words after a command, as in ``[MODEL] [OPTIONS]``."""
+    """Yield the words that follow a command in its usage line, as in ``[MODEL] [OPTIONS]``."""
     if hasattr(command, "commands"):
         yield "COMMAND"
     for param in command.params:
@@ -92,7 +92,7 @@ def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]]
 
 
 def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
-    """The subcommands of a group: group, name, first sentence."""
+    """Yield the subcommands of a group: group, name, first sentence."""
     for name, found in getattr(command, "commands", {}).items():
         if not found.hidden:
             first = (found.help or "").split("\n\n")[0]
@@ -121,7 +121,7 @@ def parameters(command: Any, ctx: Any, *, everything: bool = False) -> Iterator[
 
 
 def _names(param: Any) -> Text:
-    """The names of an option: ``-p, --prompt TEXT``; long names stand below each other."""
+    """Return the names of an option: ``-p, --prompt TEXT``. Long names are joined with slashes."""
     short = [name for name in param.opts if not name.startswith("--")]
     long = [name for name in param.opts if name.startswith("--")]
     first = f"{short[0]}, " if short else "    "
@@ -132,7 +132,7 @@ def _names(param: Any) -> Text:
 
 
 def _default(param: Any) -> str:
-    """The default of an option in words; nothing for ``None``, and for flags that are off."""
+    """Describe an option's default; empty for ``None``, and for flags that are off."""
     value = getattr(param, "default", None)
     if param.required:
         return "Required."
@@ -142,7 +142,7 @@ def _default(param: Any) -> str:
 
 
 def _text(paragraph: str) -> Text:
-    """A paragraph with rich's marks, on one line that the terminal wraps."""
+    """Convert a paragraph with rich's markup to text on one line, which the terminal wraps."""
     return Text.from_markup(" ".join(textwrap.dedent(paragraph).split()), emoji=False)
 
 
@@ -257,10 +257,10 @@ class Passing(Command):
 
 
 def is_given(option: str) -> bool:
-    """Whether the user gave an option, by the name of its parameter."""
+    """Return whether the user gave an option, by the name of its parameter."""
     return option in _GIVEN_OPTIONS.get()
 
 
 def words() -> tuple[str, ...]:
-    """The words after a command that passes them on."""
+    """Return the words after a command that passes them on."""
     return _WORDS.get()

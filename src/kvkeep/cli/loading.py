@@ -19,19 +19,19 @@ class Weights(Protocol):
 
     @property
     def dtype(self) -> str:
-        """``--dtype``."""
+        """Return the value of ``--dtype``."""
 
     @property
     def device(self) -> str:
-        """``--device``."""
+        """Return the value of ``--device``."""
 
     @property
     def load_in(self) -> str | None:
-        """``--load-in``."""
+        """Return the value of ``--load-in``."""
 
     @property
     def threads(self) -> int | None:
-        """``--threads``."""
+        """Return the value of ``--threads``."""
 
 
 def check_weights(asked: Weights) -> None:

@@ -110,7 +110,7 @@ def run() -> None:
 
 
 def _is_full() -> bool:
-    """Whether standard output still holds text that it cannot write."""
+    """Return whether standard output still holds text that it cannot write."""
     try:
         sys.stdout.flush()
     except OSError:

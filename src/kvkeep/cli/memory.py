@@ -78,7 +78,7 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
 
 
 def _kind(note: Mapping[str, Any]) -> str:
-    """What a memory stands for, from the note of the engine or a session."""
+    """Describe what a memory stands for, from the note of the engine or a session."""
     if isinstance(note.get("opening"), dict):
         return "a text that questions may follow"
     turns = turns_of(note)
@@ -86,7 +86,7 @@ def _kind(note: Mapping[str, Any]) -> str:
 
 
 def turns_of(note: Mapping[str, Any]) -> int | None:
-    """The number of answers in a conversation; ``None`` if it did not use the chat template, or is none."""
+    """Count the answers in a conversation; ``None`` if it did not use the chat template, or is none."""
     messages = note.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
@@ -94,22 +94,22 @@ def turns_of(note: Mapping[str, Any]) -> int | None:
 
 
 def _rule(layer_budget: str | tuple[float, ...]) -> str:
-    """How a budget is spread over the layers."""
+    """Describe how a budget is spread over the layers."""
     return f"{layer_budget} over layers" if isinstance(layer_budget, str) else "spread over layers by weights"
 
 
 def _of_heads(head_budget: str | None) -> str:
-    """How a layer's budget is divided among its heads, unless the policy decides."""
+    """Describe how a layer's budget is divided among its heads; empty if the policy decides."""
     return "" if head_budget is None else f", {head_budget} over heads"
 
 
 def _in_bits(kv_bits: str | None) -> str:
-    """The bits of keys and values, unless slots have the model's dtype."""
+    """Describe the bits of keys and values; empty if slots have the model's dtype."""
     return "" if kv_bits is None else f" (kv_bits {kv_bits})"
 
 
 def full_bytes(snapshot: Snapshot) -> int:
-    """Bytes of the keys and values of every token that was seen."""
+    """Count the bytes that the keys and values of all seen tokens take without eviction."""
     import torch
 
     from kvkeep.kv.slot_codec import KV_BITS
@@ -125,7 +125,7 @@ def full_bytes(snapshot: Snapshot) -> int:
 
 
 def _draw(screen: Console, snapshot: Snapshot) -> None:
-    """A line for each layer: how many tokens it holds, and from which parts of the text."""
+    """Print a line for each layer: how many tokens it holds, and from which parts of the text."""
     marks = _BLOCKS if screen.encoding.lower().startswith("utf") else _LETTERS
     most = min(_MOST_CELLS, screen.width - _BESIDE, snapshot.seen)
     cells = max(1, most)
@@ -141,7 +141,7 @@ def _draw(screen: Console, snapshot: Snapshot) -> None:
 
 
 def shares_of(positions: Int[Tensor, "Hk used"], seen: int, cells: int) -> list[float]:
-    """The share of each part of the text that a layer holds, over all heads. The parts have equal length."""
+    """Return the share of each part of the text that a layer holds, over all heads. The parts have equal length."""
     import torch
 
     held = positions[positions >= 0].long()
@@ -152,13 +152,13 @@ def shares_of(positions: Int[Tensor, "Hk used"], seen: int, cells: int) -> list[
 
 
 def _mark(share: float, marks: str) -> str:
-    """The character for a share; the first one for nothing alone."""
+    """Return the character that shows a share. The first character stands for a share of 0 only."""
     steps = len(marks) - 1
     return marks[0] if share <= 0 else marks[max(1, round(share * steps))]
 
 
 def _report(file: str, size: int, snapshot: Snapshot) -> dict[str, Any]:
-    """Everything as plain data; positions as ranges, both ends included."""
+    """Return the whole report as plain data. Positions are ranges, both ends included."""
     return {
         "file": file,
         "bytes": size,
@@ -181,7 +181,7 @@ def _report(file: str, size: int, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def ranges_of(positions: Int[Tensor, " used"]) -> list[list[int]]:
-    """The positions that a head holds, as ranges."""
+    """Return the positions that a head holds, as ranges with both ends included."""
     found: list[list[int]] = []
     for position in positions[positions >= 0].sort().values.tolist():
         if found and found[-1][1] == position - 1:

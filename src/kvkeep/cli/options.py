@@ -28,7 +28,7 @@ _BYTES: dict[str, int] = {
 
 
 def given(model: str | None) -> str | None:
-    """The name of a model.
+    """Check the name of a model, and return it.
 
     An empty one is refused, since it comes from a variable that a script has not set, and so is a text.
     """
@@ -144,7 +144,7 @@ def parse_layer_weights(text: str, option: str) -> str | tuple[float, ...]:
 
 
 def _persistence(content: Any) -> list[Any]:
-    """Ratios by layer: from a list, an object with one, or the ``persistence.json`` of ``kvkeep analyze``."""
+    """Return ratios by layer from a list, an object with a list, or ``kvkeep analyze``'s ``persistence.json``."""
     if not isinstance(content, dict):
         return list(content)
     if content.get("name") != "persistence":

@@ -36,7 +36,7 @@ class MeasuredDevice:
 
 
 def measured(made: Plan, place: torch.device) -> tuple[Plan, MeasuredDevice]:
-    """A plan with the speeds of a device.
+    """Return a plan with the measured speeds of a device.
 
     Products are measured for each number of rows that the plan speaks of. Those with quantised weights are not, since
     packages make them that the plan does not need.
@@ -54,24 +54,24 @@ def measured(made: Plan, place: torch.device) -> tuple[Plan, MeasuredDevice]:
 
 
 def _products(place: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
-    """The speed of products with any number of rows. Where arithmetic is all that counts, it falls as rows grow."""
+    """Measure the speed of matrix products for a number of rows. Beyond a limit, it falls as rows grow."""
     some = min(rows, MOST)
     size = BUFFER_BYTES * FEW // max(FEW, some)
     return measure_products(place, dtype, some, width=width, size_bytes=size) * some / rows
 
 
 def rows_of(made: Plan, one: Cost) -> list[int]:
-    """The numbers of rows of which a plan says the speed under one kind of cache."""
+    """Return the numbers of rows whose speed a plan states for one kind of cache."""
     return sorted({1, made.rows or 1, most_rows(made, one) or 1})
 
 
 def most_rows(made: Plan, one: Cost) -> int:
-    """The rows that fit into the memory; 0 if it is not known."""
+    """Return how many rows fit into the memory; 0 if the memory is not known."""
     return 0 if made.memory is None else one.most_rows(made.memory)
 
 
 def speeds(made: Plan, found: MeasuredDevice | None) -> dict[str, object] | None:
-    """The speeds of a device as plain data."""
+    """Return the speeds of a device as plain data; ``None`` if they are not known."""
     if made.bandwidth is None:
         return None
     if found is None:
@@ -140,7 +140,7 @@ def show(made: Plan, found: MeasuredDevice | None, *, json: bool) -> None:
 
 
 def describe(made: Plan, found: MeasuredDevice | None) -> dict[str, object]:
-    """A plan as plain data; sizes in bytes, speeds in bytes or tokens per second."""
+    """Return a plan as plain data. Sizes are in bytes, speeds in bytes or tokens per second."""
     setting = made.setting
     shape = setting.outline.shape
     return {
@@ -237,7 +237,7 @@ def _head(made: Plan, found: MeasuredDevice | None) -> dict[str, str]:
 
 
 def _not_asked(made: Plan) -> str:
-    """Options that would make the plan say more."""
+    """Describe the options that would make the plan say more."""
     hints = []
     if made.memory is None:
         hints.append("how many rows fit: --memory 24GiB")
@@ -247,17 +247,17 @@ def _not_asked(made: Plan) -> str:
 
 
 def _show_count(number: int) -> str:
-    """A large number in words: ``8.03 billion``."""
+    """Write a large number in words: ``8.03 billion``."""
     return f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
 
 
 def _reading(setting: Setting) -> str:
-    """How prompts are read."""
+    """Describe how prompts are prefilled: whole or in chunks."""
     return "prompts read whole" if setting.reads_whole else f"prompts in chunks of {setting.chunk}"
 
 
 def _bits(setting: Setting) -> str:
-    """The bits of keys and values, unless slots have the cache's dtype."""
+    """Describe the bits of keys and values; empty if slots have the cache's dtype."""
     return "" if setting.kv_bits is None else f", kv_bits {setting.kv_bits}"
 
 
@@ -267,7 +267,7 @@ def _spread(made: Plan) -> str:
 
 
 def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
-    """The lines of the table: the name of each, and its cell for one kind of cache."""
+    """Return the lines of the table: the name of each, and its cell for one kind of cache."""
     fed = "prompt" if made.setting.reads_whole else "prompt's chunk"
     lines: dict[str, Callable[[Cost], str]] = {
         "cache of a row": lambda one: show_bytes(one.row_bytes),
@@ -286,12 +286,12 @@ def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
 
 
 def _speed_of(made: Plan, rows: Callable[[Cost], int]) -> Callable[[Cost], str]:
-    """The cell of the speed of a number of rows."""
+    """Return a function that formats the speed of a number of rows for one kind of cache."""
     return lambda one: _speed(made, one, rows(one))
 
 
 def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:
-    """The numbers of rows whose speed is shown."""
+    """Return the numbers of rows whose speed is shown."""
     if made.bandwidth is None:
         return {}
     cases: dict[str, Callable[[Cost], int]] = {"1 row": lambda one: 1}
@@ -309,7 +309,7 @@ def _fits(made: Plan, one: Cost, rows: int) -> str:
 
 
 def _speed(made: Plan, one: Cost, rows: int) -> str:
-    """Tokens per second; a dash for rows that do not fit."""
+    """Format a speed in tokens per second; a dash for rows that do not fit."""
     found = made.tokens_per_s(one, rows) if rows else None
     if found is None or (made.memory is not None and rows > most_rows(made, one)):
         return "–"
@@ -317,7 +317,7 @@ def _speed(made: Plan, one: Cost, rows: int) -> str:
 
 
 def _describe_cost(made: Plan, one: Cost) -> dict[str, object]:
-    """One kind of cache as plain data: bytes of a row, then peaks and speeds of some numbers of rows."""
+    """Return a cache's costs as plain data: bytes of a row, then peaks and speeds of some numbers of rows."""
     most = None if made.memory is None else most_rows(made, one)
     return {
         "row_bytes": one.row_bytes,

@@ -82,7 +82,7 @@ class Application(Group):
 
     @property
     def commands(self) -> MutableMapping[str, Any]:
-        """All commands by name; asking for them loads those of other packages."""
+        """Return all commands by name. This loads the commands of other packages."""
         return {**self._own, **{name: self._added(name) for name in self._points}}
 
     @commands.setter

@@ -80,7 +80,7 @@ def list_policies(json: Json = False, debug: Debug = False) -> None:
 
 
 def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names in groups; a group without names is left out."""
+    """Group the names by kind. A group without names is left out."""
     known = {name for group in KINDS.values() for name in group}
     groups = {kind: [name for name in group if name in names] for kind, group in KINDS.items()}
     groups["of other packages"] = [name for name in names if name not in known]
@@ -122,7 +122,7 @@ def show_policy(
 
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
-    """A policy's docstring, options and BibTeX entry, as plain data."""
+    """Return a policy's docstring, options and BibTeX entry as plain data."""
     summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or inspect.getdoc(cls) or "")
     kinds = typing.get_type_hints(cls)
     options = [
@@ -139,7 +139,7 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
 
 
 def _split(doc: str) -> tuple[str, dict[str, str]]:
-    """The first line of a docstring, and its paragraphs that begin with a word of `_SECTIONS`."""
+    """Split a docstring into its first line and the paragraphs that begin with a word of `_SECTIONS`."""
     first, *rest = doc.splitlines() or [""]
     sections: dict[str, str] = {}
     key = None
@@ -156,7 +156,7 @@ def _split(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _show_type(kind: Any) -> str:
-    """A type in words: how its values are written."""
+    """Describe in words how the values of a type are written."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(_show_type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

@@ -214,7 +214,7 @@ class EvalBar:
 
 @contextmanager
 def eval_progress(cells: int) -> Iterator[EvalBar]:
-    """A bar with the time left; after Ctrl-C, a note on how to resume."""
+    """Show a progress bar with the time left. After Ctrl-C, show a note on how to resume."""
     with counted(cells) as show:
         yield EvalBar(show)
 
@@ -309,14 +309,14 @@ def _work(request: Request) -> TokenCounts:
 
 
 def _show_time(seconds: float) -> str:
-    """Hours, minutes and seconds: ``1:02:03``."""
+    """Format a time as hours, minutes and seconds: ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 @contextmanager
 def batch_progress(engine: Engine | None, work: TokenCounts, total: int, done: int) -> Iterator[BatchBar]:
-    """A bar on standard error. Nothing is drawn, and no layer is watched, where standard error is no terminal.
+    """Show a progress bar on standard error. If it is no terminal, draw nothing and watch no layer.
 
     Args:
         engine: runs the requests; ``None`` if they run elsewhere.

@@ -102,7 +102,7 @@ def _serve(request: RememberOptions) -> None:
 
 
 def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, content: str) -> _Text:
-    """The tokens of the text, after a check that the model and the budget have room for them.
+    """Encode the text, and check that the model and the budget have room for its tokens.
 
     Raises:
         KVKeepError: they have not, or the text cannot be encoded.

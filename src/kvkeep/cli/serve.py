@@ -86,7 +86,7 @@ def _config(ctx: Any, file: str | None) -> str | None:
 
 
 def _known(name: str, file: str, names: set[Any]) -> str:
-    """The parameter of a name in a file of settings."""
+    """Return the parameter that a name in a file of settings stands for."""
     found = name.replace("-", "_")
     if found not in names:
         alike = difflib.get_close_matches(found, names, 1)
@@ -96,7 +96,7 @@ def _known(name: str, file: str, names: set[Any]) -> str:
 
 
 def _plain(name: str, value: object, file: str) -> object:
-    """A value as it would be typed."""
+    """Check that a value of a file of settings has a type that a user could type, and return it."""
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return value
     if not isinstance(value, bool | int | float | str):

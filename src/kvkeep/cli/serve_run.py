@@ -71,7 +71,7 @@ class Answering(Protocol):
 
 
 def engine_options(request: ServeOptions) -> dict[str, Any]:
-    """The options of the engine."""
+    """Return the options of the engine."""
     slots = ("policy", "budget", "kv_memory", "prefill_chunk", "layer_budget", "head_budget", "kv_bits", "positions")
     rest = ("guard", "host_rows", "prefix_memory", "session_memory", "session_dir")
     return {"rows": request.max_rows, **{name: getattr(request, name) for name in (*slots, *rest)}}
@@ -105,7 +105,7 @@ def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int |
 
 
 def _need(request: ServeOptions, longest: int | None) -> tuple[Need, str]:
-    """What a replica takes, and the device that it uses, after a check that all replicas fit.
+    """Return a replica's resources and the device it uses, after a check that all replicas fit.
 
     Raises:
         InputError: nodes have other versions than this process, or the replicas do not fit.
@@ -136,7 +136,7 @@ def _bytes(request: ServeOptions, longest: int | None) -> int:
 
 
 def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> ReplicaRecipe:
-    """What replicas are made from."""
+    """Return the recipe from which replicas are made."""
     options = engine_options(request)
     del options["session_dir"]
     return ReplicaRecipe(
@@ -154,7 +154,7 @@ def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> Rep
 
 @contextmanager
 def _running(request: ServeOptions, recipe: ReplicaRecipe, need: Need) -> Iterator[Any]:
-    """The handle of replicas that run until the block ends.
+    """Start replicas, and yield a handle of them. They run until the block ends.
 
     Raises:
         InputError: replicas of this name run already, or they cannot start.
@@ -182,7 +182,7 @@ def _running(request: ServeOptions, recipe: ReplicaRecipe, need: Need) -> Iterat
 
 
 def _reason(serve: Any, name: str, error: RuntimeError) -> str:
-    """Why replicas have not started: what kvkeep says of it, or the end of a traceback."""
+    """Return why replicas have not started: kvkeep's own error, or the end of a traceback."""
     status = serve.status().applications.get(name)
     said = [one.message for one in status.deployments.values()] if status else []
     found = [reason for text in (*said, str(error)) for reason in _OURS.findall(text)]
@@ -190,7 +190,7 @@ def _reason(serve: Any, name: str, error: RuntimeError) -> str:
 
 
 async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
-    """The replicas, and what one says of itself, after a check that all have the same weights.
+    """Return the replicas and the facts of one of them, after a check that all have the same weights.
 
     Raises:
         InputError: they have not.
@@ -212,7 +212,7 @@ _SHORTEST = 8
 
 
 def read_keys(file: str | None) -> ApiKeys:
-    """The keys of a file, one per line as KEY or NAME KEY, and the one of the environment.
+    """Read the keys of a file, one per line as KEY or NAME KEY, and the key of the environment.
 
     Raises:
         InputError: the file cannot be read, has no key, or a line is neither.
@@ -299,7 +299,7 @@ def _serve_here(
 
 
 def _answer(place: ServerAddress, socket: Any, request: ServeOptions) -> Answering:
-    """A function that answers requests until a signal ends it."""
+    """Return a function that answers requests until a signal ends it."""
 
     def answer(app: Any, name: str, rows: int, row_bytes: int, more: str = "") -> bool:
         _log(request.access_log)
@@ -338,7 +338,7 @@ def _check_numbers(request: ServeOptions) -> None:
 
 
 def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> ServerSettings:
-    """The settings of the web side."""
+    """Return the settings of the server's HTTP side."""
     return ServerSettings(
         name=request.served_name or request.model or "embedded",
         keys=keys,
@@ -371,7 +371,7 @@ def _place(request: ServeOptions) -> ServerAddress:
 
 
 def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
-    """The model's configuration and tokenizer, after all checks that need no weights, and the longest sequence.
+    """Make all checks that need no weights, and return the checkpoint and the longest sequence.
 
     Raises:
         KVKeepError: something cannot be used.

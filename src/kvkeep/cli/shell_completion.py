@@ -31,7 +31,7 @@ def policies(incomplete: str) -> list[Completion]:
 
 
 def policy_list(incomplete: str) -> list[Completion]:
-    """The same for the last item of a list."""
+    """Complete the last policy of a comma-separated list."""
     items = incomplete.split(",")
     starts = [len(items) - 1]
     with_options = [i for i, item in enumerate(items[:-1]) if ":" in item]
@@ -45,7 +45,7 @@ def policy_list(incomplete: str) -> list[Completion]:
 
 
 def models(incomplete: str) -> list[Completion]:
-    """Folders with a model, below the typed folder, and models of the hub that are in the local cache."""
+    """Complete a model: folders with a model, below the typed folder, and hub models in the local cache."""
     typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
     found: list[Completion] = []
     with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def models(incomplete: str) -> list[Completion]:
 
 
 def snapshots(incomplete: str) -> list[Completion]:
-    """Files of saved memory in the typed folder, and folders to go on in."""
+    """Complete a snapshot file: files of saved memory in the typed folder, and folders to go on in."""
     typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
     found: list[Completion] = []
     with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def snapshots(incomplete: str) -> list[Completion]:
 
 
 def words(*known: str) -> Callable[[str], list[Completion]]:
-    """A completion from a fixed list."""
+    """Return a function that completes a word from a fixed list."""
 
     def complete(incomplete: str) -> list[Completion]:
         return [(word, "") for word in known if word.startswith(incomplete)]
@@ -114,7 +114,7 @@ def _join(given: list[str]) -> list[str]:
 
 
 def _policy_names() -> list[str]:
-    """The names of all policies, without importing one."""
+    """Return the names of all policies, without importing one."""
     from kvkeep import policies as home
 
     own = [info.name for info in pkgutil.iter_modules(home.__path__)]
@@ -123,7 +123,7 @@ def _policy_names() -> list[str]:
 
 
 def _options(name: str, tail: str) -> list[Completion]:
-    """``name:preset`` for the presets of a policy, ``name:option=value`` for its options that are not yet given."""
+    """Complete ``name:preset`` for a policy's presets, and ``name:option=value`` for options not yet given."""
     import dataclasses
 
     from kvkeep.errors import PolicyError
@@ -146,7 +146,7 @@ def _options(name: str, tail: str) -> list[Completion]:
 
 
 def _values(kind: str, default: object) -> list[str]:
-    """Values of an option: all of them if they are few, otherwise its default."""
+    """Return the values of an option: all of them if they are few, otherwise its default."""
     if "Literal" in kind:
         return re.findall(r"['\"]([^'\"]+)['\"]", kind)
     if isinstance(default, bool):
@@ -155,7 +155,7 @@ def _values(kind: str, default: object) -> list[str]:
 
 
 def _short(remark: str) -> str:
-    """A remark that fits beside its word; shells take no line breaks."""
+    """Shorten a remark so that it fits beside its word: shells take no line breaks."""
     return remark if len(remark) <= _REMARK else f"{remark[: _REMARK - 1].rstrip()}…"
 
 
@@ -166,7 +166,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _as_typed(path: Path, incomplete: str) -> str:
-    """A path as the user has begun to write it."""
+    """Return a path in the form in which the user has begun to write it."""
     if incomplete.startswith("~"):
         with contextlib.suppress(ValueError, RuntimeError):
             return f"~/{path.relative_to(Path.home())}"

@@ -76,7 +76,7 @@ def serve(request: TuneOptions) -> None:
 
 
 def _wanted(request: TuneOptions) -> TuneArguments:
-    """The search that a request asks for, with its files read."""
+    """Return the search that a request asks for, with its files read."""
     text = None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE)
     questions = []
     if request.questions is not None:

@@ -19,7 +19,7 @@ from kvkeep.errors import KVKeepError
 
 
 def given(param: Any, words: Sequence[str], ctx: Any) -> str:
-    """The last value that was given for a parameter: in the command line, a variable, or a file of settings."""
+    """Return a parameter's last given value: in the command line, a variable, or a file of settings."""
     found = ""
     for word, following in zip(words, (*words[1:], ""), strict=False):
         for name in param.opts:
@@ -109,7 +109,7 @@ def explained(ctx: Any, words: Sequence[str]) -> Iterator[None]:
 
 
 def message(error: Any, ctx: Any, words: Sequence[str]) -> str:
-    """One of typer's errors in our words."""
+    """Rewrite one of typer's errors in kvkeep's words."""
     said = str(error.message).rstrip(".")
     if hasattr(error, "possibilities"):
         return _unknown_option(error.option_name, ctx)
@@ -161,7 +161,7 @@ def check(ctx: Any, words: Sequence[str], *, group: bool) -> None:
 
 
 def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
-    """A word that should be a command, with the likely one."""
+    """Return the error message for an unknown command, with the likely command."""
     name, path = words[0], ctx.command_path
     begun = [command for command in group.commands if name and command.startswith(name.lower())]
     close = begun or difflib.get_close_matches(name.lower(), list(group.commands), n=1)
@@ -182,7 +182,7 @@ def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
 
 
 def text_of(words: Sequence[str]) -> str | None:
-    """The words after ``--prompt`` that shells have split for want of quotes; ``None`` if there are none."""
+    """Return the words after ``--prompt`` that the shell has split for want of quotes; ``None`` without them."""
     start = next((i + 1 for i, word in enumerate(words) if word in ("-p", "--prompt")), None)
     if start is None:
         return None
@@ -191,12 +191,12 @@ def text_of(words: Sequence[str]) -> str | None:
 
 
 def quotes_missing(text: str) -> str:
-    """The remedy for a prompt that shells have split."""
+    """Return the advice for a prompt that the shell has split."""
     return f"Text of several words needs quotes: -p {quoted(text.strip(_CURLY))}"
 
 
 def exists(name: str, *, folder: bool = True) -> bool:
-    """Whether there is a file of this name, or a folder if that counts."""
+    """Return whether there is a file of this name, or a folder if that counts."""
     try:
         return name != "" and (Path(name).is_file() or (folder and Path(name).is_dir()))
     except (OSError, ValueError):  # too long for a name, or no text
@@ -204,13 +204,13 @@ def exists(name: str, *, folder: bool = True) -> bool:
 
 
 def shown(word: str) -> str:
-    """A word in quotes, without its end if it is long; an option without quotes."""
+    """Return a word in quotes, without its end if it is long. An option has no quotes."""
     short = word if len(word) <= _MOST_SHOWN else f"{word[: _MOST_SHOWN - 1]}…"
     return short if word.startswith("-") and " " not in word else repr(short)
 
 
 def quoted(text: str) -> str:
-    """A text as a shell takes it, without its end if it is long."""
+    """Quote a text for the shell, without its end if it is long."""
     return shlex.quote(text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…")
 
 
@@ -236,7 +236,7 @@ def _unknown_option(name: str, ctx: Any) -> str:
 
 
 def _bad_value(name: str, ctx: Any) -> str:
-    """An option without its value, or with one that it does not take."""
+    """Return the message for an option without its value, or with a value that it does not take."""
     param = dict(_options(ctx)).get(name)
     if param is None or param.is_flag:
         return f"{name} takes no value: write {name} alone."
@@ -244,7 +244,7 @@ def _bad_value(name: str, ctx: Any) -> str:
 
 
 def _bad_number(param: Any, said: str, value: str) -> str | None:
-    """The message about a value that is no number, or out of range; ``None`` if it is about something else."""
+    """Return the message about a value that is no number, or out of range; ``None`` for another error."""
     name = _name(param)
     if "integer" in said:
         return f"{name} {shown(value)} is not a whole number; write e.g. {name} 8"
@@ -256,7 +256,7 @@ def _bad_number(param: Any, said: str, value: str) -> str | None:
 
 
 def _unexpected(ctx: Any, words: Sequence[str]) -> str:
-    """Words that the command has no use for."""
+    """Return the message about words that the command does not take."""
     above = getattr(ctx.parent.command, "commands", {})
     if named := [word for word in words if word in above]:
         return f"Options follow the command: {ctx.parent.command_path} {named[0]} … {words[0]}"
@@ -269,7 +269,7 @@ def _unexpected(ctx: Any, words: Sequence[str]) -> str:
 
 
 def _missing(ctx: Any) -> str:
-    """All that the command needs and does not have: ``--text FILE and --output DIR``."""
+    """Return all that the command needs and does not have: ``--text FILE and --output DIR``."""
     wanted = [param for param in ctx.command.params if param.required and ctx.params.get(param.name) is None]
     named = [
         param.metavar or param.name.upper()
@@ -281,14 +281,14 @@ def _missing(ctx: Any) -> str:
 
 
 def _options(ctx: Any) -> Iterator[tuple[str, Any]]:
-    """The options of a command by each of their names."""
+    """Yield the options of a command by each of their names."""
     for param in ctx.command.get_params(ctx):
         if param.param_type_name == "option":
             yield from ((name, param) for name in (*param.opts, *param.secondary_opts))
 
 
 def _commands(ctx: Any) -> Iterator[tuple[str, Any]]:
-    """The commands of the application."""
+    """Yield the commands of the application by name."""
     yield from getattr(ctx.find_root().command, "commands", {}).items()
 
 
@@ -297,7 +297,7 @@ def _names(command: Any) -> set[str]:
 
 
 def _name(param: Any) -> str:
-    """A parameter as it is typed: the longest name of an option, the metavar of an argument."""
+    """Return a parameter as it is typed: the longest name of an option, the metavar of an argument."""
     if param.param_type_name == "argument":
         return str(param.metavar or param.name.upper())
     return str(max(param.opts, key=len))

@@ -84,7 +84,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _limits(root: Path, groups: Path) -> Iterator[int]:
-    """What each control group (version 2) of this process still allows, swap aside; nothing where there are none."""
+    """Yield the bytes that each control group (v2) of this process still allows, swap aside. There may be none."""
     try:
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
         folder = None if own is None else root / own.strip("/")
@@ -100,7 +100,7 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
 
 
 def _read(file: Path) -> str:
-    """The content of a file without the white space at its end; nothing if there is none."""
+    """Return the content of a file without trailing white space, or an empty text if there is no file."""
     return file.read_text().strip() if file.is_file() else ""
 
 
@@ -193,12 +193,12 @@ class Identity:
 
     @property
     def weights(self) -> str:
-        """A hash of the model's weights as they are now."""
+        """Return a hash of the model's weights as they are now."""
         return fingerprint(self.model)
 
     @cached_property
     def _tokenizer_hash(self) -> str | None:
-        """A hash of the tokens and their numbers."""
+        """Return a hash of the tokenizer's tokens and their ids, or ``None`` without a vocabulary."""
         if self.tokenizer is None or not hasattr(self.tokenizer, "get_vocab"):
             return None
         words = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -209,7 +209,7 @@ class Identity:
         return hash_of_config(self.model.config)
 
     def checked(self, layout: Layout) -> Layout:
-        """The layout, if its profile of heads is one of these weights, or if it has none.
+        """Return the layout after checking that its head profile, if it has one, belongs to these weights.
 
         Raises:
             InputError: the profile belongs to other weights.

@@ -66,7 +66,7 @@ def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
 
 
 def _end_of_prompt(tokens: int, budget: int) -> View:
-    """The view that a policy gets of a prompt at its end; its slots hold nothing of interest."""
+    """Return the view that a policy gets at the end of a prompt. Its slots hold placeholder data."""
     seen, nothing = torch.tensor([tokens]), torch.zeros(1, 1, 1, 1)
     return View(
         positions=torch.zeros(1, 1, 1, dtype=torch.int32),
@@ -85,7 +85,7 @@ def _end_of_prompt(tokens: int, budget: int) -> View:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two statistics, or parts of them, are equal."""
+    """Tell whether two statistics, or parts of them, are equal."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
     if dataclasses.is_dataclass(one):
@@ -137,7 +137,7 @@ def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
 
 
 def _totals(layout: Layout, budgets: GenericSequence[Number]) -> list[Fraction]:
-    """What the heads of each layer have on average; of all layers that share a budget, where some do."""
+    """Return the average budget of the heads of each layer. Layers that share a budget are added into one."""
     each = [Fraction(number) if isinstance(number, int) else Fraction(sum(number), len(number)) for number in budgets]
     shares = [own.shares_layers for own in layout.policies]
     pairs = list(zip(each, shares, strict=False))  # a memory of another model has other layers
@@ -164,13 +164,13 @@ class Cut:
 
     @classmethod
     def of(cls, view: View, stays: Bool[Tensor, "B Hk S"], mass: Float[Tensor, "B Hk S"], *, divided: bool) -> Cut:
-        """The cut after which these tokens stay; ``divided``: whether the view has the budgets of heads."""
+        """Return the cut after which the tokens in ``stays`` remain. If ``divided``, it keeps the heads' budgets."""
         gone = mass.masked_fill(stays | (view.positions < 0), 0.0).sum(dim=-1)
         budget = cast(Tensor, view.budget) if divided else None
         return cls(_in_order(view.positions, stays), gone, budget)
 
     def row(self, row: int) -> Cut:
-        """The cut of one row."""
+        """Return the cut of one row."""
         mine = slice(row, row + 1)
         return Cut(self.positions[mine], self.gone[mine], None if self.budget is None else self.budget[mine])
 
@@ -214,12 +214,12 @@ class WatchedPolicy:
         return str(self._policy)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """The policy's state after a step."""
+        """Return the policy's state after a step, and remember the state and report from before."""
         self._observed = state, report
         return self._policy.observe(state, view, report)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The policy's scores."""
+        """Return the policy's scores, and record the observed step the first time that it is scored."""
         if self._observed is not None:  # heads that share a budget are scored twice
             (before, report), self._observed = self._observed, None
             self._note(view, before, report, state)
@@ -284,7 +284,7 @@ class Trial:
             self._cuts.setdefault((layer, segment.start), []).insert(0, cut)
 
     def _number(self, row: int, place: int, layer: int) -> int:
-        """The budget of one row in one layer at one of the smaller budgets; without any, more than it has."""
+        """Return a row's budget in a layer at one of its smaller budgets, or a huge number if it has none."""
         sequence = self._guarded.get(row)
         if sequence is None or place >= len(sequence.levels) - 1:
             return _LATER
@@ -304,7 +304,7 @@ class Trial:
                 self._reduce(row, sequence)
 
     def _holds(self, row: int, place: int) -> bool:
-        """Whether a row holds the tokens of a smaller budget. Where heads share one, a head may get more of less."""
+        """Tell whether a row holds all tokens of a smaller budget. A head of a shared budget may get more there."""
         pairs = zip(self._rows.blocks_of(row), self._of(row, place), strict=True)
         divided = [(block, cut) for block, (_, cut) in pairs if cut.budget is not None]
         missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
@@ -333,13 +333,13 @@ class Trial:
                 self._cuts.setdefault((rated.layer, start), []).append(cut)
 
     def _of(self, row: int, place: int) -> list[tuple[int, Cut]]:
-        """The cut of one row at a smaller budget in each layer."""
+        """Return the cut of one row at a smaller budget, for each layer."""
         start = max(start for _, start in self._cuts if start <= row)
         layers = sorted(layer for layer, first in self._cuts if first == start)
         return [(layer, self._cuts[layer, start][place].row(row - start)) for layer in layers]
 
     def _loss(self, row: int, place: int) -> float | None:
-        """The share that one row loses at a smaller budget."""
+        """Return the share of attention mass that one row loses at a smaller budget."""
         sums = self._rows.lost_of(row)
         for layer, cut in self._of(row, place):
             sums[layer][..., 0] = self._rows.heads.all(cut.gone)[0]
@@ -347,14 +347,14 @@ class Trial:
 
 
 def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, "B Hk S"]]:
-    """The view with the budgets of heads that share one, and whether each token stays; see `eviction.cut`."""
+    """Return the view with shared budgets divided among heads, and whether each token stays; see `eviction.cut`."""
     if policy.spreads is not None:
         view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
     return view, ranking.keep(shielded(policy, view, state), view.positions, view.budget)
 
 
 def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk n"]:
-    """The positions of the tokens that stay, in order, then `EMPTY`."""
+    """Return the positions of the tokens that stay, in order, padded with `EMPTY`."""
     most = int(stays.sum(dim=-1).max())
     found = positions.masked_fill(~stays, _LATER).sort(dim=-1).values[..., :most]
     return found.masked_fill(found == _LATER, EMPTY)
@@ -363,7 +363,7 @@ def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -
 def _places(
     held: Int[Tensor, "1 Hk S"], positions: Int[Tensor, "1 Hk n"]
 ) -> tuple[Int[Tensor, "1 Hk n"], Bool[Tensor, "1 Hk n"]]:
-    """The slot of each position, and whether no slot has it."""
+    """Return the slot of each position, and whether the position is in no slot."""
     ordered, order = held.masked_fill(held < 0, _LATER).sort(dim=-1)
     wanted = positions.masked_fill(positions < 0, _LATER).contiguous()
     place = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)
@@ -390,7 +390,7 @@ class Reduced:
 
     @classmethod
     def of(cls, block: Block, cut: Cut) -> Reduced:
-        """The tokens of a cut. Slots of codes do not hold a key that is not finite; its place stays empty."""
+        """Return the tokens of a cut. A non-finite key, which quantized slots cannot hold, leaves its slot empty."""
         opened = block.opened()
         store, n = opened.store, int((cut.positions >= 0).sum(dim=-1).max())
         positions = cut.positions[..., :n]

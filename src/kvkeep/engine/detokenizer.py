@@ -66,7 +66,7 @@ class StopText:
 
     @property
     def text(self) -> str:
-        """All text that is final."""
+        """Return all text that is final."""
         return "".join(self._said)
 
     def add(self, token_id: int, *, looks: bool = True) -> tuple[str, bool]:

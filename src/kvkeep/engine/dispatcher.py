@@ -44,12 +44,12 @@ class FairLock:
 
     @property
     def mine(self) -> bool:
-        """Whether this thread has the turn."""
+        """Return whether this thread holds the lock."""
         return self._owner == threading.get_ident()
 
     @property
     def taken(self) -> bool:
-        """Whether some thread has the turn."""
+        """Return whether any thread holds the lock."""
         return self._taken
 
     def __enter__(self) -> None:
@@ -180,7 +180,7 @@ class Box:
 
     @property
     def empty(self) -> bool:
-        """Whether no event is there yet."""
+        """Return whether no event has arrived yet."""
         return self._events.empty()
 
     def put(self, event: Event | BaseException) -> None:
@@ -226,7 +226,7 @@ class Dispatcher:
 
     @property
     def busy(self) -> bool:
-        """Whether a thread steps, or somebody has the turn."""
+        """Return whether a thread runs steps, or any thread holds the lock."""
         return self._thread is not None or self.turn.taken
 
     def listen(self, number: int, box: Box, step: Callable[[], object]) -> None:

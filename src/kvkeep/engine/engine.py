@@ -60,7 +60,7 @@ Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 def configured(
     source: Source, model: nn.Module | str | os.PathLike[str] | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of an engine.
+    """Return the arguments for an engine, from a configuration and further options.
 
     Args:
         source: the settings.
@@ -182,41 +182,41 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """The number of sequences that run at once."""
+        """Return the number of sequences that run at once."""
         return self._kv.count
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs, or an interrupted step has left something to report."""
+        """Return whether a request waits or runs, or an interrupted step has left something to report."""
         return bool(self._sequences or self._unreported)
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer requests wait than there are rows: time to add more."""
+        """Return whether fewer requests wait than there are rows, so that it is time to add more."""
         return len(self._scheduler.waiting) < max(1, self.rows) + self._swapper.host_rows and not self._duplicates.full
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row in all layers, measured."""
+        """Return the measured bytes of a row in all layers."""
         return self._kv.row_bytes
 
     @property
     def n_waiting(self) -> int:
-        """The number of requests that have no row yet."""
+        """Return the number of requests that have no row yet."""
         return sum(sequence.status is SequenceStatus.WAITING for sequence in list(self._sequences.values()))
 
     @property
     def n_running(self) -> int:
-        """The number of requests that have a row, or have had one."""
+        """Return the number of requests that have a row, or have had one."""
         return len(self._sequences) - self.n_waiting
 
     @property
     def session_bytes(self) -> tuple[int, int]:
-        """The bytes of sessions' memories in main memory, and in files."""
+        """Return the bytes of the sessions' snapshots in main memory, and in files."""
         return self._sessions.nbytes
 
     def waits(self, number: int) -> bool:
-        """Whether the request of a number has no row yet. Never waits for a step."""
+        """Tell whether the request with this number has no row yet. The call never waits for a step."""
         sequence = self._sequences.get(number)
         return sequence is not None and sequence.status is SequenceStatus.WAITING
 
@@ -355,7 +355,7 @@ class Engine:
 
     @property
     def session_names(self) -> list[str]:
-        """The names of all sessions that are open, or on the disk in ``session_dir``."""
+        """Return the names of all sessions that are open, or on the disk in ``session_dir``."""
         with self._dispatcher.turn:
             return self._sessions.names
 

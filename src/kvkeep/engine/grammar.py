@@ -49,7 +49,7 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer can have no further token."""
+        """Return whether the answer is complete, so that no further token can follow."""
         return bool(self._matcher.is_stopped())
 
     def fill(self, words: Int[Tensor, " words"]) -> None:
@@ -80,7 +80,7 @@ class Constraint:
 
 
 def failure(error: str) -> str:
-    """The message of a request whose grammar engine has failed."""
+    """Return the error message for a request whose grammar engine has failed."""
     why = " ".join(error.partition("<state>")[0].split())
     return f"{TOO_COMPLEX} ({why:.100}). Use a simpler one."
 
@@ -208,7 +208,7 @@ class Grammars:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """A place among the grammars that wait to be compiled, so that slow ones do not hold many threads.
+        """Reserve one of the few slots for grammars being compiled, so that slow ones do not hold many threads.
 
         Raises:
             InputError: there is none.
@@ -258,7 +258,7 @@ class Grammars:
 
     @property
     def _description(self) -> tuple[str, int, list[int]]:
-        """The tokenizer's file, the number of tokens, and the tokens that end a text.
+        """Return the tokenizer's file, the number of tokens, and the tokens that end a text.
 
         Raises:
             AttributeError: there is no fast tokenizer.
@@ -307,7 +307,7 @@ class Grammars:
 
 
 def _shown(error: str) -> str:
-    """The first words of an error of the grammar engine, in one line."""
+    """Return the first words of the grammar engine's error, in one line."""
     known = re.search(r"regex parse error:.*\nerror: (.+)", error, flags=re.DOTALL)
     line = " ".join((known[1] if known else error.partition("<state>")[0]).split("\n   1 |")[0].split())
     return (line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …").rstrip(".")

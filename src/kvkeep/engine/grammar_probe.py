@@ -37,7 +37,7 @@ def compiled(kind: str, text: str) -> str:
 
 
 def _answer(line: str, memory_bytes: int) -> Mapping[str, object]:
-    """The grammar of a line, or its error; of the first line nothing."""
+    """Return the grammar of a line, or its error. The first line sets up the tokenizer and returns nothing."""
     try:
         asked = json.loads(line)
         if not _FOUND:

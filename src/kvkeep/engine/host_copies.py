@@ -37,7 +37,7 @@ class CopyEvent(Protocol):
     """The end of some copies; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Tell whether the event has occurred."""
 
     def synchronize(self) -> None:
         """Wait for it."""
@@ -138,7 +138,7 @@ class _View(NamedTuple):
     offset: int
 
     def over(self, flat: Bytes) -> Tensor:
-        """The tensor."""
+        """Return the tensor that this view describes, over a flat buffer of bytes."""
         storage = flat[self.start : self.start + self.nbytes].view(self.dtype)
         return storage.as_strided(self.shape, self.stride, storage.storage_offset() + self.offset)
 
@@ -162,7 +162,7 @@ class _Layout:
         self._like = contents.each(self._note)
 
     def over(self, flat: Bytes) -> Contents:
-        """The memory whose bytes these are."""
+        """Return the row's contents as tensors over a flat buffer that holds their bytes."""
         views = iter(self._views)
         return self._like.each(lambda _: next(views).over(flat))
 
@@ -199,12 +199,12 @@ class Pinned:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its blocks."""
+        """Return the bytes of the pinned blocks."""
         return sum(map(len, self._blocks))
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that it needs on the device."""
+        """Return the bytes that the copy needs on the device."""
         return self._layout.nbytes
 
     @inference
@@ -258,7 +258,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies on the device; one that has left in the meantime counts until the end of a step."""
+        """Return the bytes of all copies on the device. A copy that has just left counts until the step ends."""
         leaving, coming = self._leaving, self._staged()  # other threads may ask
         staged = None if coming is None else coming.staged
         return (leaving.nbytes if leaving else 0) + (len(staged[0]) if staged else 0)
@@ -362,17 +362,17 @@ def staging_for(device: torch.device) -> Staging | None:
 
 
 def bound(row_bytes: int) -> int:
-    """The most bytes of a row's copy, which has its positions twice."""
+    """Return the most bytes that the copy of a row can take. The copy holds its positions twice."""
     return row_bytes * 9 // 8 + _PAGE
 
 
 def block_bytes(nbytes: int) -> int:
-    """The size of the blocks of pinned memory for some bytes: a power of two, to which torch would round it up."""
+    """Return the size of the pinned blocks for ``nbytes``: a power of two, to which torch would round up."""
     return max(_PAGE, 1 << max(0, nbytes.bit_length() - _BLOCKS))
 
 
 def _pieces(storages: Sequence[tuple[int, Bytes]], blocks: Sequence[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
-    """Pairs of storages, or their parts, and the parts of blocks where they belong."""
+    """Yield pairs of a storage, or a part of it, and the part of a block where it belongs."""
     size = len(blocks[0])
     for start, storage in storages:
         at = 0

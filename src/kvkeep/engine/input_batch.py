@@ -31,12 +31,12 @@ class InputBatch:
 
     @property
     def stop(self) -> int:
-        """The row after the last."""
+        """Return the number of the row after the last one."""
         return self.start + len(self.rows)
 
     @property
     def requests(self) -> list[Sequence]:
-        """The requests that are fed."""
+        """Return the sequences that are fed to the model."""
         return [sequence for sequence in self.rows if sequence is not None]
 
     def commit(self) -> list[tuple[int, Sequence]]:
@@ -70,12 +70,12 @@ class ModelRun:
 
     @property
     def reads(self) -> bool:
-        """Whether the batch has tokens of prompts. They come before generated tokens."""
+        """Return whether the batch has tokens of prompts. They come before generated tokens."""
         return self.batches[0].phase is Phase.PREFILL
 
     @property
     def requests(self) -> list[Sequence]:
-        """The requests that are fed."""
+        """Return the sequences that are fed to the model."""
         return [sequence for batch in self.batches for sequence in batch.requests]
 
     def commit(self) -> list[tuple[int, Sequence]]:

@@ -52,25 +52,25 @@ class Stack:
 
     @property
     def is_pool(self) -> bool:
-        """Whether heads of this block share a pool: those of one layer, or of all."""
+        """Return whether the heads of this block share a pool: those of one layer, or of all."""
         return isinstance(self.block.store, PooledStore)
 
     def of(self, row: int) -> slice:
-        """One row of all layers, among the rows of the block."""
+        """Return the slice of the block's rows that holds one batch row in all layers."""
         return slice(row, None, self.count)
 
     def parts(self) -> Iterator[tuple[int, Block]]:
-        """The number and the block of each layer. The blocks share the stack's memory."""
+        """Yield the number and the block of each layer. The blocks share the stack's memory."""
         for place, layer in enumerate(self.layers):
             rows = place * self.count, (place + 1) * self.count
             yield layer, self.block.layer(place) if isinstance(self.block, JointBlock) else self.block.part(*rows)
 
     def under(self, policy: Policy) -> Stack:
-        """The same layers for another policy, see `Block.under`."""
+        """Return the same layers with the per-slot state of another policy; see `Block.under`."""
         return replace(self, block=self.block.under(policy.slots, policy.summaries))
 
     def lost(self, row: int) -> Iterator[tuple[int, Tensor]]:
-        """The number of each layer, and a copy of one row's sums of attention mass in it."""
+        """Yield the number of each layer, and a copy of one row's sums of attention mass in it."""
         return zip(self.layers, self.block.lost[self.of(row)].clone().view(len(self.layers), -1, 4), strict=True)
 
 
@@ -109,11 +109,11 @@ class Blocks:
 
     @property
     def pooled(self) -> bool:
-        """Whether heads share pools of slots."""
+        """Return whether any heads share a pool of slots."""
         return any(isinstance(block.store, PooledStore) for block in self._blocks)
 
     def row_bytes(self, budgets: Sequence[Number]) -> int:
-        """The bytes of one row in all layers, counted on tensors that have shapes but no memory."""
+        """Return the bytes of one row in all layers, counted on meta tensors, which have shapes but no memory."""
         blocks = [self._block(1, layers, budgets, device="meta") for layers in self._alike(budgets)]
         return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
@@ -126,7 +126,7 @@ class Blocks:
         self._divide()
 
     def _alike(self, budgets: Sequence[Number]) -> list[list[int]]:
-        """The layers of each stack: those whose heads share one budget, equal ones without pools, each other one."""
+        """Group layers into stacks: shared-budget layers, equal layers without pools, and each other one alone."""
         found: dict[object, list[int]] = {}
         for layer, (policy, budget, like) in enumerate(zip(self._policies, budgets, self._like, strict=True)):
             alone = issubclass(store_for(policy, [budget]), PooledStore)
@@ -142,7 +142,7 @@ class Blocks:
     def _block(
         self, count: int, layers: Sequence[int], budgets: Sequence[Number], *, device: str | None = None
     ) -> Block:
-        """The slots of some rows in the layers of a stack, empty; on the device of the layers if none is given."""
+        """Return empty slots for some rows in a stack's layers, by default on the layers' device."""
         policy, like, budget = self._policies[layers[0]], self._like[layers[0]], budgets[layers[0]]
         rows = count if policy.shares_layers else count * len(layers)
         keys, values = (x[:, :, :1].to(device).expand(rows, -1, -1, -1) for x in (like.keys, like.values))
@@ -159,7 +159,7 @@ class Blocks:
         return block
 
     def lacks(self, policy: Policy) -> int:
-        """The bytes that another policy's state adds to all rows."""
+        """Return the bytes that another policy's state would add to all rows."""
         return sum(lacks(stack.block, policy.slots, policy.summaries) for stack in self._stacks)
 
     def begin(self, row: int, policy: Policy, sequence: int) -> None:
@@ -251,7 +251,7 @@ class Blocks:
                 put_rows(stack.under(policy).block, stack.of(row), [copies[layer] for layer in stack.layers])
 
     def memory_of(self, row: int) -> MemoryUsage:
-        """Bytes of a row in all layers."""
+        """Return the memory usage of one row in all layers."""
         return sum((self._row(stack, row).memory() for stack in self._stacks), MemoryUsage())
 
     def lost_of(self, row: int) -> list[Tensor]:
@@ -263,12 +263,12 @@ class Blocks:
         return mine if self._among == ALONE else list(self._among.all(torch.stack(mine)).unbind())
 
     def _row(self, stack: Stack, row: int) -> Block:
-        """One row of all layers of a stack as a block whose rows are the layers."""
+        """Return one row of all layers of a stack, as a block whose rows are the layers."""
         return stack.block.over({name: x[stack.of(row)] for name, x in stack.block.per_row().items()})
 
 
 def _kinds(like: Slots) -> tuple[object, ...]:
-    """The shapes, dtypes and devices of a layer's heads."""
+    """Return the shapes, dtypes and devices of a layer's heads."""
     return tuple((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)
 
 
@@ -301,14 +301,14 @@ class RecurrentState:
         put_beside(contents, like, 0, rows=1, cascade=self.cascade, states=self.states)
 
     def memory(self) -> MemoryUsage:
-        """Bytes of the tables and the states. A full cache would hold the states, too."""
+        """Return the memory usage of the tables and the states. A full cache would hold the states, too."""
         shared = 0 if self.cascade is None else self.cascade.bytes(self.cascade.first)
         held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
         return MemoryUsage(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
 
 
 def keeps_states(model: Model) -> bool:
-    """Whether a model has layers with a state. Such a model runs one row at a time and reads every prompt whole.
+    """Tell whether a model has layers with a state. Such a model runs one row at a time, with whole prompts.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -317,7 +317,7 @@ def keeps_states(model: Model) -> bool:
 
 
 def probed(model: Model) -> BoundedCache:
-    """A cache that one token has gone through, which shows the shapes of every layer."""
+    """Return a cache that has processed one token, which shows the shapes of every layer."""
     cache = BoundedCache(model.config, "full", 1)
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device_of(model)), **handed(model, cache))
@@ -325,12 +325,12 @@ def probed(model: Model) -> BoundedCache:
 
 
 def states_of(cache: BoundedCache) -> dict[int, Any]:
-    """The layers of a cache that have a state, or the state beside a layer's slots, by their number in the model."""
+    """Return the states of a cache's layers, by layer number. Layers without a state are left out."""
     return {i: state for i, layer in enumerate(cache.layers) if (state := state_part(layer)) is not None}
 
 
 def _tensors(layer: object) -> Iterator[Tensor]:
-    """The tensors of a layer with a state. Some layers hold several of a kind in a dictionary."""
+    """Yield the tensors of a layer's state. Some layers hold several of a kind in a dictionary."""
     for value in vars(layer).values():
         parts = value.values() if isinstance(value, dict) else [value]
         yield from (part for part in parts if isinstance(part, Tensor))

@@ -83,7 +83,7 @@ class Segments:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """`kvkeep.Layer.step` of each part on its own rows."""
+        """Run `kvkeep.Layer.step` for each segment on its own rows."""
         done = []
         for rows, part in self._parts:
             mine = None if real is None else real[rows]
@@ -92,7 +92,7 @@ class Segments:
 
 
 def joined(parts: Sequence[tuple[Segment, Stepper]]) -> Stepper:
-    """The layers of neighbouring segments as one."""
+    """Return the layers of neighbouring segments as one layer."""
     start = parts[0][0].start
     steppers = [(slice(segment.start - start, segment.stop - start), layer) for segment, layer in parts]
     return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
@@ -168,7 +168,7 @@ class KVManager:
             raise
 
     def takes(self, policy: Policy) -> bool:
-        """Whether a sequence under this policy can have a row while other rows run under other policies."""
+        """Tell whether a sequence under this policy can have a row while other rows run under other policies."""
         if policy == self.policy:
             return True
         if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
@@ -249,14 +249,14 @@ class KVManager:
         self.end(source)
 
     def sole(self, start: int, stop: int) -> Owner | None:
-        """The owner of all rows of a range; ``None`` if there are several."""
+        """Return the owner of all rows of a range, or ``None`` if there are several owners."""
         found = segments(self._owners, start, stop, self.policy)
         return found[0].owner if len(found) == 1 else None
 
     def part(
         self, start: int, stop: int, phase: Phase, *, fresh: bool = False, watch: Watch | None = None
     ) -> PhasedCache:
-        """A range of rows as the cache of one run of the model. If rows run alone, the range has one row.
+        """Return a range of rows as the cache of one model run. If rows run alone, the range has one row.
 
         Args:
             start: the first row.
@@ -291,7 +291,7 @@ class KVManager:
         return self._renewals + self._blocks.version
 
     def numbers(self, policy: Policy, budget: int) -> list[Number]:
-        """A budget, spread over the layers.
+        """Return the budget of each layer, for a policy and a budget that is spread over the layers.
 
         Raises:
             BudgetError: the policy protects more than the budget.
@@ -299,7 +299,7 @@ class KVManager:
         return self._layout(policy).slots(budget)
 
     def ruled(self, policy: Policy) -> Policy:
-        """The policy under the rows' rule for heads."""
+        """Return the policy with the rows' rule for the budgets of heads applied."""
         return self._layout(policy).policy
 
     def _layout(self, policy: Policy) -> Layout:
@@ -309,16 +309,16 @@ class KVManager:
         return self._layouts[policy]
 
     def memory(self) -> MemoryUsage:
-        """Bytes over all rows and layers, summed over real tensors. A free row has nothing but its slots."""
+        """Return the memory usage of all rows and layers, from real tensors. A free row has nothing but its slots."""
         beside = (own.memory() for own in self._own if own is not None)
         return sum((*(block.memory() for block in self._blocks), *beside), MemoryUsage())
 
     def blocks_of(self, row: int) -> list[Block]:
-        """One row of all layers, as blocks that share the rows' memory."""
+        """Return one row of all layers, as blocks that share the rows' memory."""
         return [block.part(row, row + 1) for block in self._blocks]
 
     def memory_of(self, row: int) -> MemoryUsage:
-        """Bytes of one row over all layers."""
+        """Return the memory usage of one row over all layers."""
         return self._blocks.memory_of(row) + (self._own[row] or RecurrentState(None, {})).memory()
 
     def lost_of(self, row: int) -> list[Tensor]:
@@ -326,7 +326,7 @@ class KVManager:
         return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
-        """Some rows of all layers, as a cache for the model."""
+        """Return some rows of all layers as a cache for the model."""
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
         shared = {segment: SharedBudget.by_layer(self._layout(segment.owner.policy).sharing) for segment in parts}
@@ -342,7 +342,7 @@ class KVManager:
     def _layer(
         self, index: int, segment: Segment, columns: int, watch: Watch | None, shared: SharedBudget | None
     ) -> Layer:
-        """Some rows of one layer and one owner."""
+        """Return some rows of one layer, for one owner."""
         policy = segment.owner.policy
         if policy not in self._layers:
             _make_room(self._layers)
@@ -358,7 +358,7 @@ class KVManager:
         return layer
 
     def _new_own(self, policy: Policy) -> RecurrentState | None:
-        """The memory beside its slots of a new sequence under a policy; ``None`` if there is none."""
+        """Return the state that a new sequence has beside its slots under a policy, or ``None`` if it has none."""
         if not policy.cascades and not self._has_states:
             return None
         states = states_of(self._cache(policy, self._budget)) if self._has_states else {}

@@ -61,7 +61,7 @@ class Joined:
         phase: Phase,
         real: Bool[Tensor, "1 N"] | None = None,
     ) -> Float[Tensor, "1 Hq N E"]:
-        """`kvkeep.Layer.step` of each batch on its own tokens, in its own phase."""
+        """Run `kvkeep.Layer.step` for each batch on its own tokens, in its own phase."""
         done, start = [], 0
         for part, stepper in zip(self._parts, self._steppers, strict=True):
             stop = start + part.rows * part.length

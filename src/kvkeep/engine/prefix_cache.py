@@ -97,7 +97,7 @@ class PrefixCache:
         self.held_bytes = 0
 
     def _borders(self, sequence: Sequence) -> Iterator[Hashable]:
-        """The key of each border: the settings on which a memory depends, and a hash of the tokens before it."""
+        """Yield the key of each border: the settings that a memory depends on, and a hash of the tokens before it."""
         if sequence.borders is None:
             sequence.borders = list(_hashes(sequence.prompt, self._chunk))
         weights = self._weights()
@@ -106,7 +106,7 @@ class PrefixCache:
 
 
 def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
-    """A hash of the first chunk, of the first two, and so on."""
+    """Yield a hash of the first chunk, a hash of the first two chunks, and so on."""
     digest = hashlib.blake2b(digest_size=16)
     for end in range(chunk, len(tokens) + 1, chunk):
         digest.update(array("q", tokens[end - chunk : end]).tobytes())

@@ -48,7 +48,7 @@ class ConversationHistory:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> ConversationHistory:
-        """The tokens that a snapshot stands for, and what a session has noted beside them.
+        """Return the tokens that a snapshot stands for, and what a session has noted beside them.
 
         Raises:
             SnapshotError: the token ids are not known, or the note is none of a session.
@@ -71,12 +71,12 @@ class ConversationHistory:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The token ids that the memory stands for, as a tensor."""
+        """Return the ids of the tokens in the memory, as a tensor."""
         return torch.tensor(self.ids, dtype=torch.int32)
 
     @property
     def note(self) -> dict[str, Any]:
-        """All but the token ids, as a snapshot notes it."""
+        """Return all fields but the token ids, as a snapshot notes them."""
         found: dict[str, Any] = {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
         return found if self.opening is None else {**found, "opening": asdict(self.opening)}
 
@@ -176,7 +176,7 @@ class PromptEncoder:
 
 
 def question_of(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, str], ...]]:
-    """The question with which a request follows a remembered text, and the messages after it.
+    """Return the question with which a request follows a remembered text, and the messages after it.
 
     Raises:
         InputError: the request cannot follow such a text.

@@ -558,5 +558,5 @@ def usable(policy: object) -> Policy:
 
 
 def _is_remembered(kind: type, name: str) -> bool:
-    """Whether an attribute is a property that is computed once; it follows from the fields."""
+    """Tell whether an attribute is a cached property, which follows from the fields."""
     return isinstance(inspect.getattr_static(kind, name, None), cached_property)

@@ -221,7 +221,7 @@ _AT_ONCE = 64
 
 
 def is_scored(run: ModelRun) -> bool:
-    """Whether a run needs the logits after all of its tokens."""
+    """Tell whether a run needs the logits after all of its tokens."""
     return run.reads and any(sequence.scored for sequence in run.requests)
 
 

@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """The requests that have a row."""
+        """Return the sequences that have a row."""
         return [sequence for sequence in self._rows if sequence is not None]
 
     def admit(self, takes: Callable[[Policy], bool]) -> list[Sequence]:
@@ -344,12 +344,12 @@ class DuplicatePrompts:
         self._waiting: dict[int, list[Sequence]] = {}
 
     def __len__(self) -> int:
-        """The number of requests that wait."""
+        """Count the sequences that wait."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def full(self) -> bool:
-        """Whether so many wait that no more should be taken."""
+        """Return whether so many sequences wait that no more should be taken."""
         return len(self) >= MOST
 
     def joins(self, sequence: Sequence) -> bool:
@@ -385,5 +385,5 @@ class DuplicatePrompts:
 
 
 def _key(sequence: Sequence) -> Hashable:
-    """The settings on which the memory of a prompt depends, and its tokens."""
+    """Return the settings that the memory of a prompt depends on, and the prompt's tokens."""
     return sequence.settings, id(sequence.request.snapshot), sequence.prompt

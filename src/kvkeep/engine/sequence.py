@@ -150,18 +150,18 @@ class Sequence:
 
     @property
     def prompt(self) -> GenericSequence[int]:
-        """The token ids of the prompt; none as long as they are not known."""
+        """Return the token ids of the prompt, or nothing while they are not known."""
         found = self.request.prompt
         return () if found is None or isinstance(found, str) else found
 
     @property
     def pins(self) -> Spans:
-        """The spans of the prompt that may not be evicted."""
+        """Return the spans of the prompt that may not be evicted."""
         return cast(Spans, self.request.pins)
 
     @property
     def settings(self) -> tuple[Hashable, ...]:
-        """Everything on which the memory of the prompt depends but its tokens. Requests with equal ones may share it.
+        """Return all settings that the prompt's memory depends on. Requests with equal settings may share it.
 
         They stay the same while the request runs: of a guarded one they have the budget that it asked for. A field that
         requests get in the future belongs to them, unless it is named in `_FREE`.
@@ -172,7 +172,7 @@ class Sequence:
 
     @property
     def scored(self) -> bool:
-        """Whether the log-probabilities of its prompt are asked for, so that the model must read all of it."""
+        """Return whether the prompt's log-probabilities are asked for, so that the model must read all of it."""
         return self.request.prompt_logprobs is not None
 
     def start(self) -> None:
@@ -205,7 +205,7 @@ class Sequence:
 
     @property
     def prompt_left(self) -> int:
-        """The number of prompt tokens that the model has not seen."""
+        """Return the number of prompt tokens that the model has not seen."""
         return max(0, len(self.prompt) - self.fed)
 
     def take(self, token_id: int) -> Event:

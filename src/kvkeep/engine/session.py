@@ -155,7 +155,7 @@ class SessionMemory:
 
     @property
     def is_written(self) -> bool:
-        """Whether there is nothing to write: it is done, or the session has no name or no memory."""
+        """Return whether nothing is left to write: it is on disk already, or the session has no name or no memory."""
         kept = self.state.kept
         return self._name is None or kept is None or self._store.is_written(kept)
 
@@ -197,28 +197,28 @@ class Session:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens up to the end of the last finished turn. The model may not have read the last one yet."""
+        """Return all tokens to the end of the last finished turn. The model may not have read the last one yet."""
         past = self._state.past
         return (*past.ids, *past.pending)
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...]:
-        """The conversation up to the last finished turn; empty if that turn did not use the chat template."""
+        """Return the messages to the end of the last finished turn, or none if it did not use the chat template."""
         return self._state.past.messages
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its memory, in main memory or on the disk."""
+        """Return the bytes of the session's memory, in main memory or on the disk."""
         return self._state.kept.nbytes if self._state.kept else 0
 
     @property
     def running(self) -> bool:
-        """Whether a turn runs or waits."""
+        """Return whether a turn runs or waits."""
         return self._running is not None
 
     @property
     def _state(self) -> State:
-        """The session after its last finished turn."""
+        """Return the state of the session after its last finished turn."""
         return self._memory.state
 
     def send(self, asked: Turn, sampling: SamplingParams | None = None) -> Iterator[Event]:
@@ -301,7 +301,7 @@ class Session:
 
     @property
     def pins(self) -> Spans:
-        """Spans of positions that no head may drop, after the last finished turn."""
+        """Return the spans of positions that no head may evict, after the last finished turn."""
         return spans((*self._state.past.pins, *self._state.pins))
 
     def pin(self, pins: GenericSequence[Span]) -> None:
@@ -457,13 +457,13 @@ class Sessions:
 
     @property
     def names(self) -> list[str]:
-        """The names of all sessions that are open or on the disk, in order."""
+        """Return the names of all sessions that are open or on the disk, in order."""
         on_disk = self._store.folder.names() if self._store.folder else []
         return sorted({*self._named, *on_disk})
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of all memories in main memory, and of their files."""
+        """Return the bytes of all memories in main memory, and of their files."""
         return self._store.held_bytes, self._store.folder.nbytes if self._store.folder else 0
 
     def open(

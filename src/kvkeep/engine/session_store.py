@@ -52,17 +52,17 @@ class SnapshotFolder:
         self._remove_leftovers()
 
     def path_of(self, name: str) -> Path:
-        """The file of a session with a name."""
+        """Return the file of the session with this name."""
         return self.path / f"{name}{SUFFIX}"
 
     def names(self) -> list[str]:
-        """The names of the sessions that have a file, in order."""
+        """Return the names of the sessions that have a file, in order."""
         found = (path.name.removesuffix(SUFFIX) for path in self.path.glob(f"*{SUFFIX}"))
         return sorted(name for name in found if not name.startswith("."))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files of memories."""
+        """Return the bytes of all snapshot files."""
         total = 0
         for path in self.path.glob(f"*{SUFFIX}*"):
             with suppress(OSError):  # removed meanwhile
@@ -203,7 +203,7 @@ class SessionStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all memories in main memory."""
+        """Return the bytes of all memories in main memory."""
         return sum(kept.nbytes for kept in self._in_memory())
 
     def keep_now(self, snapshot: Snapshot, name: str | None = None) -> StoredSnapshot:
@@ -264,7 +264,7 @@ class SessionStore:
         return kept.snapshot()
 
     def is_written(self, kept: StoredSnapshot) -> bool:
-        """Whether a memory is on the disk, or there is no folder for it. Somebody may have removed its file."""
+        """Tell whether a memory is on the disk, or no folder is set. Its file may have been removed since."""
         return self.folder is None or kept.held is None or (kept.path is not None and os.path.exists(kept.path))
 
     def write(self, kept: StoredSnapshot) -> Move | None:
@@ -326,12 +326,12 @@ class SessionStore:
         self._used[next(self._clock)] = weakref.ref(kept)
 
     def _in_memory(self) -> list[StoredSnapshot]:
-        """The memories in main memory, least recently used first."""
+        """Return the memories in main memory, least recently used first."""
         found = (ref() for ref in list(self._used.values()))
         return [kept for kept in found if kept is not None and kept.held is not None]
 
     def _leaving(self, spared: StoredSnapshot | None) -> list[StoredSnapshot]:
-        """The memories that must leave main memory, so that the others fit."""
+        """Return the memories that must leave main memory so that the others fit."""
         if self._most_bytes is None:
             return []
         found, leaving = [kept for kept in self._in_memory() if kept is not spared], []

@@ -91,7 +91,7 @@ class EngineAgreement:
             ) from error
 
     def _digest(self, live: Iterable[Sequence]) -> int:
-        """A number for the engine, its requests, and how far these are."""
+        """Return a hash of the engine's settings, its requests, and how far these have got."""
         known = {one.of.id: one for one in self._known}
         self._known = [_known(one, known.get(one.id)) for one in live]
         told = (repr(self._settings).encode(), *(part for one in self._known for part in (one.digest, one.reached)))
@@ -117,12 +117,12 @@ class _DescribedRequest:
 
     @property
     def reached(self) -> bytes:
-        """How far it is now."""
+        """Return how far the request has got now."""
         return b"%d,%d;" % (self.of.fed, len(self.of.token_ids))
 
 
 def _known(sequence: Sequence, before: _DescribedRequest | None) -> _DescribedRequest:
-    """A request's description; the same as before, unless a session's turn has got its prompt since then."""
+    """Return a request's description. It is the old one unless a session's turn has got its prompt since then."""
     if before is not None and before.of is sequence:
         return before
     asked = described(sequence)
@@ -130,12 +130,12 @@ def _known(sequence: Sequence, before: _DescribedRequest | None) -> _DescribedRe
 
 
 def progress(sequence: Sequence) -> Description:
-    """How far a request is: a process that takes other steps, of another engine, is somewhere else."""
+    """Return how far a request has got. This differs in a process whose engine takes other steps."""
     return {"tokens that were read": str(sequence.fed), "new tokens": str(len(sequence.token_ids))}
 
 
 def described(sequence: Sequence) -> Description:
-    """What a request was given, as far as its tokens and its memory depend on it."""
+    """Return what a request was given, as far as its tokens and its memory depend on it."""
     asked = {name: _shown(value) for name, value in _values(sequence.request) if name not in _ELSEWHERE}
     sampling = {name: _shown(value) for name, value in _values(sequence.request.sampling)}
     of_engine = {
@@ -158,12 +158,12 @@ def _values(of: Any) -> list[tuple[str, object]]:
 
 
 def _shown(value: object) -> str:
-    """A value as text. Of a memory it is what it belongs to, since its tokens are a part of the prompt."""
+    """Return a value as text. A memory is shown by its fingerprint, since its tokens are part of the prompt."""
     return repr(value.fingerprint if isinstance(value, Snapshot) else value)
 
 
 def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
-    """How the first process that was given something else than process 0 differs from it, in a sentence.
+    """Return a sentence on how the first process that was given something else differs from process 0.
 
     Args:
         found: ``engine`` and ``requests`` of each process.
@@ -190,7 +190,7 @@ def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
 
 
 def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
-    """The number of the same request in another process."""
+    """Return the number of the same request in another process, or ``None`` if it has no such request."""
     rest = {name: value for name, value in asked.items() if name != "number"}
     return next(
         (number for number, description in among.items() if rest | {"number": description["number"]} == description),
@@ -199,7 +199,7 @@ def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
 
 
 def _part(mine: Description, theirs: Description, between: str) -> str:
-    """The first part of a request that differs."""
+    """Describe the first part of a request that differs between two processes."""
     name = next(name for name, value in mine.items() if theirs[name] != value)
     if name != "prompt":
         return f"`{name}` is {mine[name]:.200} {between.format(theirs[name][:200])}"

@@ -29,12 +29,12 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 
 def of_share(right: int, n: int) -> Interval:
-    """Wilson's interval of a share of ``n`` answers, in percent. It is not empty at 0 and 100 %."""
+    """Compute Wilson's interval of a share of ``n`` answers, in percent. It is not empty at 0 and 100 %."""
     return _wilson(right / n, float(n), _NORMAL) if n else _NONE
 
 
 def of_mean(spread: Spread) -> Interval:
-    """Student's interval of a mean over seeds; NaN for a single seed."""
+    """Compute Student's interval of a mean over seeds; NaN for a single seed."""
     if spread.n < 2 or math.isnan(spread.error):
         return _NONE
     half = _quantile(spread.n - 1) * spread.error
@@ -42,7 +42,7 @@ def of_mean(spread: Spread) -> Interval:
 
 
 def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """The interval of a share of right answers, in percent, whose questions come in clusters.
+    """Compute the interval of a share of right answers, in percent, for questions that come in clusters.
 
     Wilson's interval for as many independent questions as would have the variance between clusters (Korn and Graubard,
     1998), but for no more than there are, with Student's quantile for the number of clusters.
@@ -58,12 +58,12 @@ def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
 
 
 def of_clusters(right: int, n: int, clusters: int) -> Interval:
-    """The narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters."""
+    """Return the narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters."""
     return _wilson(right / n, float(n), _quantile(clusters - 1)) if n and clusters > 1 else _NONE
 
 
 def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """The interval of a mean difference between paired answers, in percentage points.
+    """Compute the interval of a mean difference between paired answers, in percentage points.
 
     At least as wide as the interval of a share of 0 among so many questions, since a difference that no question has
     shown may still exist.
@@ -86,7 +86,7 @@ def _ratio(clusters: Sequence[tuple[int, int]]) -> float:
 
 
 def _variance(clusters: Sequence[tuple[int, int]]) -> float:
-    """The variance of a ratio of sums over clusters, linearised."""
+    """Compute the linearised variance of a ratio of sums over clusters."""
     ratio, n, C = _ratio(clusters), sum(size for _, size in clusters), len(clusters)
     return C / (C - 1) * sum((count - ratio * size) ** 2 for count, size in clusters) / n**2
 
@@ -151,7 +151,7 @@ class PolicyPair:
 
 
 def grades(rows: Iterable[Row]) -> Grades:
-    """The grades in rows that differ by seed and case alone; none from rows without a record of questions."""
+    """Return the grades in rows that differ only by seed and case; rows without a record of questions have none."""
     found: Grades = {}
     for row in rows:
         place, score = (str(row["case"]), int(row["seed"])), row["score"]
@@ -161,7 +161,7 @@ def grades(rows: Iterable[Row]) -> Grades:
 
 
 def of_cell(rows: Sequence[Row]) -> Interval:
-    """The 95 % interval of a mean grade, in percent; NaN without a record of questions, or with a single text.
+    """Return a mean grade's 95 % interval, in percent; NaN for a single text or without a record of questions.
 
     Answers that are right or wrong have Wilson's interval, for the effective number of questions where a text has
     several. Other grades have the percentiles of a bootstrap over texts.
@@ -179,7 +179,7 @@ def of_cell(rows: Sequence[Row]) -> Interval:
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """``intervals``, one for each cell with graded questions, and ``pairs``, as plain data; ``null`` is no number."""
+    """Return ``intervals`` (one per cell with graded questions) and ``pairs`` as plain data; NaN is ``null``."""
     cells = grouped(rows, lambda row: tuple(str(row.get(key) or "") for key in _CELL))
     intervals = [
         {**dict(zip(_CELL, cell, strict=True)), "n": len(grades(own)), "interval": of_cell(own)}
@@ -191,7 +191,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
-    """All pairs of policies of every task, protocol and budget; a policy that never evicts meets all budgets."""
+    """Compare all pairs of policies by task, protocol and budget; a policy that never evicts joins every budget."""
     return [
         pair
         for (task, protocol), group in _parts(rows).items()
@@ -203,7 +203,7 @@ def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
 
 
 def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], other: tuple[str, Grades]) -> PolicyPair:
-    """Two policies, each with its grades, on the questions that both were asked."""
+    """Compare two policies, each with its grades, on the questions that both were asked."""
     both = {question: one[1][question] - other[1][question] for question in one[1] if question in other[1]}
     texts = [(sum(both[q] for q in own), len(own)) for own in _questions_by_text(both)]
     n = len(both)
@@ -214,7 +214,7 @@ def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], othe
 
 
 def sign_flip(differences: Sequence[float]) -> float:
-    """The share of sign changes under which a sum of differences is at least as far from 0; 1 if all are 0.
+    """Return the share of sign changes that move a sum of differences at least as far from 0; 1 if all are 0.
 
     Every way to change signs is tried for up to `FLIPS` differences. For differences of ±1 this is McNemar's test.
     """
@@ -232,7 +232,7 @@ def sign_flip(differences: Sequence[float]) -> float:
 
 
 def _corrected(found: Sequence[PolicyPair]) -> list[PolicyPair]:
-    """Pairs with `Pair.clear` and `Pair.needed`, by Holm's rule."""
+    """Return the pairs with `PolicyPair.clear` and `PolicyPair.needed` set by Holm's rule."""
     clear: set[int] = set()
     order = sorted(range(len(found)), key=lambda i: found[i].p)
     for rank, i in enumerate(order):
@@ -246,7 +246,7 @@ def _corrected(found: Sequence[PolicyPair]) -> list[PolicyPair]:
 
 
 def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
-    """The questions that show the difference in four of five runs; never fewer than the test needs to be clear."""
+    """Estimate how many questions show the difference in four of five runs; never fewer than the test needs."""
     half = (pair.interval[1] - pair.interval[0]) / 2
     if not pair.points or math.isnan(half):
         return None
@@ -255,7 +255,7 @@ def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
 
 
 def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
-    """Percentiles of a mean, in percent, over samples of texts; each text has a sum and a number of questions."""
+    """Bootstrap a mean's interval over texts, in percent; a text has a sum of grades and a number of questions."""
     sums, sizes = torch.tensor(texts, dtype=torch.float64).T
     generator = torch.Generator().manual_seed(0)
     means: Float[Tensor, " R"] = torch.cat(
@@ -269,19 +269,19 @@ def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
 
 
 def _at_least(interval: Interval, points: float, n: int) -> Interval:
-    """An interval at least as wide as that of a share of 0: a difference that no question has shown may still exist."""
+    """Widen an interval to at least that of a share of 0, as a difference that no question shows may still exist."""
     half = of_share(0, n)[1] / 2
     return max(-100.0, min(interval[0], points - half)), min(100.0, max(interval[1], points + half))
 
 
 def _parts(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Rows with graded questions by task and protocol."""
+    """Group the rows with graded questions by task and protocol."""
     graded = [row for row in rows if row["score"].get("grades") or row["score"].get("asked")]
     return grouped(graded, lambda row: (str(row["task"]), shown(row["task"], row["case"]).rpartition(", ")[2]))
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, dict[str, Grades]]:
-    """The grades of each policy at each budget."""
+    """Return the grades of each policy at each budget."""
     full = {name: grades(own) for name, own in by_name([row for row in rows if is_full([row])]).items()}
     bounded = by_budget([row for row in rows if not is_full([row])])
     return {
@@ -340,12 +340,12 @@ class PolicyDifference:
 
     @property
     def clear(self) -> bool:
-        """Whether 0 lies outside the interval."""
+        """Return whether 0 lies outside the interval."""
         return self.interval[0] > 0 or self.interval[1] < 0
 
 
 def answers(rows: Iterable[Row]) -> Answers:
-    """The answers in rows that differ by the seed alone; none from rows without a record of questions."""
+    """Return the answers in rows that differ only by seed; rows without a record of questions have none."""
     return {
         (row["seed"], document, number): bool(right)
         for row in rows
@@ -354,7 +354,7 @@ def answers(rows: Iterable[Row]) -> Answers:
 
 
 def kept(own: Answers, full: Answers) -> KeptShare:
-    """The share of the full cache's answers that stay, over the questions that both were asked."""
+    """Compute the share of the full cache's right answers that a policy keeps, over questions asked of both."""
     both = own.keys() & full.keys()
     able = [question for question in both if full[question]]
     clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(able)]
@@ -363,7 +363,7 @@ def kept(own: Answers, full: Answers) -> KeptShare:
 
 
 def difference(one: Answers, other: Answers, full: Answers) -> PolicyDifference:
-    """The difference of two policies over the questions that both were asked and that the full cache answers."""
+    """Compare two policies on the questions that both were asked and that the full cache answers."""
     able = [question for question in one.keys() & other.keys() & full.keys() if full[question]]
     clusters = [(sum(one[q] - other[q] for q in group), len(group)) for group in _by_text(able)]
     only = (sum(one[q] > other[q] for q in able), sum(one[q] < other[q] for q in able))
@@ -372,7 +372,7 @@ def difference(one: Answers, other: Answers, full: Answers) -> PolicyDifference:
 
 
 def share_tables(rows: Sequence[Row]) -> list[Table]:
-    """The share of the full cache's answers that stays, for every case of recall with rows of ``full``."""
+    """Make a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
     found = []
     for case, group in by_case(of_task(rows, "recall")).items():
         full = answers(row for row in group if _is_full(row))
@@ -383,7 +383,7 @@ def share_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _is_full(row: Row) -> bool:
-    """Whether a row is that of the full cache in the model's dtype."""
+    """Return whether a row was measured with the full cache in the model's dtype."""
     return row["policy"] == "full" and not row.get("setup")
 
 
@@ -407,7 +407,7 @@ def _by_text(questions: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, 
 
 
 def _shown(value: float, interval: Interval) -> str:
-    """A number with its interval: ``92 (87–95)``."""
+    """Format a number with its interval: ``92 (87–95)``."""
     if math.isnan(value):
         return "–"
     return f"{value:.0f}" if math.isnan(interval[0]) else f"{value:.0f} ({interval[0]:.0f}–{interval[1]:.0f})"
@@ -429,7 +429,7 @@ def difference_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """How many differences are clear, and how many questions the others would need."""
+    """Tell how many differences are clear, and how many questions the others would need."""
     found = []
     for (task, protocol), group in grouped(pairs(rows), lambda pair: (pair.task, pair.protocol)).items():
         unclear = [pair for pair in group if not pair.clear]
@@ -457,7 +457,7 @@ def _span(group: Sequence[PolicyPair]) -> str:
 
 
 def _rounded(n: int) -> int:
-    """A number of questions with two digits."""
+    """Round a number of questions up to two significant digits."""
     size: int = 10 ** max(0, len(str(n)) - 2)
     return math.ceil(n / size) * size
 
@@ -479,7 +479,7 @@ def _difference_table(about: str, group: Sequence[PolicyPair], order: tuple[list
 
 
 def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
-    """The cell of each policy of a budget."""
+    """Return the table cell of each policy at one budget, compared with the best policy."""
     names = list(dict.fromkeys(name for pair in group for name in (pair.one, pair.other)))
     sums = dict.fromkeys(names, 0.0)
     for pair in group:
@@ -496,7 +496,7 @@ def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
 
 
 def _cell(pair: PolicyPair, sign: int) -> str:
-    """``−12 (−20…−4) *``: points, their interval, and a star if the difference is clear."""
+    """Format points, their interval, and a star if the difference is clear: ``−12 (−20…−4) *``."""
     if math.isnan(pair.points):
         return "–"
     low, high = sorted(sign * limit for limit in pair.interval)

@@ -62,7 +62,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def heat(rows: Sequence[Row]) -> list[Heat]:
-    """What is found of hidden things by depth and context; one map per task, protocol, policy and budget."""
+    """Map the hidden facts found by depth and context: one map per task, protocol, policy and budget."""
     groups = grouped(
         [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
         lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_name([row]))), str(row["budget"])),
@@ -90,7 +90,7 @@ def _share(counts: Sequence[Sequence[float | int]]) -> float:
 
 
 def quality(rows: Sequence[Row]) -> list[Panel]:
-    """Each measure over the budget; a policy that never evicts is a horizontal line."""
+    """Plot each measure over the budget; a policy that never evicts is a horizontal line."""
     return [
         _titled(
             cases,
@@ -115,7 +115,7 @@ def _curve(name: str, group: Sequence[Row], measure: ScoreMeasure) -> Series:
 
 
 def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure) -> Point:
-    """A measure at a budget. Answers are counted over all seeds; other measures have an interval if seeds differ."""
+    """Return a measure at a budget. Right answers are counted over all seeds; other measures need several seeds."""
     counts = [(row["score"].get("right"), row["score"].get("n")) for row in part]
     if measure.key != "accuracy" or any(None in pair for pair in counts):
         return x, spread.mean, of_mean(spread)
@@ -150,7 +150,7 @@ def _depth_curve(name: str, group: Sequence[Row]) -> Series:
 
 
 def kept(rows: Sequence[Row]) -> list[Panel]:
-    """Positions of kept tokens in the prompt; one panel per budget."""
+    """Plot the positions of kept tokens in the prompt, in one panel per budget."""
     return [
         _titled(
             group,
@@ -174,7 +174,7 @@ def _kept_curve(name: str, group: Sequence[Row]) -> Series:
 
 
 def _series(name: str, points: Sequence[Point], *, reference: bool) -> Series:
-    """A line through the points, with the intervals that are known."""
+    """Return a line through the points, with intervals if any are known."""
     known = any(not math.isnan(low) for _, _, (low, _) in points)
     return Series(
         name,
@@ -186,7 +186,7 @@ def _series(name: str, points: Sequence[Point], *, reference: bool) -> Series:
 
 
 def _titled(group: Sequence[Row], panel: Panel) -> Panel:
-    """The panel with the number of seeds in its title, and without intervals if it has many lines."""
+    """Return the panel with the number of seeds in its title, and without intervals if it has many lines."""
     if several := seeds(group):
         panel = replace(panel, title=f"{panel.title}\nmean of {several}")
     if not any(series.interval for series in panel.series):
@@ -197,7 +197,7 @@ def _titled(group: Sequence[Row], panel: Panel) -> Panel:
 
 
 def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of recall by budget, where something is evicted, with the policies that never evict; contexts together."""
+    """Group the rows of recall by each budget that evicts, with the policies that never evict; contexts together."""
     return {
         ", ".join(filter(None, (budget, way))): [row for row in group if row["budget"] in (budget, FULL)]
         for way, group in grouped(of_task(rows, "recall"), _way).items()
@@ -207,5 +207,5 @@ def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _way(row: Row) -> str:
-    """The parts of a case's name other than the context."""
+    """Return the parts of a case's name other than the context."""
     return ",".join(part for part in row["case"].split(",") if not part.startswith("context="))

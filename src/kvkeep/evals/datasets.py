@@ -51,7 +51,7 @@ class HubDataset:
 
 
 def hub_rows(place: HubDataset, otherwise: str) -> list[dict[str, Any]]:
-    """The rows of a data set of the hub; downloaded, or from the local cache if the hub cannot be reached.
+    """Return the rows of a data set of the hub, from the hub or, if it cannot be reached, from the local cache.
 
     Args:
         place: the data set.
@@ -67,12 +67,12 @@ def hub_rows(place: HubDataset, otherwise: str) -> list[dict[str, Any]]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder looks like a data set that the package saved (`save_to_disk`)."""
+    """Return whether a folder looks like a data set that the package saved (`save_to_disk`)."""
     return any(all(os.path.isfile(folder / name) for name in names) for names in _MARKS)
 
 
 def saved(folder: Path, split: str) -> list[dict[str, Any]]:
-    """The rows of a saved data set. Of several splits the given one is read, or the only one.
+    """Read the rows of a saved data set. Of several splits, read the given one, or the only one.
 
     Raises:
         InputError: the package is missing or too old, or the folder cannot be read.
@@ -168,11 +168,11 @@ class DatasetRows:
     numbers: tuple[int, ...]
 
     def place(self, number: int) -> str:
-        """Where a row stands, by its place in `rows`."""
+        """Return where a row comes from, for messages, by its index in `rows`."""
         return f"{self.unit} {self.numbers[number]} of {self.name}"
 
     def read(self, reader: Callable[[dict[str, Any]], _Read], what: str) -> list[_Read]:
-        """What a reader makes of each row.
+        """Apply a reader to each row, and return the results.
 
         Raises:
             InputError: it cannot read one.
@@ -189,7 +189,7 @@ class DatasetRows:
 
 
 def has(data: str | None, source: Source) -> bool:
-    """Whether a data set is in the folder of data, or may be on the hub."""
+    """Return whether a data set is in the data folder, or may be on the hub."""
     if data == HUB:
         return source.hub is not None
     return data is not None and _in(data, source) is not None
@@ -198,7 +198,7 @@ def has(data: str | None, source: Source) -> bool:
 def rows(
     data: str | None, source: Source, task: str, fields: Mapping[str, type | tuple[type, ...]] | None = None
 ) -> DatasetRows:
-    """The rows of a data set: of a file, of a saved folder, or of the hub.
+    """Read the rows of a data set from a file, a saved folder or the hub.
 
     Args:
         data: the folder of data, or ``hub``.
@@ -228,7 +228,7 @@ def rows(
 
 
 def text(row: Mapping[str, Any], name: str) -> str:
-    """A field of a row that has to be a text.
+    """Return a field of a row that has to be a text.
 
     Raises:
         KeyError: the row has no such field.
@@ -255,7 +255,7 @@ def fingerprint(data: str | None, sources: Sequence[Source]) -> str | None:
 
 
 def _found(folder: str | None, source: Source, task: str) -> Path:
-    """The path of a data set in the folder of data."""
+    """Return the path of a data set in the data folder, or raise an `InputError` if it is missing."""
     wanted = " or ".join(source.names)
     if folder is None:
         online = f", or the word {HUB} to read {source.hub} by the package datasets" if source.hub else ""
@@ -277,7 +277,7 @@ def _in(folder: str, source: Source) -> Path | None:
 
 
 def _files(folder: str | None, source: Source) -> list[Path]:
-    """All files of a data set in a folder."""
+    """Return all files of a data set in a folder."""
     if folder is None:
         return []
     saved = Path(folder, source.saved)
@@ -307,7 +307,7 @@ def _check(found: DatasetRows, fields: Mapping[str, type | tuple[type, ...]]) ->
 
 
 def _whole(path: Path) -> Any:
-    """The content of a JSON file."""
+    """Parse a JSON file."""
     try:
         return parse(_bytes(path))
     except json.JSONDecodeError as error:
@@ -317,7 +317,7 @@ def _whole(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The values of a file with one JSON value per line, and their lines' numbers; empty lines are left out."""
+    """Yield each value of a file with one JSON value per line, with its line number; empty lines are left out."""
     for number, line in enumerate(_bytes(path).splitlines(), 1):
         if line.strip():
             try:

@@ -55,7 +55,7 @@ class Setup:
             raise BudgetError(f"The prefill chunk {self.prefill_chunk} takes no token; give 1 or more.")
 
     def cache(self, checkpoint: Checkpoint, policy: Policy, numbers: Sequence[int], *, first: int = 0) -> BoundedCache:
-        """An unused cache for one batch.
+        """Return an unused cache for one batch.
 
         Args:
             checkpoint: the model.
@@ -76,7 +76,7 @@ class Setup:
         )
 
     def differences(self, checkpoint: Checkpoint, policy: Policy) -> str:
-        """The options that differ from the policy's own on this model, e.g. ``positions=slot,layer-budget=ramp:0.2``.
+        """Return the options that differ from the policy's own, e.g. ``positions=slot,layer-budget=ramp:0.2``.
 
         Raises:
             UnsupportedModelError: slot positions were asked for, and the model cannot have them.
@@ -145,7 +145,7 @@ class Drive:
         return logits
 
     def copies(self, rows: Sequence[int]) -> Drive:
-        """The same model with copies of the memory of some rows; a row may be given several times.
+        """Return the same model with copies of the cache of some rows; a row may be given several times.
 
         Both go on independently: nothing that is fed to one of them changes the other.
         """
@@ -166,13 +166,13 @@ class Drive:
 
 
 def batches(lengths: Sequence[int]) -> list[slice]:
-    """Batches of rows: as many as have `BATCH_TOKENS` columns together, but at least one row each."""
+    """Split rows into batches of at most `BATCH_TOKENS` columns together, but at least one row each."""
     size = max(1, BATCH_TOKENS // max(lengths))
     return [slice(start, start + size) for start in range(0, len(lengths), size)]
 
 
 def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """One batch of rows of different lengths, padded on the left, and which columns are tokens."""
+    """Pad rows of different lengths on the left into one batch, and tell which columns are tokens."""
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
@@ -184,7 +184,7 @@ def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
 
 
 def _shared(rule: str) -> str:
-    """The name of a rule for heads; a profile is named by its content, since a file may be made anew."""
+    """Return the name of a head budget rule. A profile is named by its content, since its file may change."""
     name, _, file = rule.partition(":")
     if name != "profile":
         return rule
@@ -193,7 +193,7 @@ def _shared(rule: str) -> str:
 
 
 def _rule(how: str | tuple[float, ...]) -> str:
-    """The name of a rule with its parameter; weights, one for each layer, are shown as a hash."""
+    """Return the name of a layer budget rule with its parameter; a list of layer weights is shown as a hash."""
     if not isinstance(how, str):
         return f"calibrated:{hashlib.sha256(repr(how).encode()).hexdigest()[:8]}"
     name, _, number = how.partition(":")

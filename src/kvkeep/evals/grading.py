@@ -22,55 +22,55 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation and articles."""
+    """Split a text into its words in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def overlap(found: Counter[object], wanted: Counter[object]) -> float:
-    """F1 of two bags: the harmonic mean of precision and recall."""
+    """Compute F1 of two bags of items: the harmonic mean of precision and recall."""
     common = (found & wanted).total()
     return 2 * common / (found.total() + wanted.total()) if common else 0.0
 
 
 def f1(reply: str, answer: str) -> float:
-    """F1 over words, as in SQuAD."""
+    """Compute F1 over words, as in SQuAD."""
     return overlap(Counter(words_of(reply)), Counter(words_of(answer)))
 
 
 def exact(reply: str, answer: str) -> float:
-    """Whether both have the same words."""
+    """Return 1 if reply and answer have the same words, else 0."""
     return float(words_of(reply) == words_of(answer))
 
 
 def contains_all(reply: str, answers: Sequence[str]) -> float:
-    """The share of the answers that the reply contains, letter case aside (RULER)."""
+    """Return the share of the answers that the reply contains, letter case aside (RULER)."""
     return sum(answer.lower() in reply.lower() for answer in answers) / len(answers)
 
 
 def contains_any(reply: str, answers: Sequence[str]) -> float:
-    """Whether the reply contains one of the answers, letter case aside (RULER's questions)."""
+    """Return 1 if the reply contains one of the answers, letter case aside, else 0 (RULER's questions)."""
     return float(any(answer.lower() in reply.lower() for answer in answers))
 
 
 def tokens_of(text: str) -> list[str]:
-    """The words and numbers of a text in lower case, as rouge-score splits it."""
+    """Split a text into its words and numbers in lower case, as rouge-score does."""
     return re.findall(r"[a-z0-9]+", text.lower())
 
 
 def rouge_n(reply: str, answer: str, n: int) -> float:
-    """ROUGE-N: F1 over runs of ``n`` words, without stemming."""
+    """Compute ROUGE-N: F1 over runs of ``n`` words, without stemming."""
     return overlap(Counter(_runs(tokens_of(reply), n)), Counter(_runs(tokens_of(answer), n)))
 
 
 def rouge_l(reply: str, answer: str) -> float:
-    """ROUGE-L: F1 of the longest common subsequence of words, without stemming."""
+    """Compute ROUGE-L: F1 of the longest common subsequence of words, without stemming."""
     one, other = tokens_of(reply), tokens_of(answer)
     common = _common(one, other)
     return 2 * common / (len(one) + len(other)) if common else 0.0
 
 
 def rouge_l_of_sentences(reply: str, answer: str) -> float:
-    """ROUGE-L as LongBench's authors compute it, by the package rouge 1.0.1.
+    """Compute ROUGE-L as LongBench's authors do, with the package rouge 1.0.1.
 
     Texts are split at full stops, and sentences at white space; letter case and other punctuation stay. F1 counts
     different words: those of the longest common subsequences of any two sentences, taken together, against all words
@@ -83,12 +83,12 @@ def rouge_l_of_sentences(reply: str, answer: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """The words of each sentence; one of white space alone is a single empty word."""
+    """Split a text into sentences, and each into words; a sentence of white space is a single empty word."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
 def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """A longest common subsequence of words; of equal ones that which drops the end of ``other`` first."""
+    """Find a longest common subsequence of words. Among equals, choose the one that drops ``other``'s end first."""
     lengths = [[0] * (len(other) + 1)]
     for word in one:
         before, row = lengths[-1], [0]
@@ -112,7 +112,7 @@ def _runs(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """The length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     before = [0] * (len(other) + 1)
     for item in one:
         row = [0]
@@ -123,13 +123,13 @@ def _common(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def count(reply: str, answer: str) -> float:
-    """The share of the numbers in a reply that are the answer."""
+    """Return the share of the numbers in a reply that equal the answer."""
     numbers = re.findall(r"\d+", reply)
     return numbers.count(answer.strip()) / len(numbers) if numbers else 0.0
 
 
 def retrieval(reply: str, answer: str) -> float:
-    """The share of the numbers in a reply that are the paragraph's number, as in ``Paragraph 7``."""
+    """Return the share of the numbers in a reply that equal the answer's paragraph number, as in ``Paragraph 7``."""
     number = re.search(r"Paragraph (\d+)", answer)
     return count(reply, number.group(1)) if number else 0.0
 
@@ -146,7 +146,7 @@ def code_similarity(reply: str, answer: str) -> float:
 
 
 def classification(reply: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the number of classes that a reply names, if the right one is among them.
+    """Return 1 divided by the number of classes that a reply names; 0 if the right one is not among them.
 
     A class whose name is a part of the right one's does not count.
     """
@@ -155,7 +155,7 @@ def classification(reply: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def best(grade: Callable[[str, str], float], reply: str, answers: Sequence[str]) -> float:
-    """The best grade of a reply over several right answers."""
+    """Return the best grade of a reply over several right answers."""
     return max((grade(reply, answer) for answer in answers), default=0.0)
 
 
@@ -163,18 +163,18 @@ def best(grade: Callable[[str, str], float], reply: str, answers: Sequence[str])
 
 
 def distinct(texts: Sequence[Sequence[object]], n: int) -> float:
-    """The share of different runs of ``n`` tokens in all texts together; 0 without such a run."""
+    """Return the share of distinct runs of ``n`` tokens in all texts together; 0 without such a run."""
     runs = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
     return len(set(runs)) / len(runs) if runs else 0.0
 
 
 def repeated(text: Sequence[object], n: int) -> float:
-    """The share of runs of ``n`` tokens in a text that occurred before in it."""
+    """Return the share of runs of ``n`` tokens in a text that occurred in it before."""
     return 1 - distinct([text], n) if len(text) >= n else 0.0
 
 
 def self_bleu(texts: Sequence[Sequence[object]], order: int, smoothing: float = 0.1) -> float:
-    """The mean BLEU of each text with all others as references; low values mean diverse texts.
+    """Compute the mean BLEU of each text with all others as references; low values mean diverse texts.
 
     Args:
         texts: two texts or more, as tokens.
@@ -188,7 +188,7 @@ def self_bleu(texts: Sequence[Sequence[object]], order: int, smoothing: float = 
 
 
 def bleu(text: Sequence[object], references: Sequence[Sequence[object]], order: int, smoothing: float = 0.1) -> float:
-    """BLEU of a text: the geometric mean of its clipped n-gram precisions, with the brevity penalty."""
+    """Compute BLEU of a text: the geometric mean of its clipped n-gram precisions, with the brevity penalty."""
     if not text or not references:
         return 0.0
     logs = 0.0
@@ -221,7 +221,7 @@ def check() -> None:
 
 
 def scores(replies: Sequence[str], answers: Sequence[str]) -> dict[str, list[float]]:
-    """F1 of each reply, by kind of ROUGE.
+    """Compute F1 of each reply, by kind of ROUGE.
 
     Raises:
         InputError: rouge-score is missing.

@@ -42,7 +42,7 @@ class RequestedBudget:
         return f"{self.ratio * 100:.6g}%" if self.ratio is not None else str(self.tokens)
 
     def of(self, length: int) -> int:
-        """The budget in tokens for a text of ``length`` tokens.
+        """Return the budget in tokens for a text of ``length`` tokens.
 
         Raises:
             BudgetError: a share of an empty text.
@@ -71,7 +71,7 @@ class GridArguments:
     kv_bits: Sequence[str | None] = ()
 
     def pairs(self) -> list[tuple[Policy, RequestedBudget, Setup]]:
-        """The combinations to run. A policy that never evicts is run once, since it keeps all tokens in every setup."""
+        """Return the combinations to run. A policy that never evicts runs once, as it keeps all tokens anyway."""
         found = []
         for policy, bits in itertools.zip_longest(self.policies, self.kv_bits):
             setup = replace(self.setup if policy.evicts else PLAIN, kv_bits=check_bits(bits or self.setup.kv_bits))
@@ -125,14 +125,14 @@ class Planned:
 
     @property
     def evicts(self) -> bool:
-        """Whether any row is longer than its budget, or a layer may get less than the budget."""
+        """Return whether any row is longer than its budget, or a layer or head may get less than the budget."""
         uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
         uneven |= self.setup.head_budget is not None
         return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
 
 
 def split_policies(text: str) -> list[Policy]:
-    """The policies of `split_arms`.
+    """Return the policies of `split_arms`, which must name no bits.
 
     Raises:
         PolicyError: the list is empty, or a policy in it is wrong or names bits.
@@ -171,7 +171,7 @@ def _arm(text: str) -> tuple[Policy, str | None]:
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -> list[Planned]:
-    """All cells of a task with data of one seed.
+    """Plan all cells of a task with data of one seed.
 
     Raises:
         BudgetError: a budget is smaller than the tokens that a policy protects.
@@ -188,7 +188,7 @@ def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -
 
 
 def _numbers(task: Task, policy: Policy, asked: RequestedBudget, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The budget of each row in tokens; enough for all tokens if nothing is evicted."""
+    """Return the budget of each row in tokens; one that holds all tokens if nothing is evicted."""
     return tuple(asked.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
 
 

@@ -41,7 +41,7 @@ class Board:
 
 
 def board(folders: Sequence[ResultFolder]) -> Board:
-    """The results of folders whose tasks can stand in one table (`merging.read`).
+    """Build the leaderboard from folders whose tasks can stand in one table (`records.read`).
 
     Raises:
         InputError: there is no row, or one line has results of different weights.
@@ -105,13 +105,13 @@ def _of(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> list[Row]:
 
 
 def _value(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> float:
-    """The mean of a measure over cases, each of which counts alike; NaN without rows."""
+    """Average a measure over cases, each of which counts alike; NaN without rows."""
     means = [measure.of(own).mean for own in by_case(_of(rows, measure, how)).values()]
     return over(means).mean if means else math.nan
 
 
 def _rank(rows: Sequence[Row], columns: Sequence[tuple[ScoreMeasure, str]]) -> tuple[float, ...]:
-    """What lines are sorted by: the measures, best first; lines without a number come last."""
+    """Return the sort key of a line: its measures, best first; a measure without a number sorts last."""
     values = [(_value(rows, *column), column[0].key in _LOW_IS_GOOD) for column in columns]
     return tuple(math.inf if math.isnan(value) else value if low else -value for value, low in values)
 
@@ -121,7 +121,7 @@ def _title(measure: ScoreMeasure, how: str) -> str:
 
 
 def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> str:
-    """The mean over cases, its interval, and how many of the cases there are, where some are missing."""
+    """Format the mean over cases with its interval; where cases are missing, tell how many there are."""
     mine, value = _of(own, measure, how), _value(own, measure, how)
     if math.isnan(value):
         return "–"

@@ -258,7 +258,7 @@ class QATask(Task):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> Mapping[str, TaskCase]:
-        """The cases by name.
+        """Make the cases, by name.
 
         Args:
             checkpoint: the model.
@@ -271,11 +271,11 @@ class QATask(Task):
         """
 
     def settings(self) -> dict[str, Any]:
-        """Everything that results depend on."""
+        """Return everything that results depend on."""
         return self.about
 
     def cases(self) -> dict[str, list[int]]:
-        """Each case, with the lengths of its prompts, or of its texts if questions are asked later."""
+        """Return each case with the lengths of its prompts, or of its texts if questions are asked later."""
         later = self.options.ask == "later"
         return {
             name: [prompt.first if later else len(prompt.ids) for prompt in case.prompts]
@@ -284,7 +284,7 @@ class QATask(Task):
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of the longest reply, and of the longest question if it is asked later."""
+        """Return the length of the longest reply, plus that of the longest question if it is asked later."""
         later = self.options.ask == "later"
         return max(
             case.new + (len(prompt.ids) - prompt.first if later else 0)
@@ -313,7 +313,7 @@ class QATask(Task):
         return TaskOutcome(score, sum((batch.memory for batch in done), MemoryUsage()))
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
-        """The grade of each reply."""
+        """Grade each reply."""
         made = self.made[case]
         return [made.grade(prompt.item, text) for prompt, text in zip(made.prompts, texts, strict=True)]
 
@@ -353,7 +353,7 @@ class TooShortError(InputError):
 
 
 def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> ItemPrompt:
-    """An item as tokens, in the chat template if there is one and the item may use it."""
+    """Encode an item as tokens, in the chat template if there is one and the item may use it."""
     ids = tokens_of(checkpoint, item)
     if ask != "later":
         return ItemPrompt(item, ids, len(ids) - 1, document)
@@ -365,7 +365,7 @@ def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> It
 
 
 def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
-    """The tokens of text, question and lead."""
+    """Encode text, question and lead as tokens."""
     if not item.chat or checkpoint.tokenizer.chat_template is None:
         return encode(checkpoint, f"{item.text}{item.question}{item.lead}", raw=True)[0]
     ids = encode(checkpoint, f"{item.text}{item.question}")[0]
@@ -373,7 +373,7 @@ def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
 
 
 def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, least: int, about: str) -> Item:
-    """The longest item that has at most ``room`` tokens.
+    """Find the longest item that has at most ``room`` tokens.
 
     Args:
         checkpoint: the model.

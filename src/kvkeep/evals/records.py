@@ -73,17 +73,17 @@ class Records(RowFolder):
 
     @property
     def done(self) -> set[Cell]:
-        """The finished cells."""
+        """Return the finished cells."""
         return set(self._rows)
 
     @property
     def safe(self) -> str:
-        """A sentence with the number of finished rows; nothing if there is none, or their file is gone."""
+        """Tell how many finished rows are safe; empty if there is none, or their file is gone."""
         there = len(self._rows) if (self.path / ROWS).is_file() else 0
         return f"The {there} rows written before are safe." if there > 1 else "The row written before is safe." * there
 
     def manifest(self) -> dict[str, Any] | None:
-        """The content of ``run.json``; ``None`` if the folder has no run yet.
+        """Return the content of ``run.json``; ``None`` if the folder has no run yet.
 
         Raises:
             InputError: the file is damaged, or it is missing although there are results or files of the same names.
@@ -167,12 +167,12 @@ LONGEST = 1000
 
 
 def key_of(row: Row) -> Cell:
-    """The cell of a row."""
+    """Return the cell that a row of results belongs to."""
     return Cell(row["task"], row["case"], row["policy"], row["budget"], row["seed"], row.get("setup", ""))
 
 
 def fault(row: Row) -> str | None:
-    """The defect of a row, as part of a sentence; ``None`` if tables, plots and resuming can use the row."""
+    """Describe the defect of a row as part of a sentence; ``None`` if tables, plots and resuming can use it."""
     whole_row: Row = {"setup": "", **row}  # older rows have no setup
     if (found := first_fault(whole_row, _ROW)) is not None:
         return found
@@ -246,7 +246,7 @@ class ResultFolder:
 
 
 def read(paths: Sequence[Path]) -> list[ResultFolder]:
-    """Folders of results whose tasks can stand in one table.
+    """Read folders of results whose tasks can stand in one table.
 
     Raises:
         InputError: a folder has no results, or cannot be read; tasks were run under other settings or protocols.
@@ -287,7 +287,7 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
 
 
 def protocol(row: Row) -> str:
-    """How a task's questions were asked: ``inside`` or ``later``, and the solved examples; empty for other tasks."""
+    """Return how questions were asked: ``inside`` or ``later``, and the solved examples; empty for other tasks."""
     if row["task"] not in ASKED:
         return ""
     *rest, when = shown(row["task"], row["case"]).split(",")

@@ -42,12 +42,12 @@ class Spread:
         return (self.high - self.low) / 2
 
     def times(self, factor: float) -> Spread:
-        """The spread multiplied by a factor."""
+        """Return the spread multiplied by a factor."""
         return Spread(factor * self.mean, factor * self.low, factor * self.high, self.n, factor * self.error)
 
 
 def over(values: Sequence[float]) -> Spread:
-    """The spread of some numbers."""
+    """Compute the spread of some numbers."""
     n, mean = len(values), sum(values) / len(values)
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else math.nan
     return Spread(mean, min(values), max(values), n, error)
@@ -71,17 +71,17 @@ class ScoreMeasure:
 
     @property
     def graded(self) -> bool:
-        """Whether it is the mean of the grades of a task's questions."""
+        """Return whether the measure is the mean of the grades of a task's questions."""
         return self.task in ASKED and self.key in ("score", "accuracy")
 
     def of(self, rows: Sequence[Row]) -> Spread:
-        """The number in rows that differ by the seed alone; shares in percent, NaN if a row has no such number."""
+        """Compute the measure of rows that differ only by seed; shares in percent, NaN if a row lacks the number."""
         values = [row["score"][self.key] for row in rows]
         found = over([math.nan if value is None else value for value in values])
         return found if self.decimals is None else found.times(100.0)
 
     def show(self, rows: Sequence[Row]) -> str:
-        """The number as text: ``62%``, or ``62±3%`` with half of the range over several seeds."""
+        """Format the measure: ``62%``, or ``62±3%`` with half of the range over several seeds."""
         found = self.of(rows)
         if math.isnan(found.mean):
             return "–"
@@ -91,7 +91,7 @@ class ScoreMeasure:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, but all digits before the point: ``57.0``, ``0.0665``, ``1234``."""
+    """Format three significant digits, but all digits before the point: ``57.0``, ``0.0665``, ``1234``."""
     return f"{value:.0f}" if abs(value) >= 99.95 or value == 0 else f"{value:#.3g}"
 
 
@@ -127,12 +127,12 @@ ASKED = (
 
 
 def of_task(rows: Sequence[Row], task: str) -> list[Row]:
-    """The rows of one task."""
+    """Return the rows of one task."""
     return [row for row in rows if row["task"] == task]
 
 
 def grouped(rows: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Rows, or others, in groups, in the order in which the groups first appear."""
+    """Group rows, or other items, by a key, in the order in which the groups first appear."""
     groups: dict[_Key, list[_Item]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -140,12 +140,12 @@ def grouped(rows: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, l
 
 
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by their part of a task."""
+    """Group rows by their case, which is a part of a task."""
     return grouped(rows, lambda row: str(row["case"]))
 
 
 def shown(task: str, case: str) -> str:
-    """A case in a title. A case of a task with questions names its protocol.
+    """Return a case's name for a title. A case of a task with questions names its protocol.
 
     ``inside``: the question stands in the text when the text is cut. ``later``: the text is cut first.
     """
@@ -156,39 +156,39 @@ def shown(task: str, case: str) -> str:
 
 
 def by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by policy, and by the setup where caches were made otherwise than the policy's own way."""
+    """Group rows by policy, and by setup where it differs from the policy's own."""
     return grouped(rows, lambda row: f"{row['policy']} ({setup})" if (setup := row.get("setup")) else row["policy"])
 
 
 def by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by budget, from the smallest to the largest."""
+    """Group rows by budget, from the smallest to the largest."""
     groups = grouped(rows, lambda row: str(row["budget"]))
     return dict(sorted(groups.items(), key=lambda item: _share(item[1][0])))
 
 
 def percent(row: Row) -> float:
-    """The budget in percent of the text; one that was given in percent is not rounded to whole tokens."""
+    """Return the budget in percent of the text; a budget given in percent is not rounded to whole tokens."""
     asked = str(row["budget"])
     return float(asked[:-1]) if asked.endswith("%") else 100 * _share(row)
 
 
 def held(row: Row) -> float:
-    """Bytes allocated, relative to a full cache."""
+    """Return the allocated bytes relative to a full cache."""
     return float(row["memory"]["allocated_bytes"] / max(1, row["memory"]["full_bytes"]))
 
 
 def is_full(rows: Sequence[Row]) -> bool:
-    """Whether all rows are of a policy that never evicts."""
+    """Return whether all rows are of a policy that never evicts."""
     return all(row["budget"] == FULL for row in rows)
 
 
 def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows by seed."""
+    """Group rows by seed."""
     return list(grouped(rows, lambda row: row["seed"]).values())
 
 
 def seeds(rows: Sequence[Row]) -> str:
-    """The number of seeds in words, as for a title; empty if no number has more than one seed."""
+    """Return the number of seeds in words, as for a title; empty if no case has more than one seed."""
     cells = grouped(rows, lambda row: (row["case"], row["policy"], row.get("setup"), row["budget"]))
     sizes = {len(by_seed(group)) for group in cells.values()}
     low, high = min(sizes, default=1), max(sizes, default=1)
@@ -198,7 +198,7 @@ def seeds(rows: Sequence[Row]) -> str:
 
 
 def _share(row: Row) -> float:
-    """The budget as a share of the text, at most 1."""
+    """Return the budget as a share of the text, at most 1."""
     return float(min(1.0, row["budget_tokens"] / row["text_tokens"]))
 
 
@@ -219,7 +219,7 @@ Sure: TypeAlias = Callable[[Sequence[Row]], tuple[float, float]]
 
 
 def tables(rows: Sequence[Row], sure: Sure | None = None) -> list[Table]:
-    """A table for every measure of every case, and one of the bytes that caches held.
+    """Make a table for every measure of every case, and one of the bytes that caches held.
 
     Args:
         rows: the rows.
@@ -234,7 +234,7 @@ def tables(rows: Sequence[Row], sure: Sure | None = None) -> list[Table]:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    """Bytes held in the case with most rows of the first task; of equals, in the last case."""
+    """Tabulate bytes held, in the case of the first task that has most rows; among equals, in the last one."""
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
     columns, task = list(by_budget(group)), str(group[0]["task"])
@@ -258,6 +258,6 @@ def _limits(interval: tuple[float, float]) -> str:
 
 
 def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequence[Row]], str]) -> dict[str, list[str]]:
-    """The line of each policy."""
+    """Return the table line of each policy."""
     lines = {name: by_budget(part) for name, part in by_name(group).items()}
     return {name: [show(line[column]) if column in line else "" for column in columns] for name, line in lines.items()}

@@ -66,7 +66,7 @@ class Grid:
 
     @property
     def planned(self) -> list[Planned]:
-        """All cells."""
+        """Return all planned cells."""
         return [planned for part in self.parts for planned in part.planned]
 
     @property
@@ -76,7 +76,7 @@ class Grid:
         return list(dict.fromkeys([*self.about_text, *about_tasks, *grid.notes(self.planned)]))
 
     def shard(self, number: int, count: int) -> Grid:
-        """The same grid with every ``count``-th cell only, beginning with the ``number``-th."""
+        """Return the same grid with every ``count``-th cell only, beginning with the ``number``-th."""
         places = itertools.count()
         parts = [
             replace(part, planned=[planned for planned in part.planned if next(places) % count == number - 1])
@@ -162,7 +162,7 @@ def measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
 
 
 def about(name: str, writer: Writer) -> dict[str, str]:
-    """The part of a row that is the same for all cells that a process runs.
+    """Return the part of a row that is the same for all cells that a process runs.
 
     Args:
         name: the model's name in results.
@@ -172,7 +172,7 @@ def about(name: str, writer: Writer) -> dict[str, str]:
 
 
 def manifest(grid: Grid) -> dict[str, Any]:
-    """The properties that all results in one folder share, as far as they are known without weights."""
+    """Return the properties that all results in one folder share, as far as they are known without weights."""
     return {
         "model": grid.name,
         "tasks": {part.task.name: {"version": part.task.VERSION, **part.task.settings()} for part in grid.parts},
@@ -180,13 +180,13 @@ def manifest(grid: Grid) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that compute, and of Python."""
+    """Return the versions of the packages that compute, and of Python."""
     packages = {package: version(package) for package in ("torch", "transformers")}
     return {"kvkeep": __version__, **packages, "python": platform.python_version()}
 
 
 def fingerprint(writer: Writer) -> str:
-    """A hash that tells other weights of the same name apart."""
+    """Compute a hash that tells other weights of the same name apart."""
     return weight_hash.fingerprint(writer.model)
 
 
@@ -264,7 +264,7 @@ class CellRunner:
         self._task: Task | None = None
 
     def about(self) -> dict[str, str]:
-        """The model, as the description of a run has it."""
+        """Describe the model as ``run.json`` records it."""
         return {"weights": fingerprint(self.writer), "dtype": self.writer.dtype}
 
     def run(self, piece: CellPiece) -> Row:
@@ -323,7 +323,7 @@ class PartQueue:
         self._at: dict[int, int] = {}
 
     def take(self, process: int) -> int | None:
-        """The number of the next cell for a process, by its own number; ``None`` if none is left."""
+        """Return the number of the next cell for a process, given the process's number; ``None`` if none is left."""
         part = self._at.get(process)
         if part is None or not self._left[part]:
             part = self._at.pop(process, None)
@@ -363,5 +363,5 @@ class CellQueue(PartQueue):
 
 
 def as_planned(row: Row, planned: Planned) -> Row:
-    """A row that was made elsewhere, with the names that this process has for its files."""
+    """Return a row that was made elsewhere, with this process's own names for its files."""
     return {**row, **asdict(planned.cell), "options": asdict(planned.setup)}

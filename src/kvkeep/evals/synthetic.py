@@ -31,7 +31,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 def value(kind: str, drawn: random.Random) -> str:
-    """A word (two, joined by a hyphen), a number of seven digits, or a UUID."""
+    """Draw a random value: two words joined by a hyphen, a number of seven digits, or a UUID."""
     if kind == "words":
         return f"{drawn.choice(ADJECTIVES)}-{drawn.choice(NOUNS)}"
     if kind == "numbers":
@@ -65,20 +65,20 @@ class Haystack:
         self._filler = iter(own_filler(random.Random(seed)))
 
     def first(self, n: int) -> list[str]:
-        """The first ``n`` sentences."""
+        """Return the first ``n`` sentences."""
         while len(self._all) < n:
             self._all += islice(self._filler, n - len(self._all)) if self._own else self._all[: n - len(self._all)]
         return self._all[:n]
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, with single spaces; longer ones are split after `_LONGEST` words."""
+    """Split a text into sentences, with single spaces; long ones are split after `_LONGEST` words."""
     parts = [part.split() for part in re.split(r"(?<=[.!?])\s+", text)]
     return [" ".join(part[at : at + _LONGEST]) for part in parts for at in range(0, len(part), _LONGEST)]
 
 
 def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """Sentences with needles between them, each after a share of the sentences."""
+    """Insert needles between sentences, each after a share of the sentences."""
     places = sorted(zip((round(depth * len(hay)) for depth in depths), needles, strict=True))
     parts, before = [], 0
     for place, needle in places:
@@ -164,7 +164,7 @@ def _context(
 
 
 def _others(task: Needles, needles: list[str], n: int, drawn: random.Random) -> list[str]:
-    """Needles with other keys."""
+    """Make needles with keys other than those of the given needles."""
     hay: list[str] = []
     while len(hay) < n:
         key = value(task.keys, drawn)
@@ -182,7 +182,7 @@ def _listed(keys: list[str]) -> str:
 
 
 def _item(task: Needles, context: str, query: str, answers: tuple[str, ...], depth: float | None) -> Item:
-    """RULER's wording; one answer is asked for in the singular."""
+    """Build an item in RULER's wording; one answer is asked for in the singular."""
     templates, kind = (_TEXT, _QUESTION, _LEAD), task.values
     if len(answers) == 1:
         kind = kind.removesuffix("s")
@@ -239,7 +239,7 @@ class Library:
 
 
 def library(name: str, data: str | None) -> Library:
-    """The documents and questions of ``qa_1`` or ``qa_2``.
+    """Read the documents and questions of ``qa_1`` or ``qa_2``.
 
     Raises:
         InputError: the file is missing, or of another format.
@@ -257,7 +257,7 @@ _Flat = tuple[str, str, str, tuple[str, ...]]
 
 
 def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
-    """The authors' file is one object with articles and their paragraphs; the hub has a row for each question."""
+    """Read SQuAD. The authors' file is one object of articles with paragraphs; the hub has a row per question."""
     asked = [one for row in rows for one in row]
     numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
     about: dict[str, set[int]] = {}
@@ -295,7 +295,7 @@ def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
 
 
 def _different(answers: Any) -> tuple[str, ...]:
-    """The answers, each once. A blank one would be found in every reply."""
+    """Return the answers, each once. A blank answer is an error, since every reply would contain it."""
     if not isinstance(answers, list):
         raise ValueError(f"answers are {answers!r:.20}, no list")
     return tuple(dict.fromkeys(text({"answer": answer}, "answer") for answer in answers))
@@ -311,7 +311,7 @@ def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
 
 
 def _entry(row: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """Question, answer and documents, which are pairs of title and sentences, or two lists in the hub's copy."""
+    """Read question, answer and documents: pairs of title and sentences, or two lists in the hub's copy."""
     context = row["context"]
     pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
     shown = [_document(title, said) for title, said in pairs]
@@ -348,7 +348,7 @@ def document_items(found: Library, asked: SyntheticQuestion, seed: str) -> Calla
 
 
 def _again(others: list[int], n: int) -> list[int]:
-    """Documents from the start again, where there are too few."""
+    """Return ``n`` documents; where there are too few, they repeat from the start."""
     return [others[i % len(others)] for i in range(n)]
 
 

@@ -131,11 +131,11 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Everything that results depend on, except the model and the name of a case."""
+        """Return everything that results depend on, except the model and the name of a case."""
 
     @abc.abstractmethod
     def cases(self) -> dict[str, list[int]]:
-        """The parts of the task: name → tokens of each row, which a budget in percent refers to."""
+        """Return the parts of the task: name → tokens of each row, which a budget in percent refers to."""
 
     @property
     @abc.abstractmethod
@@ -172,7 +172,7 @@ def check_positions(checkpoint: Checkpoint, tokens: int, task: str, argument: st
 
 
 def past_training(checkpoint: Checkpoint, tokens: int, task: str) -> list[str]:
-    """A note if a text is longer than the model was trained for."""
+    """Return a note if a text is longer than the model was trained for."""
     trained = checkpoint.trained_length
     if trained is None or tokens <= trained:
         return []
@@ -183,7 +183,7 @@ def past_training(checkpoint: Checkpoint, tokens: int, task: str) -> list[str]:
 
 
 def chosen(task: str, wanted: Sequence[str], known: Sequence[str], default: Sequence[str]) -> list[str]:
-    """The parts to run, in the task's order. A name that ends with ``*`` stands for all that begin so.
+    """Return the parts to run, in the task's order. A name that ends with ``*`` stands for all that begin so.
 
     Raises:
         InputError: there is no such part.
@@ -210,14 +210,14 @@ def nll(logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]) -> Float[Te
 
 
 def kl(full: Float[Tensor, "B V"], bounded: Float[Tensor, "B V"]) -> Float[Tensor, " B"]:
-    """KL(full ‖ bounded) of two next-token distributions given as logits, in nats and float32; never below 0."""
+    """Compute KL(full ‖ bounded) of two next-token distributions from logits, in nats and float32; never below 0."""
     p, q = full.float().log_softmax(dim=-1), bounded.float().log_softmax(dim=-1)
     terms = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0)  # tokens that the full cache rules out add 0
     return terms.sum(dim=-1).clamp(min=0.0)
 
 
 def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
-    """Ranges ``[start, stop)`` of target positions from 1 to ``length``, which double after ``first``."""
+    """Split target positions from 1 to ``length`` into ranges ``[start, stop)``, which double after ``first``."""
     edges = [1]
     edge = first
     while edge < length:
@@ -227,7 +227,7 @@ def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
 
 
 def tenth_of(share: float) -> int:
-    """The tenth that a share in [0, 1] falls into, from 0 to 9."""
+    """Return the tenth that a share in [0, 1] falls into, from 0 to 9."""
     return min(TENTHS - 1, int(share * TENTHS))
 
 
@@ -248,25 +248,25 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
 
 
 def past(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R T"]:
-    """The probabilities without each row's own token: the part that a cache can hold when the row arrives."""
+    """Return the probabilities without each row's own token: the part that a cache can hold when the row arrives."""
     R, T = probabilities.shape[-2:]
     return probabilities.tril(diagonal=T - R - 1)
 
 
 def own(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R"]:
-    """Each row's attention to its own token, which no policy can lose."""
+    """Return each row's attention to its own token, which no policy can lose."""
     R, T = probabilities.shape[-2:]
     return probabilities.diagonal(offset=T - R, dim1=-2, dim2=-1)
 
 
 def held(probabilities: Float[Tensor, "B Hk T"], positions: Int[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
-    """The part of one row's attention on the tokens in the slots (-1 = empty)."""
+    """Sum the part of one row's attention that falls on the tokens in the slots (-1 = empty)."""
     mass = probabilities.gather(-1, positions.long().clamp(min=0))
     return mass.masked_fill(positions < 0, 0.0).sum(dim=-1)
 
 
 def best_dynamic(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """The most attention that each row's own token and its best ``budget`` past tokens can hold."""
+    """Return the most attention that each row's own token and its best ``budget`` past tokens can hold."""
     before = past(probabilities)
     return before.topk(min(budget, before.shape[-1]), dim=-1).values.sum(dim=-1) + own(probabilities)
 

@@ -26,7 +26,7 @@ _FACTS = 16
 
 
 def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int) -> Int[Tensor, "rows length"]:
-    """Texts of equal length, each after the model's begin token if there is one.
+    """Return texts of equal length, each after the model's begin token if there is one.
 
     Args:
         checkpoint: the model.
@@ -47,7 +47,7 @@ def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int)
 
 
 def describe(options: Options) -> str:
-    """The name of the text in results."""
+    """Return the name of the text in results: ``own``, or a hash."""
     if options.text is None:
         return "own"
     return f"sha256:{hashlib.sha256(options.text.encode()).hexdigest()[:16]}"
@@ -64,7 +64,7 @@ def notes(options: Options) -> list[str]:
 
 
 def own_sentences(seed: int) -> Iterator[str]:
-    """An endless text of shuffled neutral sentences, with a fact after every third; facts come back in turn."""
+    """Yield an endless text of shuffled neutral sentences with a fact after every third; facts repeat in turn."""
     rng = random.Random(seed)
     facts = cycle(draw_facts(HELD_OUT, rng, _FACTS, [kind.name for kind in HELD_OUT.kinds]))
     filler = iter(own_filler(rng))

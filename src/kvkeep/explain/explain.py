@@ -162,7 +162,7 @@ def check(
 
 @contextmanager
 def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Checkpoint]]:
-    """The model, attached for as long as it is needed, and its checkpoint."""
+    """Attach the model for as long as the block runs, and yield it with its checkpoint."""
     name = "the embedded model" if model is None else str(model)
     if model is None or isinstance(model, str | os.PathLike):
         model, tokenizer = load_with_tokenizer(model)
@@ -175,7 +175,7 @@ def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Check
 
 
 def _joined(text: str, question: str) -> str:
-    """The user's message."""
+    """Join text and question into the user's message, or raise an `InputError` if the text cannot be read."""
     if not isinstance(text, str) or not isinstance(question, str):
         raise InputError("`text` and `question` are texts, in UTF-8.")
     if not text.strip():
@@ -188,7 +188,7 @@ def _joined(text: str, question: str) -> str:
 def _prompt(
     checkpoint: Checkpoint, model: Any, message: str, asked: ExplainArguments, *, raw: bool
 ) -> tuple[ExplainPrompt, list[str]]:
-    """The prompt, and remarks on how it is read."""
+    """Return the prompt, and remarks on how it is read."""
     ids, notes, chunk = encode(checkpoint, message, raw=raw)[0], list[str](), asked.chunk
     if len(ids) < 2:
         raise InputError("The text is a single token, of which nothing can be forgotten. Give a longer text.")
@@ -208,7 +208,7 @@ def _prompt(
 
 
 def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
-    """The budget in tokens. A share of a short text grows to what the policies protect, and a remark says so."""
+    """Return the budget in tokens. A small share grows to what the policies protect, with a remark that says so."""
     if isinstance(asked.budget, int):
         return asked.budget
     slots = share = budgets.from_ratio(asked.budget, tokens)
@@ -221,7 +221,7 @@ def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
 
 
 def _room(policy: Policy, slots: int, prompt: ExplainPrompt) -> int:
-    """The budget of a policy; one that never evicts has room for everything."""
+    """Return the budget of a policy; one that never evicts gets a budget for all tokens."""
     return slots if policy.evicts else prompt.length
 
 
@@ -234,7 +234,7 @@ def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, 
 
 
 def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
-    """The share of tokens that two answers have in common, place by place."""
+    """Return the share of tokens that two answers have in common, position by position."""
     return sum(a == b for a, b in zip(ids, answer, strict=False)) / max(len(ids), len(answer))
 
 

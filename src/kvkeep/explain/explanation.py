@@ -36,12 +36,12 @@ MOST_MOMENTS = 254
 
 
 def moments(dropped: Tensor) -> dict[str, Any]:
-    """The moments of drops, one byte each; `HELD` where there is none."""
+    """Encode the moments of drops in one byte each; `HELD` where there is none."""
     return _table("uint8", dropped.masked_fill(dropped < 0, HELD).to(torch.uint8))
 
 
 def shades(values: Tensor) -> dict[str, Any]:
-    """Numbers of 0 or more, one byte each: the square root of the share of the largest, in 255 steps."""
+    """Encode numbers of 0 or more in a byte each: the square root of the share of the largest, in 255 steps."""
     most = float(values.max()) if values.numel() else 0.0
     steps = torch.empty(values.shape, dtype=torch.uint8)
     for some, to in zip(values.split(_ROWS), steps.split(_ROWS), strict=True):
@@ -50,7 +50,7 @@ def shades(values: Tensor) -> dict[str, Any]:
 
 
 def short_floats(values: Tensor) -> dict[str, Any]:
-    """Floats in bfloat16, two bytes each: three digits, and the order of any two numbers never turns round."""
+    """Encode floats in bfloat16, two bytes each: three digits, and no two numbers change their order."""
     return _table("bfloat16", values.to(torch.bfloat16).view(torch.int16))
 
 
@@ -86,12 +86,12 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 @cache
 def asset(name: str) -> str:
-    """The content of a file of the room's assets."""
+    """Return the content of an asset file."""
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole page.
+    """Build the whole HTML page.
 
     Args:
         data: the content of the JSON.
@@ -154,7 +154,7 @@ def write(found: Explanation, folder: Path, *, moment: int, token: int | None, o
 
 
 def strips(found: Explanation, moment: int = -1) -> list[Heat]:
-    """The tokens that each head holds at a moment: a line for each head, 100 where it holds the token.
+    """Map the tokens that each head holds at a moment: a line for each head, 100 where it holds the token.
 
     Args:
         found: the record.
@@ -174,7 +174,7 @@ def strips(found: Explanation, moment: int = -1) -> list[Heat]:
 
 
 def times(found: Explanation) -> list[Heat]:
-    """The share of heads that hold each token: a line for each moment."""
+    """Map the share of heads that hold each token: a line for each moment."""
     maps = []
     for run in found.runs:
         moments = range(run.ledger.moments)
@@ -184,13 +184,13 @@ def times(found: Explanation) -> list[Heat]:
 
 
 def lost(found: Explanation) -> list[Heat]:
-    """The lost mass of each head, mean over the answer's tokens: layers down, KV heads across."""
+    """Map the lost mass of each head, mean over the answer's tokens: layers down, KV heads across."""
     chunks = -(-len(found.tokens) // found.chunk)
     return _maps(found, "Lost mass, %", lambda run: run.missed.lost[chunks:].mean(dim=0))
 
 
 def lives(found: Explanation, token: int) -> list[Heat]:
-    """How long each head held a token: the share of the moments since it was read; 100 = it is still there.
+    """Map how long each head held a token: the share of the moments since it was read; 100: it is still held.
 
     Args:
         found: the record.
@@ -210,7 +210,7 @@ def lives(found: Explanation, token: int) -> list[Heat]:
 
 
 def _maps(found: Explanation, title: str, of: Callable[[PolicyRun], Float[Tensor, " H"]]) -> list[Heat]:
-    """One map of layers and KV heads for each run, of a share for each head."""
+    """Map a share for each head: for each run one map of layers and KV heads."""
     layers, heads = sorted({layer for layer, _ in found.heads}), 1 + max(head for _, head in found.heads)
     places = torch.tensor([layers.index(layer) * heads + head for layer, head in found.heads])
     maps = []
@@ -223,7 +223,7 @@ def _maps(found: Explanation, title: str, of: Callable[[PolicyRun], Float[Tensor
 
 
 def _wide(title: str, y_label: str, names: list[str], shares: Iterable[Float[Tensor, " n"]]) -> Heat:
-    """A map over positions, of shares. A column is the mean of its positions if there are too many of them."""
+    """Map shares over positions. A column is the mean of several positions if there are too many of them."""
     lines, step = list[list[float]](), 1
     for share in shares:
         step = -(-len(share) // _MOST_COLUMNS)
@@ -234,13 +234,13 @@ def _wide(title: str, y_label: str, names: list[str], shares: Iterable[Float[Ten
 
 
 def _held(found: Explanation, run: PolicyRun, moment: int) -> Float[Tensor, "H n"]:
-    """1 where a head holds a token after a moment; NaN for tokens that are not read yet."""
+    """Return 1 where a head holds a token after a moment, 0 elsewhere, and NaN for tokens not read yet."""
     held = ~run.ledger.lacks(moment + 1)[:, : run.ledger.read]
     return held.float().masked_fill(torch.arange(run.ledger.read) >= found.read(moment), torch.nan)
 
 
 def _index(wanted: int, count: int, what: str) -> int:
-    """A place in a list, from its beginning.
+    """Convert an index, which may be negative, to one that counts from the list's beginning.
 
     Raises:
         InputError: the list is shorter.
@@ -273,7 +273,7 @@ class PolicyRun:
     agreement: float
 
     def data(self) -> dict[str, Any]:
-        """The run as plain data."""
+        """Return the run as plain data."""
         ledger, ids, n = self.ledger, self.ledger.answered, self.ledger.read
         return {
             "policy": self.policy,
@@ -326,7 +326,7 @@ class Explanation:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """The content of the JSON."""
+        """Return the content of the JSON."""
         return {
             "schema": SCHEMA,
             "kvkeep": __version__,
@@ -343,15 +343,15 @@ class Explanation:
         }
 
     def to_json(self) -> str:
-        """The record as JSON, of the schema in ``docs/explain.md``."""
+        """Return the record as JSON, in the schema of ``docs/explain.md``."""
         return json.dumps(self.data, ensure_ascii=True, separators=(",", ":"))
 
     def to_html(self) -> str:
-        """The record as one HTML file that needs nothing else."""
+        """Return the record as one HTML file that needs nothing else."""
         return page(self.data)
 
     def read(self, moment: int) -> int:
-        """Tokens of the prompt and of an answer that are read when a moment is over."""
+        """Count the tokens of the prompt and of an answer that have been read when a moment is over."""
         chunks = -(-len(self.tokens) // self.chunk)
         return min(len(self.tokens), (moment + 1) * self.chunk) + max(0, moment + 1 - chunks)
 
@@ -379,7 +379,7 @@ class Explanation:
         return write(self, Path(folder), moment=moment, token=token, overwrite=overwrite)
 
     def _repr_html_(self) -> str:
-        """The page in a frame, for notebooks."""
+        """Return the page in a frame, for notebooks."""
         style = "width:100%;height:800px;border:0"
         name = "What the cache kept"
         return f'<iframe title="{name}" style="{style}" srcdoc="{html.escape(self.to_html())}"></iframe>'

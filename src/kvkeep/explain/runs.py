@@ -77,17 +77,17 @@ class Ledger:
 
     @classmethod
     def of(cls, heads: int, length: int) -> Ledger:
-        """An empty record."""
+        """Return an empty record."""
         dropped = torch.full((heads, length), HELD, dtype=torch.int16)
         return cls(dropped, torch.full((heads, length), torch.nan), torch.zeros(heads, length))
 
     @property
     def moments(self) -> int:
-        """Moments so far."""
+        """Return the number of moments so far."""
         return len(self.mass)
 
     def lacks(self, moment: int) -> Bool[Tensor, "H n"]:
-        """Which tokens each head had dropped when a moment began."""
+        """Tell which tokens each head had dropped when a moment began."""
         return (self.dropped >= 0) & (self.dropped < moment)
 
     def note(self, watches: dict[int, BoundedAttention], heard: dict[int, Heard], last: int) -> None:
@@ -122,7 +122,7 @@ class Ledger:
     def _compared(
         self, watches: dict[int, BoundedAttention], heard: dict[int, Heard]
     ) -> tuple[Float[Tensor, "H n"], Bool[Tensor, "H n"]]:
-        """The scores by position, NaN where there is none, and which tokens were not protected."""
+        """Return the scores by position, NaN where there is none, and tell which tokens were not protected."""
         length, scores, free = self.total.shape[1], [], []
         for number, watch in watches.items():
             heads = watch.held.shape[0]
@@ -154,11 +154,11 @@ class ExplainPrompt:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of the longest answer."""
+        """Return the number of tokens of the prompt and of the longest answer."""
         return len(self.ids) + self.new_tokens
 
     def chunks(self) -> list[Int[Tensor, " T"]]:
-        """The pieces in which the prompt is read."""
+        """Split the prompt into the chunks in which it is read."""
         return list(self.ids.split(self.chunk))
 
 
@@ -243,7 +243,7 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work
 
 
 def _budgets(cache: BoundedCache) -> list[int]:
-    """The budget of each head, as it is at the end."""
+    """Return the budget of each head, as it is at the end."""
     found = []
     for layer in cache.bounded_layers().values():
         heads = layer.store.positions.shape[1]
@@ -301,7 +301,7 @@ def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, los
 
 
 def _lost(mass: Float[Tensor, "H n"], ledger: Ledger, moment: int) -> Float[Tensor, " H"]:
-    """The share of attention that falls on tokens that each head had dropped."""
+    """Return the share of attention that falls on tokens that each head had dropped."""
     return (mass * ledger.lacks(moment)).sum(dim=-1) / mass.sum(dim=-1)
 
 
@@ -352,7 +352,7 @@ _HALF = "\ufffd"
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each token, special ones too. A character of several tokens is the last one's; the others have none.
+    """Return each token's text, special ones too. A character of several tokens belongs to the last of them.
 
     Args:
         tokenizer: the model's tokenizer.

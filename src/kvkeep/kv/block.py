@@ -25,7 +25,7 @@ from kvkeep.types import EMPTY, Budget, Phase, Slots, State, Turning, View
 
 
 def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> State:
-    """The state of heads that have seen no token: zeros in float32.
+    """Return the state of heads that have seen no token: zeros in float32.
 
     Args:
         axes: the policy's `summaries`, name → axes.
@@ -49,7 +49,7 @@ def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Floa
 
 
 def places(axes: Mapping[str, str]) -> dict[str, str]:
-    """The names under which rows that several policies share hold a state of heads: name → axes and a number.
+    """Return the shared names of a policy's head states: name → axes and a number.
 
     States of the same axes share a tensor, in the order in which a policy names them.
     """
@@ -60,12 +60,12 @@ def places(axes: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared(axes: Mapping[str, str]) -> dict[str, str]:
-    """The same states under the names of `places`: place → axes."""
+    """Return the same states under the names of `places`: place → axes."""
     return {place: axes[name] for name, place in places(axes).items()}
 
 
 def numbers(axes: Mapping[str, str], *, key_dim: int, value_dim: int) -> int:
-    """How many numbers the state of one head has."""
+    """Count the numbers in the state of one head."""
     keys, values = (torch.empty((1, 1, 0, dim), device="meta") for dim in (key_dim, value_dim))
     return sum(tensor.numel() for tensor in empty(axes, keys, values).values())
 
@@ -164,7 +164,7 @@ class Block:
             self.pins[row] = spans.LAST
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
-        """The positions of the next ``T`` tokens of each row, -1 for padding."""
+        """Return the positions of the next ``T`` tokens of each row, -1 for padding."""
         if real is None:
             return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
         return (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
@@ -179,7 +179,7 @@ class Block:
         return positions
 
     def opened(self) -> Block:
-        """The block as a step works on it, with slots and state side by side. What it writes is kept by `close`."""
+        """Return the block as a step works on it, slots and state side by side. `close` keeps what it writes."""
         store = self.store.opened()
         if store is self.store:
             return self
@@ -222,20 +222,20 @@ class Block:
         self.store.divide(self.budget + 1)
 
     def held(self) -> Int[Tensor, "B Hk"]:
-        """The number of occupied slots of each head."""
+        """Count the occupied slots of each head."""
         return (self.store.positions >= 0).sum(dim=-1)
 
     def budget_of(self, row: int) -> int:
-        """The budget of a row, the sum over its heads."""
+        """Return the budget of a row, summed over its heads."""
         heads, held = self.lost.shape[1], self.budget
         return held * heads if isinstance(held, int) else int(held[row].sum()) * heads // held.shape[1]
 
     def of_slots(self) -> State:
-        """The policy's state of each slot."""
+        """Return the policy's state of each slot."""
         return {name: tensor for name, tensor in self.state.items() if name not in self.heads}
 
     def per_row(self) -> dict[str, Tensor]:
-        """Every tensor of the block by name. The first axis of each tensor is the rows.
+        """Return every tensor of the block by name. The first axis of each tensor is the rows.
 
         Moving, copying and selecting rows, and counting bytes, are all based on this list.
         """
@@ -265,13 +265,13 @@ class Block:
         self.state = self.state | wider
 
     def over(self: _Block, tensors: Mapping[str, Tensor]) -> _Block:
-        """A block over other tensors, named as in `per_row`."""
+        """Return a block over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other._take(tensors)
         return other
 
     def part(self: _Block, start: int, stop: int) -> _Block:
-        """A range of rows as a block that shares this one's memory, and its budgets if these differ by row."""
+        """Return a range of rows as a block that shares this one's memory, and its budgets if these differ by row."""
         return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
 
     def move_row(self, source: int | slice, target: int | slice) -> None:
@@ -280,7 +280,7 @@ class Block:
             tensor[target] = tensor[source]
 
     def under(self: _Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> _Block:
-        """The same slots for another policy, which uses the first of this block's state tensors.
+        """Return the same slots for another policy, which uses the first of this block's state tensors.
 
         Args:
             starts: the policy's state of slots.
@@ -301,7 +301,7 @@ class Block:
         self._take(found)
 
     def memory(self) -> MemoryUsage:
-        """Bytes, summed over the tensors. The formula is in ``docs/layouts.md``."""
+        """Return the memory usage, summed over the tensors. The formula is in ``docs/layouts.md``."""
         if not self.store.room:
             return MemoryUsage()  # no rows
         everything, slots = bytes_of(self.per_row().values()), bytes_of(self.store.per_row().values())
@@ -314,7 +314,7 @@ class Block:
         )
 
     def full_bytes(self) -> int:
-        """Bytes of keys and values of all tokens seen."""
+        """Return the bytes of the keys and values of all tokens seen."""
         return int(self.seen.sum()) * self.store.token_bytes
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
@@ -330,7 +330,7 @@ class Block:
 
 
 def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> int:
-    """The bytes that `add_state` would add.
+    """Return the bytes that `add_state` would add.
 
     Args:
         block: a block whose state has general names: numbers for slots, `places` for heads.
@@ -376,7 +376,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
     turned: bool = True,
     heads: Heads = ALONE,
 ) -> View:
-    """Slots of a block, alone or beside a chunk, as a policy sees them. Counters are live.
+    """Return a block's slots, alone or beside a chunk, as a policy sees them. The counters are live.
 
     Args:
         block: the block.
@@ -418,7 +418,7 @@ _ALL = slice(None), slice(None)
 
 
 def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) -> tuple[Slots, State]:
-    """The first ``used`` slots, followed by new tokens, and the policy's state of both and of the heads.
+    """Return the first ``used`` slots with new tokens behind them, and the policy's state of both and of heads.
 
     Keys and values of slots are not copied where the store shows them in place.
 
@@ -477,7 +477,7 @@ def settle(
 
 
 def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State) -> None:
-    """`settle` in place."""
+    """Apply `settle` in place."""
     slots, used = block.store.slots(), stays.shape[-1] - chunk.positions.shape[-1]
     held, coming = stays[..., :used], stays[..., used:]
     slots.positions[..., :used].masked_fill_(~held, EMPTY)
@@ -506,7 +506,7 @@ def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
 
 
 def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], used: int) -> tuple[_Index, _Index]:
-    """The slots that tokens of a chunk get, and these tokens, as two indices that belong together."""
+    """Pair slots with the chunk's tokens that they get, as two matching indices."""
     stop = used + coming.shape[-1]
     if stop <= free.shape[-1] and not free[..., :used].any() and coming.all():
         return (*_ALL, slice(used, stop)), _ALL
@@ -515,7 +515,7 @@ def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], 
 
 
 def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Tensor, "B Hk capacity"]:
-    """The place of each slot's token among the first ``used`` slots and the chunk behind them; -1: none."""
+    """Return where each slot's token is among the first ``used`` slots and the chunk behind them (-1: nowhere)."""
     (S, device), n = (stays.shape[-1], stays.device), stays.sum(dim=-1, keepdim=True)
     places = torch.arange(max(capacity, S), device=device)
     held = nn.functional.pad(stays[..., :used], (0, capacity - used)) & (places[:capacity] < n)
@@ -528,5 +528,5 @@ def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Ten
 
 
 def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:
-    """The numbers of the first ``used`` slots, followed by the numbers of a chunk."""
+    """Return the numbers of the first ``used`` slots, followed by the numbers of a chunk."""
     return torch.cat([slots[:, :, :used], chunk], dim=2)

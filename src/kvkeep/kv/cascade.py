@@ -73,7 +73,7 @@ class Cascade:
 
     @staticmethod
     def fits(tables: Mapping[str, Tensor]) -> bool:
-        """Whether tables have the names, dtypes and lengths that `take_row` gives them."""
+        """Tell whether tables have the names, dtypes and lengths that `take_row` gives them."""
         kinds = {name: dtype for name, _, dtype in _TABLES}
         if tables.keys() != kinds.keys() or any(table.ndim != 1 for table in tables.values()):
             return False
@@ -95,14 +95,14 @@ class Cascade:
         self._held = None
 
     def importance(self, positions: Int[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-        """The importance that each token has collected; 0 for a new one."""
+        """Return the importance that each token has collected, which is 0 for a new one."""
         if self._tokens is None or self._importance is None:
             return torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
         index, found = _look_up(self._tokens, positions)
         return self._importance.gather(1, index) * found
 
     def is_alive(self, positions: Int[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-        """Whether the layer before holds each token. In the first layer all tokens are alive."""
+        """Tell whether the layer before holds each token. In the first layer all tokens are alive."""
         if self._held is None:
             return positions >= 0
         return _look_up(self._held, positions)[1]
@@ -162,7 +162,7 @@ class NoCascade:
 
 
 def _look_up(tokens: Int[Tensor, "B N"], positions: Int[Tensor, "B S"]) -> tuple[Tensor, Bool[Tensor, "B S"]]:
-    """The index of each position in a sorted table, and whether the position is there."""
+    """Return the index of each position in a sorted table, and whether the position is in it."""
     wanted = positions.long().contiguous()
     index = torch.searchsorted(tokens, wanted).clamp(max=tokens.shape[1] - 1)
     return index, (tokens.gather(1, index) == wanted) & (positions >= 0)

@@ -59,21 +59,21 @@ class JointBlock(Block):
         self.seen, self.prompt = (x[:, None].repeat(1, layers) for x in (self.seen, self.prompt))
 
     def layer(self, number: int) -> PartBlock:
-        """The block of one layer, counted among those with slots. It shares this block's memory."""
+        """Return the block of one layer, counted among those with slots. It shares this block's memory."""
         part = PartBlock.__new__(PartBlock)
         vars(part).update(vars(self), whole=self, number=number)
         part.renew()
         return part
 
     def of_layer(self, number: int) -> dict[str, Tensor]:
-        """The tensors of one layer, named as in `per_row`. The pools are those of all layers."""
+        """Return the tensors of one layer, named as in `per_row`. The pools are those of all layers."""
         n = self.lost.shape[1] // self.layers
         mine, of_heads = slice(number * n, (number + 1) * n), {*_OF_HEADS, *(f"state.{name}" for name in self.heads)}
         found = {name: x[:, mine] if name in of_heads else x for name, x in self.per_row().items()}
         return found | {name: found[name][:, number] for name in _OF_LAYERS}
 
     def full_bytes(self) -> int:
-        """Bytes of keys and values of all tokens seen; a token of the store has the heads of all layers."""
+        """Return the bytes of keys and values of all tokens seen. A stored token has the heads of all layers."""
         return super().full_bytes() // self.layers
 
 
@@ -118,7 +118,7 @@ class PartBlock(Block):
         return self.whole.budget_of(row) // self.whole.layers
 
     def memory(self) -> MemoryUsage:
-        """Bytes of all layers, counted with the first one."""
+        """Return the memory usage of all layers, which counts with the first layer. Other layers return zeros."""
         return MemoryUsage() if self.number else self.whole.memory()
 
 

@@ -47,7 +47,7 @@ class PoolSlots(LazySlots):
     def of(
         cls, pool: Vectors, positions: Int[Tensor, "B Hk S"], ranges: Ranges, entries: Int[Tensor, "B Hk S"]
     ) -> PoolSlots:
-        """Slots in a pool.
+        """Return slots that lie in a pool.
 
         Args:
             pool: keys and values.
@@ -93,7 +93,7 @@ class PoolSlots(LazySlots):
 
 
 def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
-    """Slots as they lie in memory, and the range of each head in a pool; ``None``: they lie side by side.
+    """Return the slots as they lie in memory, and each head's pool range (``None``: they lie side by side).
 
     Every head is shown the keys and values of its row's whole pool.
     """
@@ -105,7 +105,7 @@ def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
 
 
 def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: int, pool: int) -> Int[Tensor, "B Hk S"]:
-    """The entry of each slot of each head, counted over the pools of all rows.
+    """Return the entry of each slot of each head, counted over the pools of all rows.
 
     Args:
         starts: first entry of each head's range, counted in its row.
@@ -173,7 +173,7 @@ class PooledStore(Store):
         *,
         room: int = 1,
     ) -> PooledStore:
-        """A store in which every row has one slot more than its heads' budgets, and one more for each head.
+        """Return a store whose rows have one slot more than their heads' budgets, and one more for each head.
 
         Args:
             like_keys: see `Store`.
@@ -190,18 +190,18 @@ class PooledStore(Store):
 
     @property
     def positions(self) -> Int[Tensor, "B Hk capacity"]:  # type: ignore[override]
-        """A copy of the true positions, side by side, ``-1`` = empty."""
+        """Return a copy of the true positions, side by side, ``-1`` = empty."""
         return side_by_side(self.entries, self.index())
 
     @property
     def capacity(self) -> int:
-        """Slots of the longest range."""
+        """Return the slots of the longest range."""
         waits = (self.waits or self.sizes.device.type == "cpu") and self.sizes.numel()
         return int(self.sizes.max()) if waits else self.widest
 
     @property
     def room(self) -> int:
-        """Slots of all rows and heads."""
+        """Return the number of slots of all rows and heads."""
         return self.entries.numel()
 
     @property
@@ -211,20 +211,20 @@ class PooledStore(Store):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        """Return the bytes of one token's keys and values over all heads, in the model's dtype."""
         return self.sizes.shape[1] * self.vectors.token_bytes
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype."""
+        """Return the model's dtype."""
         return self.vectors.dtypes[0]
 
     def index(self) -> Int[Tensor, "B Hk S"]:
-        """The entry of each slot."""
+        """Return the entry of each slot."""
         return indices(self.starts, self.sizes, width=self.capacity, pool=self.entries.shape[1])
 
     def numbers(self, start: float) -> Float[Tensor, "B P"]:
-        """One number for each entry."""
+        """Return one number for each entry, all equal to ``start``."""
         return torch.full(self.entries.shape, start, dtype=torch.float32, device=self.entries.device)
 
     def clear(self, rows: int | slice) -> None:
@@ -232,7 +232,7 @@ class PooledStore(Store):
         self.entries[rows] = EMPTY
 
     def opened(self) -> OpenedPool:
-        """The slots side by side."""
+        """Return the slots side by side."""
         return OpenedPool(self)
 
     def slots(self) -> Slots:
@@ -257,7 +257,7 @@ class PooledStore(Store):
         return self.opened().beside(keys, values, used=used)
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        """Tell whether new keys and values have this store's rows, heads, head dims, dtype and device."""
         return keys.shape[:2] == values.shape[:2] == self.sizes.shape and self.vectors.fit(keys, values)
 
     def divide(self, sizes: Int[Tensor, "b Hk"], rows: slice = slice(None)) -> None:
@@ -274,19 +274,19 @@ class PooledStore(Store):
         self.entries[rows] = EMPTY
 
     def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
-        """Keys and values of no token. The slots are not copied."""
+        """Return keys and values of no token. The slots are not copied."""
         return self.vectors.no_token(*self.sizes.shape)
 
     def wider(self, capacity: int) -> PooledStore:
-        """An empty store with more slots, for the same rows, divided equally."""
+        """Return an empty store with more slots, divided equally, for the same rows."""
         return type(self)(*self.no_token(), capacity)
 
     def per_row(self) -> dict[str, Tensor]:
-        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+        """Return every tensor of the store by name. The first axis of each tensor is the rows."""
         return {**self.vectors.tensors, "entries": self.entries, "starts": self.starts, "sizes": self.sizes}
 
     def over(self, tensors: Mapping[str, Tensor]) -> PooledStore:
-        """A pooled store over other tensors, named as in `per_row`."""
+        """Return a pooled store over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other.vectors = self.vectors.over(tensors)
         other.entries, other.starts, other.sizes = (tensors[name] for name in ("entries", "starts", "sizes"))
@@ -318,11 +318,11 @@ class OpenedPool(Store):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        """Return the bytes of one token's keys and values over all heads, in the model's dtype."""
         return self.pool.token_bytes
 
     def slots(self) -> PoolSlots:
-        """The slots, whose keys and values lie in the pool. Always the same object."""
+        """Return the slots, whose keys and values lie in the pool. It is always the same object."""
         return self._slots
 
     def fill(
@@ -335,7 +335,7 @@ class OpenedPool(Store):
         self.put(*Vectors.of(keys, values, self.bits), positions)
 
     def put(self, vectors: Vectors, usable: Bool[Tensor, "B Hk n"] | None, positions: Int[Tensor, "B Hk n"]) -> None:
-        """`fill` with tokens as they are stored; ``usable``: which may take a slot, ``None`` for all."""
+        """Fill slots as `fill` does, with stored tokens. ``usable``: those that may take a slot (``None``: all)."""
         n = positions.shape[-1]
         self._slots.forget()
         for name, content in vectors.tensors.items():
@@ -365,7 +365,7 @@ class OpenedPool(Store):
         return self.pool.vectors.each(lambda pool: side_by_side(pool, self.index[:, :, :used]))
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        """Tell whether new keys and values have this store's rows, heads, head dims, dtype and device."""
         return self.pool.fits(keys, values)
 
     def side_by_side(self, numbers: Float[Tensor, "B P"]) -> Float[Tensor, "B Hk capacity"]:
@@ -381,12 +381,12 @@ class OpenedPool(Store):
         put_back(self.pool.entries, self.index, self.positions)
 
     def divided(self, sizes: Int[Tensor, "B Hk"]) -> OpenedPool:
-        """The same pool, divided anew. The slots lose their content."""
+        """Divide the pool anew among the heads, and return it. The slots lose their content."""
         self.pool.divide(sizes)
         return self.pool.opened()
 
     def wider(self, capacity: int) -> PooledStore:
-        """An empty store with more slots, for the same rows."""
+        """Return an empty store with more slots, for the same rows."""
         return self.pool.wider(capacity)
 
     def per_row(self) -> dict[str, Tensor]:
@@ -394,11 +394,11 @@ class OpenedPool(Store):
         return {**self._first(self.capacity).tensors, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
-        """All tensors: they have one entry per slot."""
+        """Return the names of all tensors, since each has one entry per slot."""
         return (*self.pool.vectors.tensors, "positions")
 
     def over(self, tensors: Mapping[str, Tensor]) -> Store:
-        """A store of slots side by side over other tensors, named as in `per_row`."""
+        """Return a store with slots side by side over other tensors, named as in `per_row`."""
         kind = next((kind for kind in QUANTIZED.values() if kind.bits == self.bits), DenseStore)
         return kind(*self.pool.no_token(), 0).over(tensors)
 
@@ -410,7 +410,7 @@ POOLED = by_bits(PooledStore)
 
 
 def kind_of(kv_bits: str | None, *, pooled: bool) -> type[Store]:
-    """The kind of store for slots.
+    """Return the kind of store for slots.
 
     Args:
         kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.

@@ -27,7 +27,7 @@ def protect(
     recent: Budget = 0,
     pins: Int[Tensor, "B bounds"] | None = None,
 ) -> Float[Tensor, "B Hk S"]:
-    """Scores in which the first ``sinks``, the newest ``recent`` and the pinned positions of each row are infinite.
+    """Make the scores of each row's first ``sinks``, newest ``recent`` and pinned positions infinite.
 
     Args:
         scores: higher = keep.
@@ -47,7 +47,7 @@ def protect(
 
 
 def above_all(scores: Float[Tensor, "B Hk S"], chosen: Bool[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-    """Scores in which the chosen slots have the largest finite one, which `protect` leaves as it is; others less."""
+    """Give chosen slots the largest finite score, and others less. `protect` leaves that score as it is."""
     most = torch.full((), torch.finfo(scores.dtype).max, dtype=scores.dtype)
     below = most.nextafter(torch.zeros_like(most)).item()
     return scores.clamp(max=below).masked_fill(chosen, most.item())
@@ -61,7 +61,7 @@ def protects(
     recent: Budget = 0,
     pins: Int[Tensor, "B bounds"] | None = None,
 ) -> Bool[Tensor, "B Hk S"]:
-    """Whether each slot's token is protected, with the arguments of `protect`. Empty slots may be either."""
+    """Tell whether each slot's token is protected; arguments as for `protect`. Empty slots may be either."""
     first_recent = seen[:, None] - recent
     shielded = positions >= first_recent[:, :, None]
     if sinks:
@@ -70,7 +70,7 @@ def protects(
 
 
 def pinned(positions: Int[Tensor, "B Hk S"], bounds: Int[Tensor, "B bounds"]) -> Bool[Tensor, "B Hk S"]:
-    """Whether each position lies in a pinned span; an empty slot does not.
+    """Tell whether each position lies in a pinned span. An empty slot does not.
 
     Args:
         positions: true positions, ``-1`` = empty.
@@ -109,7 +109,7 @@ def keep(
 
 
 def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk 1"]:
-    """The occupied slot that goes first in each row and head: the one that ``keep(..., occupied - 1)`` leaves out.
+    """Return the slot that goes first in each row and head: the one that ``keep(..., occupied - 1)`` leaves out.
 
     A decode step evicts one token per head. Sorting all slots for that would cost more than attention's report.
     Where no slot is occupied the result is slot 0: callers decide whether a token has to go.
@@ -121,7 +121,7 @@ def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -
 
 
 def ranks(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk S"]:
-    """Each slot's place in the order of ``(score, position)``, from 0. Empty slots count with position -1."""
+    """Return each slot's rank in the order of ``(score, position)``, from 0. Empty slots count with position -1."""
     by_age = positions.argsort(dim=-1)
     order = by_age.gather(-1, scores.gather(-1, by_age).argsort(dim=-1, stable=True))
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
@@ -159,7 +159,7 @@ def pooled(
 
 
 def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tensor, "B n"]:
-    """Shares rounded so that they add up to the total. The largest remainders go up; among equal ones, the first."""
+    """Round shares so that they add up to the total. The largest remainders go up; among equals, the first."""
     whole = (shares + 1e-9).floor().long()
     missing = total - whole.sum(dim=1, keepdim=True)
     n = shares.shape[1]

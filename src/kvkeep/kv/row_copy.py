@@ -49,26 +49,26 @@ class RowCopy:
 
     @property
     def used(self) -> int:
-        """The number of slots up to the last occupied one."""
+        """Return the number of slots up to the last occupied one."""
         return self.positions.shape[1]
 
     @property
     def most(self) -> int:
-        """The most slots of a head that may stay occupied."""
+        """Return the most slots of a head that may stay occupied."""
         return max(self.budget) if isinstance(self.budget, tuple) else self.budget
 
     @property
     def seen(self) -> int:
-        """Tokens that the row has seen."""
+        """Return the number of tokens that the row has seen."""
         return int(self.tensors["seen"])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
+        """Return the bytes of the copy."""
         return bytes_of((*self.tensors.values(), self.positions))
 
     def to(self, device: torch.device | str) -> RowCopy:
-        """The same row on a device; tensors that are there already are not copied."""
+        """Return the same row on a device. Tensors that are there already are not copied."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, positions=self.positions.to(device), pack=None)
 
@@ -212,7 +212,7 @@ def _check_pool(copy: RowCopy, store: PooledStore) -> None:
 
 
 def has_room(block: Block, budget: Number, apart: bool) -> bool:
-    """Whether an empty row has slots for a budget, and heads can have budgets of their own where these are asked for.
+    """Tell whether an empty row has slots for a budget, with budgets per head if these are asked for.
 
     Args:
         block: the block.
@@ -226,12 +226,12 @@ def has_room(block: Block, budget: Number, apart: bool) -> bool:
 
 
 def copied(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A contiguous copy that shares no memory with the tensor."""
+    """Return a contiguous copy that shares no memory with the tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
 
 
 def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
-    """The pins of each row."""
+    """Return the pins of each row."""
     if block.pins is None:
         return [()] * len(block.seen[rows])
     found = ([bound for bound in bounds if bound != spans.LAST] for bounds in block.pins[rows].tolist())
@@ -253,7 +253,7 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
 
 
 def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
-    """The budget of each row, as one number where all heads have the same.
+    """Return the budget of each row, as one number where all heads have the same.
 
     A policy without budgets per head may have run in a pool. Its rows must also fit a block without one.
     """
@@ -321,7 +321,7 @@ def check_rows(block: Block, copies: Sequence[RowCopy]) -> None:
 
 
 def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
-    """The pack of which copies are all parts, in order; ``None`` if there is none."""
+    """Return the pack whose parts these copies are, all of them in order, or ``None`` if there is none."""
     pack = copies[0].pack
     if pack is None or len(pack.parts) != len(copies):
         return None
@@ -329,12 +329,12 @@ def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
 
 
 def _used(positions: Int[Tensor, "B Hk capacity"]) -> list[int]:
-    """The number of slots up to the last occupied one in each row."""
+    """Count the slots up to the last occupied one in each row."""
     places = torch.arange(1, positions.shape[-1] + 1, device=positions.device)
     found: list[int] = (places * (positions >= 0).any(dim=1)).amax(dim=1).tolist()
     return found
 
 
 def _first(tensor: Tensor, n: int, of: int) -> Tensor:
-    """The first of so many slots."""
+    """Return the first ``n`` of ``of`` slots."""
     return tensor if n == of else tensor[:, :n]

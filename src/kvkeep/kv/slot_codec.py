@@ -21,12 +21,12 @@ class LazySlots(Slots):
 
     @functools.cached_property
     def keys(self) -> Float[Tensor, "B Hk S D"]:
-        """A copy of the keys."""
+        """Return a copy of the keys."""
         return self.copy_keys()
 
     @functools.cached_property
     def values(self) -> Float[Tensor, "B Hk S E"]:
-        """A copy of the values."""
+        """Return a copy of the values."""
         return self.copy_values()
 
     @abc.abstractmethod
@@ -53,7 +53,7 @@ class LazySlots(Slots):
         return self.copied()._replace(**changes)
 
     def copied(self) -> Slots:
-        """The same slots as copies side by side."""
+        """Return the same slots as copies side by side."""
         return Slots(self.keys, self.values, self.positions)
 
     def forget(self) -> None:
@@ -69,7 +69,7 @@ class LazyView(View):
 
     @classmethod
     def of(cls, slots: LazySlots, **others: Any) -> LazyView:
-        """A view of these slots.
+        """Return a view of these slots.
 
         Args:
             slots: the slots.
@@ -83,17 +83,17 @@ class LazyView(View):
 
     @functools.cached_property
     def keys(self) -> Float[Tensor, "B Hk S D"]:
-        """A copy of the keys."""
+        """Return a copy of the keys."""
         return self._slots.keys
 
     @functools.cached_property
     def values(self) -> Float[Tensor, "B Hk S E"]:
-        """A copy of the values."""
+        """Return a copy of the values."""
         return self._slots.values
 
 
 def nothing(positions: Int[Tensor, "B Hk S"]) -> tuple[Tensor, Tensor]:
-    """Keys and values for the constructors of these classes, which never read them."""
+    """Return empty keys and values for the constructors of these classes, which never read them."""
     empty = positions.new_empty((*positions.shape, 0), dtype=torch.float32)
     return empty, empty
 
@@ -133,12 +133,12 @@ class Codes(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Channels of a vector."""
+        """Return the number of channels of a vector."""
         return self.numbers.shape[-1] * (8 // self.bits)
 
 
 def check_bits(kv_bits: object) -> str | None:
-    """The name of a setting: ``"8"``, ``"4"`` or ``"k8v4"``; ``None``, or 16, for the model's dtype.
+    """Return a setting's name: ``"8"``, ``"4"`` or ``"k8v4"``, or ``None`` for the model's dtype (16 bits).
 
     Raises:
         InputError: there is no such setting.
@@ -167,7 +167,7 @@ def check_dim(dim: int, bits: int) -> None:
 
 
 def group_size(dim: int) -> int:
-    """The number of channels that share a scale: 64 or 32 if the head dim is a multiple of it, otherwise all.
+    """Return how many channels share a scale: 64 or 32 if the head dim is a multiple of it, otherwise all.
 
     Kernels read whole vectors of a group, and of half a group at 4 bits, so no other divisor will do.
     """
@@ -175,7 +175,7 @@ def group_size(dim: int) -> int:
 
 
 def groups(dim: int) -> int:
-    """The number of a vector's scales."""
+    """Return the number of a vector's scales."""
     return dim // group_size(dim)
 
 
@@ -207,7 +207,7 @@ def encode_keys(keys: Float[Tensor, "*B D"], bits: int) -> Codes:
 
 
 def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
-    """The vectors that codes stand for, computed in float32."""
+    """Decode quantized vectors, computed in float32."""
     numbers = codes.numbers.unflatten(-1, (codes.scales.shape[-1], -1))
     if codes.bits == 4:
         numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1).to(torch.int8) - 8
@@ -220,7 +220,7 @@ def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D
 
 
 def hadamard(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-    """Vectors multiplied with an orthonormal, symmetric Hadamard matrix, which is its own inverse.
+    """Multiply vectors with an orthonormal, symmetric Hadamard matrix, which is its own inverse.
 
     The matrix has a block for each power of two in the head dim, the largest first: 80 = 64 + 16. Blocks are
     Sylvester's. The sums run in float32 by halves, ``(a + b, a - b)`` at distances 1, 2, 4 ..., and are multiplied with
@@ -246,12 +246,12 @@ def _sylvester(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
 
 @functools.cache
 def _powers(dim: int) -> list[int]:
-    """The powers of two that add up to a number, the largest first."""
+    """Return the powers of two that add up to a number, the largest first."""
     return [1 << i for i in reversed(range(dim.bit_length())) if dim >> i & 1]
 
 
 def blank(like: Float[Tensor, "*B _ D"], slots: int, bits: int) -> Codes:
-    """Codes of zeros for so many slots.
+    """Return quantized zeros for that many slots.
 
     Args:
         like: vectors that show channels, device, and the axes before the slots.
@@ -284,7 +284,7 @@ class CodedSlots(LazySlots):
 
     @classmethod
     def of(cls, keys: Codes, values: Codes, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype) -> CodedSlots:
-        """Slots with these codes.
+        """Return slots with these quantized keys and values.
 
         Args:
             keys: codes of the keys after `hadamard`.
@@ -320,7 +320,7 @@ class CodedSlots(LazySlots):
 
 
 def finite(keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> Bool[Tensor, "B Hk T"]:
-    """Whether tokens may take a slot: a token with NaN or an infinity in a head leaves its slot in this head empty."""
+    """Tell whether each token may take a slot. A token with NaN or an infinity in a head gets none in this head."""
     return (keys.isfinite().all(dim=-1)) & (values.isfinite().all(dim=-1))
 
 
@@ -353,7 +353,7 @@ class Vectors:
     def blank(
         cls, like_keys: Float[Tensor, "*B _ D"], like_values: Float[Tensor, "*B _ E"], n: int, bits: Bits
     ) -> Vectors:
-        """Zeros for ``n`` tokens in each place of the leading axes, for keys and values like these.
+        """Return zeros for ``n`` tokens at each index of the leading axes, for keys and values like these.
 
         Raises:
             UnsupportedModelError: the head dim cannot be packed.
@@ -376,17 +376,17 @@ class Vectors:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Channels of a key and of a value."""
+        """Return the number of channels of a key and of a value."""
         keys, values = self.tensors["keys"].shape[-1], self.tensors["values"].shape[-1]
         return (keys, values) if self.bits is None else (keys * 8 // self.bits[0], values * 8 // self.bits[1])
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a key and a value in the model's dtype."""
+        """Return the bytes of a key and a value in the model's dtype."""
         return sum(dim * dtype.itemsize for dim, dtype in zip(self.dims, self.dtypes, strict=True))
 
     def fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Whether new keys and values have these head dims, the model's dtypes, and this device."""
+        """Tell whether new keys and values have these head dims, the model's dtypes, and this device."""
         device = self.tensors["keys"].device
         return all(
             (new.shape[-1], new.dtype, new.device) == (dim, dtype, device)
@@ -394,22 +394,22 @@ class Vectors:
         )
 
     def no_token(self, rows: int, heads: int) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
-        """Keys and values of no token in the model's dtype."""
+        """Return keys and values of no token in the model's dtype."""
         like = self.tensors["keys"]
         pairs = zip(self.dims, self.dtypes, strict=True)
         keys, values = (like.new_empty((rows, heads, 0, dim), dtype=dtype) for dim, dtype in pairs)
         return keys, values
 
     def over(self, tensors: Mapping[str, Tensor]) -> Vectors:
-        """The same kind of vectors in other tensors, named as in ``tensors``. Other names are left out."""
+        """Return the same kind of vectors in other tensors, named as in ``tensors``. Other names are left out."""
         return replace(self, tensors={name: tensors[name] for name in self.tensors})
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Vectors:
-        """The same kind of vectors after a change of every tensor."""
+        """Return the same kind of vectors with ``change`` applied to every tensor."""
         return replace(self, tensors={name: change(tensor) for name, tensor in self.tensors.items()})
 
     def slots(self, positions: Int[Tensor, "B Hk S"]) -> Slots:
-        """The vectors as slots, where they lie side by side: `CodedSlots` if they are codes."""
+        """Return the vectors as slots, where they lie side by side (as `CodedSlots` if they are quantized)."""
         keys, values = self.tensors["keys"], self.tensors["values"]
         if self.bits is None:
             return Slots(keys, values, positions)
@@ -449,17 +449,17 @@ class Tokens:
 
     @classmethod
     def new(cls, keys: Float[Tensor, "B Hk n D"], values: Float[Tensor, "B Hk n E"], bits: Bits = None) -> Tokens:
-        """Tokens of which none lies in slots."""
+        """Return tokens, none of which is in a slot yet."""
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits)[0], keys, values)
 
     def apart(self) -> Tokens:
-        """The same tokens. If others lie in slots, the new ones are copied: they may be views of memory for all."""
+        """Return the same tokens. If others lie in slots, the new ones are copied, as they may share memory."""
         if not self.held.tensors["keys"].shape[2]:
             return self
         return replace(self, keys=self.keys.clone(), values=self.values.clone())
 
     def chosen(self, order: Int[Tensor, "B Hk n"]) -> Tokens:
-        """Some of the tokens, in this order and as a store holds them, so that none is new."""
+        """Return some of the tokens, in this order and as a store holds them, so that none is new."""
         n = self.held.tensors["keys"].shape[2]
         if not self.keys.shape[2]:
             usable = None if self.usable is None else self.usable.gather(-1, order)
@@ -479,7 +479,7 @@ class Tokens:
 
 
 def _named(keys: Codes, values: Codes) -> dict[str, Tensor]:
-    """The tensors of codes by name."""
+    """Return the tensors of quantized keys and values by name."""
     return {
         "keys": keys.numbers,
         "key_scales": keys.scales,
@@ -489,7 +489,7 @@ def _named(keys: Codes, values: Codes) -> dict[str, Tensor]:
 
 
 def _gathered(x: Tensor, order: Int[Tensor, "B Hk n"]) -> Tensor:
-    """Vectors of some tokens, ``(B, Hk, n, ...)``. A number that names no token gives the first or the last one."""
+    """Return the vectors of some tokens, ``(B, Hk, n, ...)``. An index out of range gives the first or the last."""
     B, Hk, S = x.shape[:3]
     rows, heads = (torch.arange(n, device=x.device) for n in (B, Hk))
     return x[rows[:, None, None], heads[:, None], order.clamp(0, S - 1)]  # copies vectors; `gather` copies numbers
@@ -512,7 +512,7 @@ class Beside(LazySlots):
 
     @classmethod
     def of(cls, held: Slots, new: Slots, positions: Int[Tensor, "B Hk S"] | None = None) -> Beside:
-        """Slots beside new tokens.
+        """Return slots with new tokens behind them.
 
         Args:
             held: the slots, which must not change as long as the object is used.
@@ -536,7 +536,7 @@ class Beside(LazySlots):
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> None:
-        """Nothing is written into slots beside a chunk."""
+        """Raise an error, since nothing is written into slots beside a chunk."""
         raise NotImplementedError
 
     def _joined(self, held: Tensor, new: Tensor) -> Tensor:
@@ -546,7 +546,7 @@ class Beside(LazySlots):
 
 
 def at(slots: Slots, positions: Int[Tensor, "B Hk S"]) -> Slots:
-    """The same keys and values with other positions. Copies are made once for both."""
+    """Return the same keys and values with other positions. Copies are made once for both."""
     if not isinstance(slots, Beside):
         return slots._replace(positions=positions)
     made = Beside.of(slots.held, slots.new, positions)
@@ -555,7 +555,7 @@ def at(slots: Slots, positions: Int[Tensor, "B Hk S"]) -> Slots:
 
 
 def pieces(slots: Slots) -> tuple[Slots, ...]:
-    """Keys and values that lie together, in the order of the slots: one piece, or slots and a chunk."""
+    """Return the parts of keys and values that are contiguous, in slot order: one part, or slots and a chunk."""
     if not isinstance(slots, Beside):
         return (slots,)
     used = slots.held.positions.shape[2]

@@ -44,7 +44,7 @@ class Store(abc.ABC):
     def like(
         cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
-        """Keys and values of no token, from which a store for other rows of the same kind can be made.
+        """Return keys and values of no token, from which a store for other rows of the same kind can be made.
 
         Args:
             tensors: named as in `per_row`.
@@ -59,11 +59,11 @@ class Store(abc.ABC):
 
     @property
     def capacity(self) -> int:
-        """Slots per row and head."""
+        """Return the number of slots per row and head."""
         return self.positions.shape[-1]
 
     def used(self) -> int:
-        """The number of slots up to the last occupied one; all slots on a GPU, where the answer would mean waiting."""
+        """Count the slots up to the last occupied one. On a GPU, return all slots, since counting means waiting."""
         if self.positions.device.type != "cpu":
             return self.capacity
         occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
@@ -71,7 +71,7 @@ class Store(abc.ABC):
 
     @property
     def room(self) -> int:
-        """Slots of all rows and heads."""
+        """Return the number of slots of all rows and heads."""
         return self.positions.numel()
 
     @property
@@ -80,7 +80,7 @@ class Store(abc.ABC):
         return int((self.positions >= 0).sum())
 
     def numbers(self, start: float) -> Tensor:
-        """One number for each slot, in the order of the slots in memory. A policy's state consists of these."""
+        """Return one number for each slot, in memory order. A policy's state consists of such tensors."""
         return torch.full(self.positions.shape, start, dtype=torch.float32, device=self.positions.device)
 
     def clear(self, rows: int | slice) -> None:
@@ -88,7 +88,7 @@ class Store(abc.ABC):
         self.positions[rows] = EMPTY
 
     def opened(self) -> Store:
-        """The store as a step works on it: its positions lie side by side and may be written until `close`.
+        """Return the store as a step works on it, with positions side by side and writable until `close`.
 
         This is the store itself, unless its slots lie otherwise in memory.
         """
@@ -98,7 +98,7 @@ class Store(abc.ABC):
         """Write the content of an opened store to where it lies in memory."""
 
     def side_by_side(self, numbers: Tensor) -> Float[Tensor, "B Hk capacity"]:
-        """The numbers of `numbers`, for an opened store, in the order of `positions`."""
+        """Return the tensor of `numbers`, for an opened store, in the order of `positions`."""
         return numbers
 
     def put_back(  # noqa: B027  nothing to do
@@ -107,31 +107,31 @@ class Store(abc.ABC):
         """Write what `side_by_side` has returned back into the numbers."""
 
     def divided(self, sizes: Int[Tensor, "B Hk"]) -> Store:
-        """A store in which each head has at least that many slots. The slots may lose their content."""
+        """Return a store in which each head has at least that many slots. The slots may lose their content."""
         missing = int(sizes.max()) - self.capacity
         return self.wider(self.capacity + missing) if missing > 0 else self
 
     @property
     @abc.abstractmethod
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        """Return the bytes of one token's keys and values over all heads, in the model's dtype."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the keys."""
+        """Return the dtype of the keys."""
         return self.slots().keys.dtype
 
     @abc.abstractmethod
     def slots(self) -> Slots:
-        """The slots themselves, as a backend reads and writes them."""
+        """Return the slots themselves, as a backend reads and writes them."""
 
     def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
-        """Keys and values of no token, which show the shapes of the slots."""
+        """Return keys and values of no token, which show the shapes of the slots."""
         keys, values, _ = self.slots()
         return keys[:, :, :0], values[:, :, :0]
 
     def lying(self, used: int) -> Slots | None:
-        """The first ``used`` slots where they lie, for code that reads them there and writes them through `slots`.
+        """Return the first ``used`` slots without a copy, for code that reads them and writes through `slots`.
 
         ``None`` if keys and values can only be copied, or moved one by one at a cost, as on a GPU.
         """
@@ -153,7 +153,7 @@ class Store(abc.ABC):
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
 
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
-        """Tokens that `take` puts into slots, even after these have lost their content.
+        """Return tokens that `take` puts into slots, even after these have lost their content.
 
         A store that rounds shows the first ``used`` tokens as it holds them.
 
@@ -176,7 +176,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        """Tell whether new keys and values have this store's rows, heads, head dims, dtype and device."""
 
     def check_fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> None:
         """Refuse tokens of another shape, dtype or device.
@@ -194,17 +194,17 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def wider(self, capacity: int) -> Store:
-        """An empty store with more slots, for the same rows."""
+        """Return an empty store with more slots, for the same rows."""
 
     def widened(self, capacity: int) -> Store:
-        """A store with more slots and the same content."""
+        """Return a store with more slots and the same content."""
         wide = self.wider(capacity)
         wide.fill(*self.slots())
         return wide
 
     @abc.abstractmethod
     def per_row(self) -> dict[str, Tensor]:
-        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+        """Return every tensor of the store by name. The first axis of each tensor is the rows."""
 
     def per_slot(self) -> tuple[str, ...]:
         """Names of the tensors of `per_row` whose third axis is the slots. The others are copied whole."""
@@ -212,11 +212,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def over(self, tensors: Mapping[str, Tensor]) -> Store:
-        """A store of the same kind over other tensors, named as in `per_row`."""
+        """Return a store of the same kind over other tensors, named as in `per_row`."""
 
 
 def by_bits(kind: type[_S]) -> dict[str, type[_S]]:
-    """Kinds of a store that differ in `Store.bits`, by the names of `kvkeep.kv.slot_codec.KV_BITS`."""
+    """Return the kinds of a store that differ in `Store.bits`, named as in `kvkeep.kv.slot_codec.KV_BITS`."""
     return {
         name: cast(type[_S], type(f"{kind.__name__}_{name}", (kind,), {"bits": bits})) for name, bits in KV_BITS.items()
     }
@@ -266,16 +266,16 @@ class DenseStore(Store):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        """Return the bytes of one token's keys and values over all heads, in the model's dtype."""
         per_head = sum(x.shape[-1] * x.element_size() for x in (self.keys, self.values))
         return per_head * self.positions.shape[1]
 
     def slots(self) -> Slots:
-        """The slots themselves, as attention reads them."""
+        """Return the slots themselves, as attention reads them."""
         return Slots(self.keys, self.values, self.positions)
 
     def lying(self, used: int) -> Slots | None:
-        """The first ``used`` slots where they lie, in main memory."""
+        """Return the first ``used`` slots without a copy, or ``None`` if they are not in main memory."""
         if not self.positions.is_cpu:
             return None
         return Slots(self.keys[:, :, :used], self.values[:, :, :used], self.positions[:, :, :used])
@@ -304,7 +304,7 @@ class DenseStore(Store):
         return found[0], found[1]
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        """Tell whether new keys and values have this store's rows, heads, head dims, dtype and device."""
         return all(
             (new.shape[:2], new.shape[3], new.dtype, new.device)
             == (held.shape[:2], held.shape[3], held.dtype, held.device)
@@ -312,19 +312,19 @@ class DenseStore(Store):
         )
 
     def wider(self, capacity: int) -> DenseStore:
-        """An empty store with more slots, for the same rows."""
+        """Return an empty store with more slots, for the same rows."""
         return DenseStore(self.keys, self.values, capacity)
 
     def per_row(self) -> dict[str, Tensor]:
-        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+        """Return every tensor of the store by name. The first axis of each tensor is the rows."""
         return {"keys": self.keys, "values": self.values, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
-        """All tensors: they have one entry per slot."""
+        """Return the names of all tensors, since each has one entry per slot."""
         return ("keys", "values", "positions")
 
     def over(self, tensors: Mapping[str, Tensor]) -> DenseStore:
-        """A dense store over other tensors, named as in `per_row`."""
+        """Return a dense store over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other.keys, other.values, other.positions = (tensors[name] for name in ("keys", "values", "positions"))
         return other
@@ -355,22 +355,22 @@ class QuantizedStore(Store):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        """Return the bytes of one token's keys and values over all heads, in the model's dtype."""
         return self.positions.shape[1] * self.vectors.token_bytes
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype."""
+        """Return the model's dtype."""
         return self.vectors.dtypes[0]
 
     def opened(self) -> QuantizedStore:
-        """The store during a step: `slots` is always the same object, which remembers copies of its content."""
+        """Return the store as used during a step. Its `slots` is always the same object, which caches copies."""
         other = copy.copy(self)
         other._slots = self.slots()
         return other
 
     def slots(self) -> CodedSlots:
-        """The slots, which hold codes."""
+        """Return the slots, which hold quantized vectors."""
         if self._slots is not None:
             return self._slots
         found = self.vectors.slots(self.positions)
@@ -403,11 +403,11 @@ class QuantizedStore(Store):
         self.positions[:, :, n:] = EMPTY
 
     def _first(self, used: int) -> Vectors:
-        """The content of the first slots."""
+        """Return the content of the first slots."""
         return self.vectors.each(lambda x: x[:, :, :used])
 
     def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
-        """Keys and values of no token. The codes are not read."""
+        """Return keys and values of no token. The quantized vectors are not read."""
         return self.vectors.no_token(*self.positions.shape[:2])
 
     def beside(
@@ -417,12 +417,12 @@ class QuantizedStore(Store):
         return self._first(used).beside(self.positions[:, :, :used], keys, values)
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Whether new keys and values have this store's rows, heads, head dims, device, and the model's dtype."""
+        """Tell whether new keys and values fit this store's rows, heads, head dims, device and the model's dtype."""
         shape = self.positions.shape[:2]
         return keys.shape[:2] == values.shape[:2] == shape and self.vectors.fit(keys, values)
 
     def wider(self, capacity: int) -> QuantizedStore:
-        """An empty store with more slots, for the same rows."""
+        """Return an empty store with more slots, for the same rows."""
         return type(self)(*self.no_token(), capacity)
 
     def widened(self, capacity: int) -> QuantizedStore:
@@ -434,15 +434,15 @@ class QuantizedStore(Store):
         return wide
 
     def per_row(self) -> dict[str, Tensor]:
-        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+        """Return every tensor of the store by name. The first axis of each tensor is the rows."""
         return {**self.vectors.tensors, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
-        """All tensors: they have one entry per slot."""
+        """Return the names of all tensors, since each has one entry per slot."""
         return tuple(self.per_row())
 
     def over(self, tensors: Mapping[str, Tensor]) -> QuantizedStore:
-        """A store of the same kind over other tensors, named as in `per_row`."""
+        """Return a store of the same kind over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other._slots, other.vectors, other.positions = None, self.vectors.over(tensors), tensors["positions"]
         return other

@@ -169,7 +169,7 @@ def attention_forward(
     s_aux: Float[Tensor, " Hq"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B T Hq E"], None]:
-    """The attention function of transformers' interface: a step of a bounded layer, or else dense attention.
+    """Compute attention for transformers' interface: a step of a bounded layer, or else dense attention.
 
     Raises:
         UnsupportedModelError: the model asks for something that attention over positions cannot honour.
@@ -223,7 +223,7 @@ def _bounded(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """One step of a layer that handed its keys on."""
+    """Run one step of the bounded layer that handed its keys on, and return the attention output."""
     stepper = layer.take()
     if options.window is not None and options.window < 1:
         raise UnsupportedModelError("A layer has a sliding window of no tokens; check the model's config.json.")
@@ -244,7 +244,7 @@ def _dense(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Attention with another cache, or without one: columns are positions."""
+    """Compute attention with another cache, or without one. The index of a column is its position."""
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:

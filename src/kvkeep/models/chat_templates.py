@@ -32,7 +32,7 @@ _REMEDY = "Use `raw=True` to leave it out and write the whole prompt."
 def fill(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The text of a conversation in the tokenizer's chat template, up to the beginning of the model's answer.
+    """Render a conversation in the tokenizer's chat template, up to the beginning of the model's answer.
 
     Args:
         tokenizer: has the template.
@@ -62,7 +62,7 @@ def fill(
 
 
 def _asked(line: str) -> dict[str, str]:
-    """The process's answer to a line: ``text`` or ``error``.
+    """Ask the template process to answer a line, and return its ``text`` or ``error``.
 
     Raises:
         InputError: the process does not start.

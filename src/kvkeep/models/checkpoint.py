@@ -34,11 +34,11 @@ class Checkpoint:
 
     @property
     def trained_length(self) -> int | None:
-        """The number of positions that the model was trained for; ``None`` if its configuration does not say."""
+        """Return how many positions the model was trained for; ``None`` if its configuration does not say."""
         return trained_length(self.config)
 
 
 def trained_length(config: PreTrainedConfig) -> int | None:
-    """The number of positions that a model was trained for; ``None`` if its configuration does not say."""
+    """Return how many positions a model was trained for; ``None`` if its configuration does not say."""
     length: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return length

@@ -65,12 +65,12 @@ def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reaches_cache(module: nn.Module) -> bool:
-    """Whether a module or one of its parts knows its layer's number, which a cache needs."""
+    """Return whether a module or one of its parts knows its layer's number, which a cache needs."""
     return any("layer_idx" in vars(part) for part in module.modules())
 
 
 def _is_open(module: nn.Module) -> bool:
-    """Whether a module is more than one operation, and is neither packed nor fused, without hooks."""
+    """Return whether a module has several operations, has no hooks, and is neither packed nor fused."""
     if type(module).__module__.startswith("torch.nn.") and not any(module.children()):
         return False
     if any(isinstance(part, (PackedLinear, *FUSED)) for part in module.modules()):
@@ -81,7 +81,7 @@ def _is_open(module: nn.Module) -> bool:
 
 
 def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
-    """Why a layer stays plain, found by running it; ``None`` if it can be compiled."""
+    """Run a layer, and return why it cannot be compiled; ``None`` if it can."""
     trial = copy.copy(layer)  # shares the weights; its compiled program is reused for all layers of its kind
     trial.compile(backend=backend, fullgraph=True)
     torch._dynamo.maybe_mark_dynamic(x, 0)

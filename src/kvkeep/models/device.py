@@ -20,7 +20,7 @@ _LESS = "Lower `budget` or `rows`, set `prefill_chunk`, or take a smaller dtype 
 
 
 def parse_dtype(text: str) -> torch.dtype | str:
-    """The dtype of this name; ``auto`` stays as it is.
+    """Return the dtype of this name; ``auto`` stays as it is.
 
     Raises:
         InputError: the name is unknown.
@@ -35,7 +35,7 @@ def parse_dtype(text: str) -> torch.dtype | str:
 
 
 def parse_device(text: str) -> torch.device:
-    """The device of this name; ``auto`` is CUDA if there is one, otherwise the CPU.
+    """Return the device of this name; ``auto`` is CUDA if there is one, otherwise the CPU.
 
     Raises:
         InputError: the name is unknown, or this machine has no such device.
@@ -67,13 +67,13 @@ def enough_memory(device: torch.device, remedy: str = _LESS) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """A failed step's error in one line, with a remedy if memory was too small."""
+    """Return a failed step's error in one line, with a remedy if memory was too small."""
     remedy = "Use fewer rows, a smaller budget or a prefill_chunk, or a smaller dtype or model."
     return f"{one_line(error).rstrip('.')}. {remedy}" if is_out_of_memory(error) else one_line(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is a failed allocation; on a CPU only torch's message tells."""
+    """Return whether an error is a failed allocation. On a CPU, only torch's message shows it."""
     told = ("allocate memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in told)

@@ -46,14 +46,14 @@ class Opening:
     raw: bool = False
 
     def messages(self, question: str) -> tuple[dict[str, str], ...]:
-        """The conversation that begins with a question; of the text, only the end."""
+        """Return the messages of a conversation whose user message is the end of the text and a question."""
         before = () if self.system is None else ({"role": "system", "content": self.system},)
         return (*before, {"role": "user", "content": self._joined(question)})
 
     def rest(
         self, checkpoint: Checkpoint, question: str, before: Sequence[int], more: Sequence[Mapping[str, str]] = ()
     ) -> list[int]:
-        """The token ids that follow those of the memory, up to the beginning of the model's answer.
+        """Return the token ids after those of the snapshot, up to the beginning of the model's answer.
 
         Args:
             checkpoint: the model and its tokenizer.
@@ -81,7 +81,7 @@ class Opening:
     def _ids(
         self, checkpoint: Checkpoint, question: str, more: Sequence[Mapping[str, str]] = (), *, whole: bool = False
     ) -> list[int]:
-        """The token ids of the tail and a question; with ``whole`` also of all that the template puts before them."""
+        """Return the token ids of the tail and a question; with ``whole`` also of all that the template puts before."""
         if self.raw:
             raw: list[int] = encode(checkpoint, self._joined(question), raw=True)[0].tolist()
             return raw
@@ -97,7 +97,7 @@ class Opening:
 
 
 def opening_of(found: object) -> Opening:
-    """An opening from plain data.
+    """Build an opening from plain data.
 
     Raises:
         InputError: the data are no opening.
@@ -111,14 +111,14 @@ def opening_of(found: object) -> Opening:
 
 
 def noted(snapshot: Snapshot, opening: Opening) -> Snapshot:
-    """The memory of a text, with a note of how questions follow it."""
+    """Return a text's snapshot with the opening in its note, so that questions can follow the text."""
     return replace(snapshot, note={**snapshot.note, "opening": asdict(opening)})
 
 
 def opened(
     checkpoint: Checkpoint, text: str, *, system: str | None = None, raw: bool = False
 ) -> tuple[list[int], Opening]:
-    """The token ids of a text that questions will follow, and how they do. White space around the text is dropped.
+    """Return the token ids of a text, and how questions follow it. White space around the text is dropped.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -168,5 +168,5 @@ def check_system(checkpoint: Checkpoint, system: str, *, raw: bool = False) -> N
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of first tokens that two sequences share."""
+    """Count the first tokens that two token sequences share."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -62,7 +62,7 @@ def cached_if_unreachable(name: str) -> Iterator[None]:
 
 
 def is_forbidden() -> bool:
-    """Whether the user has forbidden every request to the hub (HF_HUB_OFFLINE)."""
+    """Return whether the user has forbidden every request to the hub (HF_HUB_OFFLINE)."""
     return _blocks == 0 and constants.HF_HUB_OFFLINE
 
 
@@ -76,7 +76,7 @@ def _switch(change: int) -> None:
 
 
 def _answers() -> bool:
-    """Whether the hub answers at all, with an error or not.
+    """Return whether the hub answers at all, with an error or not.
 
     A thread asks, since a search for the hub's address has no time limit of its own.
     """
@@ -124,7 +124,7 @@ _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?"
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
-    """The full path of a file or folder that exists; another name is returned unchanged, as a hub name.
+    """Return the full path of a file or folder that exists. Another name is returned unchanged, as a hub name.
 
     Raises:
         ModelFileError: there is no such folder, and the hub has no such names.
@@ -228,7 +228,7 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
 
 
 def refusal(subject: str) -> str:
-    """The message about weights that are pickles."""
+    """Return the error message for weights that are pickles."""
     return (
         f"{subject} are not safetensors but Python pickles, which can run code when they are read. Convert them, or "
         "accept them with `allow_pickle=True` if you trust their source."
@@ -246,7 +246,7 @@ def _check_regular(folder: Path) -> None:
 
 
 def optional(name: str, file: str) -> Path | None:
-    """The path of a model's file, downloaded from the hub if need be; ``None`` if there is no such file."""
+    """Return the path of a model's file, downloaded from the hub if need be; ``None`` if there is no such file."""
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.exists() else None
@@ -257,7 +257,7 @@ def optional(name: str, file: str) -> Path | None:
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
-    """Every whole number of a configuration, with its key."""
+    """Return every integer of a configuration, with its key."""
     found, rest = [], [(key, value)]
     while rest:
         key, value = rest.pop()
@@ -384,7 +384,7 @@ def check_size(name: str, parameters: int) -> None:
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index names.
+    """Return the weight files that an index names.
 
     Raises:
         ModelFileError: the file is not an index of weights.
@@ -402,7 +402,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard's name and its file lie in the folder. A missing file is reported later.
+    """Return whether a shard's name and its file lie in the folder. A missing file is reported later.
 
     In the hub's cache, ``snapshots/REVISION/FILE`` is a link into ``blobs``, beside ``snapshots``.
     """

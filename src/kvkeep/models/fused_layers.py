@@ -32,7 +32,7 @@ _LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pr
 
 
 def is_decoder(module: nn.Module) -> bool:
-    """Whether a module has the parts of a decoder layer that may be fused."""
+    """Return whether a module has the parts of a decoder layer that may be fused."""
     return module._modules.keys() == _NAMES and all(part is not None for part in module._modules.values())
 
 
@@ -50,7 +50,7 @@ class FusedParts(NamedTuple):
 
 
 def parts_of(layer: nn.Module) -> FusedParts | None:
-    """The parts of a layer; ``None`` if one is missing, has been replaced, or somebody wants to see its calls."""
+    """Return a layer's parts for fusing; ``None`` if a part is missing, has been replaced, or has hooks."""
     own: dict[str, Any] = layer._modules
     if own.keys() != _NAMES:
         return None
@@ -100,7 +100,7 @@ class FusedCalls:
         self._places = layers.places(_weights_of(modules))
 
     def weights(self, layer: nn.Module) -> list[object] | None:
-        """The weights of a layer, if these are still its calls: nobody has replaced a part or listens to one."""
+        """Return a layer's weights, or ``None`` if its modules or weights changed since these calls were built."""
         names, modules = _modules_of(layer)
         if names != self._names or [*map(id, modules)] != self._modules or [*map(type, modules)] != self._kinds:
             return None
@@ -111,7 +111,7 @@ class FusedCalls:
 
 
 def _modules_of(layer: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    """The names of all modules of a layer, in one order, and the modules."""
+    """Return the names and the modules of a layer's parts, always in the same order."""
     own = layer._modules
     names, modules = [*own], [*own.values()]
     for part in (own.get("self_attn"), own.get("mlp")):
@@ -136,7 +136,7 @@ def _norm(norm: FusedNorm) -> layers.Norm:
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
-    """Whether attention of such a model goes to `attention_forward`, and its probabilities are not asked for."""
+    """Return whether a model's attention goes to `attention_forward`, with no attention probabilities asked for."""
     own = object.__getattribute__(config, "__dict__")  # a layer asks in each step, and properties take long
     try:
         return own["_attn_implementation_internal"] == ATTENTION and not own["_output_attentions"]
@@ -145,7 +145,7 @@ def is_ours(config: PreTrainedConfig) -> bool:
 
 
 def repeatable(attention: nn.Module, **told: Any) -> AttentionOptions | None:
-    """What the steps of a layer ask for that `repeat` may make; ``None``: those of such a layer cannot be repeated.
+    """Return the options with which `repeat` may run a layer's steps; ``None`` if they cannot be repeated.
 
     Args:
         attention: the layer's attention.
@@ -166,7 +166,7 @@ def repeat(
     options: AttentionOptions,
     run: Callable[[Repeat], Tensor | None],
 ) -> Tensor | None:
-    """One new token per row in a step that differs from the layer's last one in its tokens alone, see `Layer.repeat`.
+    """Run a decode step that differs from the layer's last one in its tokens alone, see `Layer.repeat`.
 
     Args:
         cache: holds the layer.
@@ -204,7 +204,7 @@ _recorded: ContextVar[Callable[..., Tensor]] = ContextVar("_recorded")
 def _run(
     parts: FusedParts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: FusedCalls
 ) -> Tensor | None:
-    """The output of a layer for a token per row; ``None`` if the kernel cannot compute it."""
+    """Compute a layer's output for a token per row; ``None`` if the kernel cannot compute it."""
     found = calls.before(x, angles)
     if found is None:
         return None
@@ -226,12 +226,12 @@ class FusedLayer(nn.Module):
     _repeated: AttentionOptions | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output."""
+        """Return the layer's output, from the fused kernel where the step allows it."""
         out = self._few(*args, **kwargs) if len(args) == 1 else None
         return super().forward(*args, **kwargs) if out is None else out
 
     def _few(self, x: Tensor, **kwargs: Any) -> Tensor | None:
-        """The output, if this is such a step."""
+        """Return the output of a decode step from the fused kernel; ``None`` for any other step."""
         cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
         if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache) or not isinstance(angles, tuple):
             return None
@@ -268,7 +268,7 @@ class FusedLayer(nn.Module):
 
 
 def copied(layer: nn.Module) -> nn.Module:
-    """A copy of a decoder layer with the same weights."""
+    """Return a copy of a decoder layer that shares the layer's weights."""
     same: list[Any] = [*layer.parameters(), *layer.buffers(), getattr(layer.self_attn, "config", None)]
     return copy.deepcopy(layer, {id(shared): shared for shared in same})
 
@@ -288,14 +288,14 @@ def fuse_layer(layer: nn.Module) -> bool:
 
 
 def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
-    """Whether a layer has no weights but those of its parts: others may be changed after the trial."""
+    """Return whether a layer has no weights but those of its parts: others may be changed after the trial."""
     norms = [norm for norm in (parts.first, parts.second, *parts.heads) if norm is not None]
     known = {id(weight) for part in (*norms, *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()}
     return known == {id(weight) for weight in (*layer.parameters(), *layer.buffers())}
 
 
 def _twin(layer: nn.Module) -> Any:
-    """The same layer, whose attention has a configuration of its own, as other threads may be in the layer."""
+    """Return a copy of a layer with a configuration of its own, since other threads may be in the layer."""
     twin, attention = copy.copy(layer), copy.copy(_any(layer).self_attn)
     vars(attention)["config"] = copy.deepcopy(attention.config)
     vars(twin)["_modules"] = {**layer._modules, "self_attn": attention}
@@ -303,7 +303,7 @@ def _twin(layer: nn.Module) -> Any:
 
 
 def _any(layer: nn.Module) -> Any:
-    """A layer whose attributes have no types."""
+    """Return a layer as ``Any``, so that type checkers allow every attribute."""
     return layer
 
 
@@ -357,13 +357,13 @@ class _Trial:
         return module is self._attention and mask is None
 
     def run(self, parts: FusedParts, attend: Attend | None = None) -> Tensor | None:
-        """The output of the kernel."""
+        """Return the output of the kernel."""
         return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), FusedCalls(self._layer, parts))
 
 
 @torch.inference_mode()
 def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
-    """What a layer tells attention in every call, if the kernel computes the same up to rounding; else ``None``."""
+    """Return a layer's constant attention arguments if the kernel matches it up to rounding; else ``None``."""
     try:
         trial = _Trial(layer, SCALES)
         if not trial.ask() or not _is_constant(trial.constants):
@@ -382,7 +382,7 @@ def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
 
 @torch.inference_mode()
 def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
-    """The time of decoder layers one after the other, attention aside; ``None`` if they take something else."""
+    """Measure the seconds that decoder layers take in turn, without attention; ``None`` if they cannot run."""
     took = 0.0
     for layer in layers:
         try:

@@ -39,12 +39,12 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
-        """A copy in the plain layout, made anew for each access."""
+        """Return a copy of the weights in the plain layout, made anew for each access."""
         plain: Tensor = self._packed.to_dense()
         return plain
 
     def forward(self, x: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:
-        """The product with the weights, plus the bias."""
+        """Return the product with the weights, plus the bias."""
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return result
 
@@ -81,7 +81,7 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
 
 @torch.inference_mode()
 def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Module] | None = None) -> bool:
-    """Whether products of so many rows take less time after ``make``; by default with packed weights.
+    """Return whether products of so many rows are faster after ``make``, which by default packs the weights.
 
     As in a decode step, all layers are run in turn, so that the processor's caches are cold.
     """
@@ -112,7 +112,7 @@ def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
 
 
 def _works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has the operations on this processor; they are not part of its stable interface."""
+    """Return whether this build of torch has the operations (no stable interface) on this processor."""
     try:
         blank = nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)  # draws no random numbers
         PackedLinear(blank, 2)(torch.ones(2, 16, dtype=dtype))
@@ -146,7 +146,7 @@ class FusedLinears:
         self._held: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
 
     def output(self, layer: FusedLinear, x: Tensor) -> Tensor | None:
-        """The output of one layer; ``None`` if there is none."""
+        """Return the output of one layer; ``None`` if the kernel has not computed it."""
         if layer is not self._layers[0]:
             asked, outputs = self._held
             return outputs.pop(id(layer), None) if asked is x else None
@@ -167,7 +167,7 @@ class FusedLinear(nn.Linear):
     _together: FusedLinears | None = None
 
     def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
-        """The product with the weights, plus the bias."""
+        """Return the product with the weights, plus the bias."""
         if self._together is not None and (out := self._together.output(self, input)) is not None:
             return out
         found = small.products(input, (self,))
@@ -185,7 +185,7 @@ class FusedGate(nn.Module):
     down_proj: nn.Linear
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output."""
+        """Return the layer's output, from the fused kernel where it can compute it."""
         out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
         whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children()))
         if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
@@ -201,7 +201,7 @@ class FusedNorm(nn.Module):
     _plus: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The norm of the last axis."""
+        """Normalise the last axis, and return the result."""
         out = None
         if len(args) == 1 and not kwargs:
             out = small.norm(args[0], self.weight, self._epsilon, plus=self._plus)
@@ -209,12 +209,12 @@ class FusedNorm(nn.Module):
 
 
 def is_bare(layer: nn.Module) -> bool:
-    """Whether nobody has replaced a fused layer, or wants to see its calls, since it was fused."""
+    """Return whether a fused layer still has its class, and has no hook and no other ``forward``."""
     return type(layer) is FusedLinear and not is_heard(layer)
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Whether a module's calls have a hook, or another ``forward``."""
+    """Return whether a module's calls have a hook, or another ``forward``."""
     own = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     return bool(own or _global_forward_hooks or _global_forward_pre_hooks)
 
@@ -227,7 +227,7 @@ def agrees(
     kernel: Callable[[Tensor], Tensor | None],
     reach: Sequence[nn.Linear] = (),
 ) -> bool:
-    """Whether the kernel gives a module's outputs up to rounding, on random numbers of several sizes.
+    """Return whether the kernel matches a module's outputs up to rounding, on random numbers of several sizes.
 
     One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show.
     """
@@ -246,7 +246,7 @@ def agrees(
 
 
 def is_close(found: Tensor, expected: object) -> bool:
-    """Whether a tensor is another one up to the rounding of its dtype."""
+    """Return whether a tensor equals another one up to the rounding of its dtype."""
     if not isinstance(expected, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     limit = TOLERANCE[found.dtype] * expected.float().abs().amax(dim=-1, keepdim=True)
@@ -254,7 +254,7 @@ def is_close(found: Tensor, expected: object) -> bool:
 
 
 def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """The module's class with another ``forward`` before its own."""
+    """Return a subclass of a module's class in which the mixin's ``forward`` comes first."""
     if (mixin, kind) not in _MIXED:
         names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         _MIXED[mixin, kind] = type(f"Fused{kind.__name__}", (mixin, kind), names)

@@ -105,7 +105,7 @@ def check_generation_config(name: str) -> None:
 
 
 def remark(model: PreTrainedModel) -> str | None:
-    """A sentence on the settings that kvkeep leaves out; ``None`` if there are none."""
+    """Return a sentence about the generation settings that kvkeep leaves out; ``None`` if there are none."""
     asked = _asked(model)
     differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
     same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
@@ -117,13 +117,13 @@ def remark(model: PreTrainedModel) -> str | None:
 
 
 def ends_of(model: PreTrainedModel) -> set[int]:
-    """The tokens that end a text of this model."""
+    """Return the tokens that end a text of this model."""
     ids = model.generation_config.eos_token_id
     return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
 
 
 def _asked(model: PreTrainedModel) -> dict[str, object]:
-    """Settings that differ from transformers' defaults and for which kvkeep has no option."""
+    """Return generation settings that differ from transformers' defaults and that kvkeep has no option for."""
     usual = GenerationConfig._get_default_generation_params()
     given = model.generation_config.to_diff_dict()
     return {
@@ -209,7 +209,7 @@ def read_weights(
     load_in: str | None = None,
     tp: bool = False,
 ) -> PreTrainedModel:
-    """The model of a checkpoint with its weights, see `load`.
+    """Load the model of a checkpoint with its weights, see `load`.
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
@@ -252,7 +252,7 @@ def _read(
 
 
 def embedded() -> str:
-    """The folder of the embedded model.
+    """Return the folder of the embedded model.
 
     Raises:
         ModelFileError: its files are missing or corrupted.
@@ -282,7 +282,7 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """The configuration of a decoder that transformers has.
+    """Read the configuration of a decoder that transformers has.
 
     Args:
         name: a hub name, a folder, or a configuration file.
@@ -317,7 +317,7 @@ def read_config(name: str) -> PreTrainedConfig:
 
 
 def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights, after a check that kvkeep reaches its attention and cache.
+    """Build a model without memory for its weights, and check that kvkeep reaches its attention and cache.
 
     Raises:
         ModelFileError: the configuration's values cannot be used.
@@ -330,7 +330,7 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions in a table of learned ones; ``None`` if the model has no such table.
+    """Return how many learned positions a model has in a table; ``None`` if the model has no such table.
 
     A table of positions is an embedding, other than the tokens', with as many rows as the trained length.
     """
@@ -343,7 +343,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer. An empty one, which transformers makes for some families without files, is refused."""
+    """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files."""
     with explained(name, "Its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -436,14 +436,14 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
 
 def _layers(model: Model) -> Sequence[nn.Module]:
-    """The decoder layers; without a list of the right length, nothing."""
+    """Return the decoder layers; empty if no module list has the right length."""
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
     return next((list(part) for part in lists if len(part) == count), [])
 
 
 def with_random_weights(writer: Writer, seed: int) -> Writer:
-    """A model of the same architecture, dtype and device with untrained weights, as a control for findings.
+    """Return a model of the same architecture, dtype and device with untrained weights, as a control for findings.
 
     Args:
         writer: the model.

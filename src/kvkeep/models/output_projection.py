@@ -57,20 +57,20 @@ class OutputOf:
         return torch.cat(parts, dim=-1)
 
     def _linear(self, dim: int) -> nn.Module | None:
-        """The projection; ``None`` if there is none that can be read."""
+        """Return the output projection; ``None`` if there is none that can be read."""
         width = self._heads * dim
         return next((part for part in _candidates(self._module) if _readable(part) and _taken(part) == width), None)
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    """Parts of a module that have the name of a projection; of an adapter of PEFT, the layer that it wraps."""
+    """Yield the parts of a module that are named like a projection. For a PEFT adapter, yield its base layer."""
     for name in NAMES:
         if isinstance(found := getattr(module, name, None), nn.Module):
             yield getattr(found, "base_layer", found)
 
 
 def _readable(linear: nn.Module) -> bool:
-    """Whether the weights are a matrix of numbers that is in memory, plain or packed."""
+    """Return whether the weights are a matrix of numbers that is in memory, plain or packed."""
     if isinstance(linear, PackedLinear):
         return True
     weight = _own(getattr(linear, "weight", None))
@@ -80,13 +80,13 @@ def _readable(linear: nn.Module) -> bool:
 
 
 def _own(weight: object) -> object:
-    """The weights of this process's heads, where processes share them."""
+    """Return this process's part of the weights, where processes share them."""
     to_local = getattr(weight, "to_local", None)  # a DTensor, whose module is slow to import
     return weight if to_local is None else to_local()
 
 
 def _taken(linear: nn.Module) -> int:
-    """The number of inputs."""
+    """Return how many inputs a linear layer has."""
     if isinstance(linear, PackedLinear):
         return linear.in_features
     weight = _own(linear.weight)
@@ -95,12 +95,12 @@ def _taken(linear: nn.Module) -> int:
 
 
 def _stands(linear: nn.Module) -> bool:
-    """Whether the weights of a layer lie as (inputs, outputs), as in GPT-2's convolutions of width 1."""
+    """Return whether a layer's weights are stored as (inputs, outputs), as in GPT-2's convolutions of width 1."""
     return hasattr(linear, "nf")
 
 
 def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
-    """The weights of each query head."""
+    """Return the weights of each query head."""
     weight = _own(linear.weight)
     assert isinstance(weight, Tensor)
     each: Tensor = (weight if _stands(linear) else weight.mT).detach().unflatten(0, (heads, -1))
@@ -108,7 +108,7 @@ def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
 
 
 def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E2"]:
-    """A matrix per KV head after which a vector is as long as after the projections of the group's heads, summed up.
+    """Return a matrix per KV head that keeps the length a vector has after its group's summed projections.
 
     It is worked out anew only when the weights have changed.
     """

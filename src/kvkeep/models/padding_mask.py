@@ -55,7 +55,7 @@ class PaddingMask:
         raise AttributeError(name)
 
     def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """The part of the mask that belongs to the ``T`` new tokens.
+        """Return the part of the mask that belongs to the ``T`` new tokens.
 
         Raises:
             ShapeError: the mask does not cover the tokens seen so far and the new ones.
@@ -72,11 +72,11 @@ class PaddingMask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all tokens are real, and positions say all the rest."""
+        """Return whether all tokens are real, and positions alone describe the rest of the mask."""
         return self.real is None and self.honoured
 
     def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Which of the ``T`` new tokens of a prompt are padding; ``None``: none that the mask tells.
+        """Return which of the ``T`` new tokens of a prompt are padding; ``None``: the mask names none.
 
         Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
         """
@@ -98,7 +98,7 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask:
-    """The mask function of transformers' interface: keep the padding, and note whether positions say all the rest.
+    """Return a mask for transformers' interface: its padding, and whether positions describe all the rest.
 
     A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
     """
@@ -108,7 +108,7 @@ def padding_mask(
 
 
 def _same_function(one: object, two: object) -> bool:
-    """Whether two mask functions are the same code over the same closure."""
+    """Return whether two mask functions have the same code and the same closure."""
     if isinstance(one, FunctionType) and isinstance(two, FunctionType):
         inner = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, two))
         return one.__code__ is two.__code__ and _same_function(*inner)
@@ -120,7 +120,7 @@ def _same_function(one: object, two: object) -> bool:
 def is_known(
     module: torch.nn.Module, *, dropout: float = 0.0, position_bias: Tensor | None = None, **kwargs: Any
 ) -> bool:
-    """Whether a module asks `attention_forward` for what it computes: causal attention without dropout or biases."""
+    """Return whether a module asks `attention_forward` for plain causal attention, without dropout or biases."""
     asked = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if asked is None else asked
     return not dropout and position_bias is None and bool(causal)

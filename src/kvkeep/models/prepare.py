@@ -76,13 +76,13 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
 
 
 def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
-    """Whether steps with some rows are faster when a model is fused."""
+    """Return whether a model's steps with this number of rows are faster when the model is fused."""
     way = None if _is_slow(layers) else _fastest(model, rows, (_PLAIN, _FUSED))
     return _products_pay(layers, rows) if way is None else way == _FUSED
 
 
 def _products_pay(layers: list[nn.Linear], rows: int) -> bool:
-    """Whether products with some rows are faster when they are fused; in a slow dtype those of prompts always are."""
+    """Return whether products with this number of rows are faster when fused (in a slow dtype: always)."""
     return _is_slow(layers) or faster(layers, rows, _twin)
 
 
@@ -91,7 +91,7 @@ def _is_slow(layers: list[nn.Linear]) -> bool:
 
 
 def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
-    """The way in which decoder layers take the least time, measured on copies; ``None`` if they cannot be fused.
+    """Return the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused.
 
     As in a decode step all layers are run in turn, up to 256 MiB of weights, so that the processor's caches are cold.
     """
@@ -124,7 +124,7 @@ def _set_up(model: nn.Module, rows: int, way: str) -> nn.Module:
 
 
 def chosen(model: nn.Module) -> tuple[bool, bool]:
-    """Whether linear layers of a model have been fused, and whether some have been packed."""
+    """Return whether linear layers of a model have been fused, and whether some have been packed."""
     kinds = {type(module) for module in model.modules()}
     return FusedLinear in kinds, PackedLinear in kinds
 
@@ -175,7 +175,7 @@ def _restore(model: nn.Module) -> None:
 
 
 def _twin(layer: nn.Linear) -> nn.Module:
-    """A fused layer on the same weights."""
+    """Return a fused copy of a layer that shares the layer's weights."""
     twin = copy.copy(layer)
     twin.__class__ = FusedLinear
     return twin

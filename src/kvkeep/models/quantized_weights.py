@@ -81,7 +81,7 @@ def check_format(name: str | None) -> None:
 
 
 def options(name: str | None, config: PreTrainedConfig, device: torch.device) -> dict[str, Any]:
-    """The arguments of transformers that quantise weights while they are read; none for ``None``.
+    """Return the arguments with which transformers quantizes weights while it loads them; none for ``None``.
 
     Args:
         name: one of `FORMATS`.
@@ -104,7 +104,7 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
-    """The method with which a checkpoint is quantised; ``None`` if it is not."""
+    """Return the method with which a checkpoint is quantized; ``None`` if it is not."""
     fields = getattr(config, "quantization_config", None)
     if fields is None:
         return None
@@ -137,7 +137,7 @@ def check_readable(name: str, config: PreTrainedConfig) -> None:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor is made of: itself, or data and scales of a quantised one.
+    """Yield the plain tensors that a tensor is made of: itself, or data and scales of a quantized one.
 
     Of a tensor that processes share, the part of this process.
     """
@@ -152,6 +152,6 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """The bytes that a model's weights take in memory, shared ones counted once."""
+    """Count the bytes that a model's weights take in memory. Shared weights count once."""
     tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in parts(tensor))
     return sum(tensor.nbytes for tensor in tensors)

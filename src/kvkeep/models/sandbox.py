@@ -33,12 +33,12 @@ class SandboxProcess:
 
     @property
     def command(self) -> str:
-        """How the process is started, for messages."""
+        """Return the command that starts the process, for messages."""
         return f"{sys.executable} {self._script}"
 
     @property
     def runs(self) -> bool:
-        """Whether the process runs. If it does not, the next question starts another one."""
+        """Return whether the process runs. If it does not, the next question starts another one."""
         return self._process is not None and self._starter == os.getpid() and self._process.poll() is None
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any] | None:

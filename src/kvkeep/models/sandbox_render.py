@@ -15,7 +15,7 @@ _LONGEST_BYTES, _GROWTH = 2**20, 4
 
 
 def _answer(line: str) -> dict[str, str]:
-    """The text of a template, or its error."""
+    """Render a template from a line of JSON, and return its text or its error."""
     try:
         asked = json.loads(line)
         rendered = render_jinja_template([asked.pop("messages")], **asked)

@@ -38,7 +38,7 @@ _TEXT = {
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers within what ``torch.compile`` or PEFT wrapped around it.
+    """Return the transformers model within what ``torch.compile`` or PEFT wrapped around it.
 
     Raises:
         InputError: there is none.
@@ -57,7 +57,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def _remedy(other: object) -> str:
-    """The end of the message about something that is no model of transformers."""
+    """Return the end of the error message about an object that is no transformers model."""
     parts = other.named_modules() if isinstance(other, nn.Module) else ()
     if inside := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None):
         return f", but holds one: give its part `{inside}`."
@@ -65,7 +65,7 @@ def _remedy(other: object) -> str:
 
 
 def generator(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers that generates text, see `unwrapped`.
+    """Return the transformers model that generates text, see `unwrapped`.
 
     Raises:
         InputError: there is no model, it computes no logits, or it has no weights.
@@ -129,7 +129,7 @@ def check_cache(model: PreTrainedModel) -> None:
 
 
 def _caches_keys(config: PreTrainedConfig) -> bool:
-    """Whether some layer of a decoder has keys; also if kvkeep cannot bound them, which is refused later by name."""
+    """Return whether a decoder layer has keys, also keys that kvkeep cannot bound (refused later by name)."""
     try:
         return bool(windows_of(config))
     except UnsupportedModelError:
@@ -151,7 +151,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration of the part that generates text.
+    """Return the configuration of the part that generates text.
 
     Raises:
         UnsupportedModelError: there are several.
@@ -167,17 +167,17 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def generates_text(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a decoder for this configuration, of text alone or of images and text."""
+    """Return whether transformers has a decoder for this configuration, of text alone or of images and text."""
     return any(type(config) in kinds for kinds in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING))
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Transformers' class that makes the model of a configuration that `generates_text`."""
+    """Return transformers' class that makes the model of a configuration that `generates_text`."""
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
 def placeholders(model: PreTrainedModel) -> dict[int, str]:
-    """The tokens that stand for an image, a video or a sound in a prompt, and for which of these."""
+    """Return the tokens that stand for an image, a video or a sound in a prompt, and for which of these."""
     config = model.config
     kinds = {"image": "an image", "video": "a video", "audio": "a sound"}
     named = ((getattr(config, f"{kind}_token_{end}", None), kinds[kind]) for kind in kinds for end in ("id", "index"))
@@ -229,7 +229,7 @@ def check_positions(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def _some(value: object) -> bool:
-    """Whether an argument of a model's forward is more than a setting."""
+    """Return whether an argument of a model's forward is more than a setting."""
     if isinstance(value, dict):
         return any(map(_some, value.values()))
     return value is not None and not isinstance(value, int)

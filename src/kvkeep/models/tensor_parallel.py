@@ -48,7 +48,7 @@ def join() -> int:
 
 @contextmanager
 def left() -> Iterator[None]:
-    """A context after which this process has left the others, if it has joined them."""
+    """Leave the process group when the context ends, if this process has joined one."""
     try:
         yield
     finally:

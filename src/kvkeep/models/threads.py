@@ -22,7 +22,7 @@ SMALL_BYTES = 64 * 2**20
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return how many cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS, Windows
@@ -30,7 +30,7 @@ def cores() -> int:
 
 
 def check(number: int | None) -> int | None:
-    """The same number of threads, or the one of the variable KVKEEP_THREADS if it is ``None``.
+    """Check a number of threads, and return it. ``None`` stands for the variable KVKEEP_THREADS, if it is set.
 
     Raises:
         InputError: the number is below 1 or above the number of cores.
@@ -78,7 +78,7 @@ def use(model: nn.Module, asked: int | None = None) -> int:
 
 
 def advised(model: nn.Module) -> int:
-    """The number of threads for a model: torch's own choice, one for small models, fewer on a busy machine.
+    """Return how many threads suit a model: torch's own choice, one for small models, fewer on a busy machine.
 
     OMP_NUM_THREADS is obeyed. A model on another device keeps torch's choice.
     """
@@ -93,7 +93,7 @@ def advised(model: nn.Module) -> int:
 
 
 def choose(weight_bytes: int, most: int, load: float) -> int:
-    """The number of threads: one for small models; otherwise all that are free, and at least half of them.
+    """Choose a number of threads: one for small models; otherwise all that are free, and at least half of them.
 
     Args:
         weight_bytes: bytes of weights that a step reads.
@@ -106,7 +106,7 @@ def choose(weight_bytes: int, most: int, load: float) -> int:
 
 
 def _load() -> float:
-    """Cores that were busy during the last minute, as far as the system tells."""
+    """Return how many cores were busy during the last minute, as far as the system tells."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):  # Windows

@@ -22,7 +22,7 @@ from kvkeep.models.files import explained
 
 
 def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
-    """The token ids of a prompt, in the tokenizer's chat template if it has one.
+    """Encode a prompt as token ids, in the tokenizer's chat template if it has one.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -44,7 +44,7 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
 def encode_chat(
     checkpoint: Checkpoint, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> Int[Tensor, "1 T"]:
-    """The token ids of a conversation, up to the beginning of the model's answer.
+    """Encode a conversation as token ids, up to the beginning of the model's answer.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -68,7 +68,7 @@ def encode_next(
     new: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Int[Tensor, "1 T"]:
-    """The token ids of new messages in a memory that is not empty, up to the beginning of the model's next answer.
+    """Encode new messages that continue a non-empty memory, up to the beginning of the model's next answer.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -99,7 +99,7 @@ def encode_next(
 
 
 def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
-    """The token ids of a text that follows another one, without the chat template and without special tokens.
+    """Encode a text that follows another one, without the chat template and without special tokens.
 
     Raises:
         InputError: see `encode`.
@@ -116,7 +116,7 @@ def _check_text(text: str) -> None:
 
 
 def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:
-    """The tokens of a text, after a check that the model has all of them."""
+    """Encode a text as token ids, and check that the model has all of them."""
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
         ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
     if ids.numel() == 0:
@@ -161,12 +161,12 @@ class Writer:
 
     @property
     def dtype(self) -> str:
-        """The name of the weights' dtype."""
+        """Return the name of the weights' dtype."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
-        """The name of the model's device."""
+        """Return the name of the model's device."""
         return str(self.model.device)
 
     @torch.inference_mode()
@@ -180,9 +180,9 @@ class Writer:
             self.model(input_ids=prompt.to(self.model.device), **handed(self.model, cache), logits_to_keep=1)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Decode tokens into text, without special tokens."""
         return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def show_token(self, token_id: int) -> str:
-        """The text of one token, also of a special one; half a character is shown as U+FFFD."""
+        """Decode one token, which may be special. Half a character is shown as U+FFFD."""
         return str(self.checkpoint.tokenizer.decode([token_id]))

@@ -30,25 +30,25 @@ class WeightsOf:
         self._model = weakref.ref(model)
 
     def __call__(self) -> str | None:
-        """The hash of the weights; ``None`` if the model is gone."""
+        """Return the hash of the weights; ``None`` if the model is gone."""
         model = self._model()
         return None if model is None else fingerprint(model)
 
     def of(self, model: nn.Module) -> bool:
-        """Whether these are the weights of this very model."""
+        """Return whether these are the weights of this very model."""
         return self._model() is model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightsOf:
-        """The same object: the model is not copied."""
+        """Return this object itself, since the model is not copied."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle is read in another process, which has other models."""
+        """Pickle this object as ``None``, since another process has other models."""
         return (type(None), ())
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of every parameter's name and shape and of 256 of its numbers, from the first to the last one.
+    """Return a hash of each parameter's name and shape and of 256 of its numbers, from the first to the last.
 
     Fine-tuning changes nearly every number of the parameters that it trains, so it is noticed. A change of a few
     numbers of a large parameter may not be. Packing weights and the dtype of an exact copy do not change the hash.
@@ -76,7 +76,7 @@ class _Modules:
         self._found = [(weakref.ref(module), _children(module)) for module in model.modules()]
 
     def key(self) -> list[object] | None:
-        """The name, address and version of every parameter; ``None`` if modules were added, removed or replaced."""
+        """Return each parameter's name, address and version; ``None`` if modules were added, removed or replaced."""
         found: list[object] = []
         for reference, children in self._found:
             module = reference()
@@ -90,7 +90,7 @@ class _Modules:
 
 
 def _children(module: nn.Module) -> list[tuple[str, int]]:
-    """The modules within a module, by name; a number belongs to one module as long as it lives."""
+    """Return the names and ids of the modules within a module. An id is unique as long as its module lives."""
     return [(name, id(child)) for name, child in module._modules.items()]
 
 
@@ -112,13 +112,13 @@ def _hash(weights: dict[str, Tensor]) -> str:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """A parameter that processes share, from all of them; others as they are."""
+    """Return the full tensor of a parameter that processes share. Return any other parameter as it is."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else cast(Tensor, full())
 
 
 def _sample(flat: Tensor) -> Tensor:
-    """Numbers at equal distances, the first and the last one among them; all if they are few."""
+    """Return numbers at equal distances, including the first and the last one; all numbers if they are few."""
     n = flat.numel()
     if n <= _SAMPLES:
         return flat
@@ -127,7 +127,7 @@ def _sample(flat: Tensor) -> Tensor:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name; a packed layer's weight in the plain layout."""
+    """Yield every parameter by name. A packed layer's weight comes in the plain layout."""
     yield from weights_of(model)
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -135,5 +135,5 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _version(tensor: Tensor) -> int:
-    """A number that grows with every change in place; 0 where torch does not count them."""
+    """Return a number that grows with every change in place; 0 where torch does not count changes."""
     return 0 if tensor.is_inference() else tensor._version

@@ -23,7 +23,7 @@ _MAX_DIGITS = 4300
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
-    """The fields of a JSON object.
+    """Parse the fields of a JSON object.
 
     Raises:
         ValueError: it is no strict JSON, or no object.
@@ -58,7 +58,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_float, par
 
 
 def _depth(value: object) -> int:
-    """The number of nested levels of lists and objects, counted without recursion."""
+    """Return how many levels of lists and objects are nested in a value. The count uses no recursion."""
     depth, level = 0, [value]
     while found := [part for part in level if isinstance(part, dict | list)]:
         level = [part for one in found for part in (one.values() if isinstance(one, dict) else one)]
@@ -106,7 +106,7 @@ class ToolForm:
     result: str
 
     def text(self, calls: Iterable[tuple[str, str]]) -> str:
-        """The text of some calls as the model writes them.
+        """Return the text that a model writes to make the given tool calls.
 
         Args:
             calls: names and arguments, which are JSON.
@@ -216,13 +216,13 @@ class ParameterError(InputError):
 
 
 def short(value: object) -> str:
-    """A value as a message shows it."""
+    """Return a value as JSON text for an error message, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
-    """The messages of a chat's body. Calls and their results become texts, unless the template takes them.
+    """Return the messages of a chat's body. Tool calls and results become text, unless the template takes them.
 
     Args:
         given: the body.
@@ -240,7 +240,7 @@ def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
 
 
 def _message(name: str, message: object) -> dict[str, Any]:
-    """A message with its role, its text and its calls. The role of a developer is the system's by another name."""
+    """Check a message, and return its role, text and tool calls. The role ``developer`` becomes ``system``."""
     found = {} if not isinstance(message, dict) else {k: v for k, v in message.items() if v is not None}
     role, calls = found.get("role"), found.get("tool_calls")
     if not isinstance(role, str) or ("content" not in found and not calls):
@@ -280,7 +280,7 @@ def _id(name: str, given: object) -> str:
 
 
 def _as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
-    """A message of which calls and results are a part of the text."""
+    """Return a message whose tool calls, or whose tool result, are written as a part of its text."""
     text = message["content"]
     if message["role"] == "tool":
         return {"role": "tool", "content": form.result.format(content=text)}
@@ -291,7 +291,7 @@ def _as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in which results that follow each other are one message of the user."""
+    """Return the messages with each run of tool results joined into one user message."""
     found: list[dict[str, Any]] = []
     joins = False
     for one in messages:
@@ -305,7 +305,7 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
-    """A message as chat templates take it; one message for each call where the form has one call in an answer."""
+    """Return a message as chat templates take it: one message per call where the form has one call in an answer."""
     if message["role"] == "tool":
         return [{**message, "tool_call_id": _short(message["tool_call_id"], form)}]
     if "tool_calls" not in message:
@@ -325,14 +325,14 @@ def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
 
 
 def _short(name: str, form: ToolForm) -> str:
-    """A call's id as the form takes it."""
+    """Return a tool call's id in the form's spelling: a hash of 9 characters where the form needs short ids."""
     if not form.short_ids or re.fullmatch("[A-Za-z0-9]{9}", name, re.ASCII):
         return name
     return hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
 def _object(text: str) -> dict[str, Any] | str:
-    """The arguments of a call; a text that is no JSON object stays one."""
+    """Parse the arguments of a tool call. Text that is no JSON object is returned unchanged."""
     try:
         found = decoded(text.encode())
         json.dumps(found, ensure_ascii=False).encode()
@@ -342,7 +342,7 @@ def _object(text: str) -> dict[str, Any] | str:
 
 
 def _content(name: str, content: object) -> str:
-    """The text of a message, which may come in parts."""
+    """Return the text of a message's content, with its text parts joined."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ParameterError(name, "is no text and no list of parts")

@@ -26,7 +26,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 def form_of(given: Mapping[str, Any]) -> Structure | None:
-    """The form that a body asks for; ``None`` for any text.
+    """Return the structure that a body asks its output to have; ``None`` for free text.
 
     Raises:
         ParameterError: the form cannot be read, or two are asked for.
@@ -42,7 +42,7 @@ def form_of(given: Mapping[str, Any]) -> Structure | None:
 
 
 def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
-    """The form of a ``response_format``, also as ``/v1/responses`` writes it; ``None`` for any text.
+    """Return the structure that a ``response_format`` asks for, also as ``/v1/responses`` writes it, or ``None``.
 
     Args:
         name: the parameter's name.
@@ -161,7 +161,7 @@ class ParsedBody:
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
-        """The tools that the chat template shall tell the model about."""
+        """Return the tools that the chat template describes to the model; none if it does not describe tools."""
         return self.tools.described if self.tools and self.tools.use.by_template else ()
 
 
@@ -213,7 +213,7 @@ def read(
 
 
 def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
-    """An error of an option, with the name that the parameter has in the body."""
+    """Return an option's error with the parameter names of the request body in place of the option names."""
     text = str(error)
     for option, name in asked.spelling.items():
         text = text.replace(option, name)
@@ -237,7 +237,7 @@ def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]], hono
 
 
 def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
-    """The prompts: one text, texts, the token ids of one, or lists of token ids."""
+    """Return the prompts of a body, which has one text, a list of texts, token ids, or lists of token ids."""
     prompt = given.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_ids(prompt)) else prompt
     if not prompts:
@@ -255,7 +255,7 @@ def _are_ids(value: object) -> bool:
 
 
 def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The option for the number of new tokens, and the name that the parameter has."""
+    """Return the option ``max_new_tokens``, and the name that the body uses for it."""
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     if len({given[name] for name in names}) > 1:
         raise ParameterError("max_tokens", "and max_completion_tokens differ; give one of them")
@@ -274,7 +274,7 @@ def _stop(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The option for spans of the prompt that are never evicted, ``[[start, stop], …]``."""
+    """Return the option ``pins``: the spans of the prompt that are never evicted, ``[[start, stop], …]``."""
     try:
         return {"pins": [list(span) for span in spans(given["pins"])]} if "pins" in given else {}
     except InputError as error:
@@ -282,7 +282,7 @@ def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The option for what is added to logits; JSON writes token ids as texts."""
+    """Return the option ``logit_bias``: token id → number added to its logit. JSON writes token ids as strings."""
     if not given.get("logit_bias"):
         return {}
     found: Mapping[str, object] = given["logit_bias"]
@@ -295,7 +295,7 @@ def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """The option for log-probabilities: how many of the likeliest tokens are reported beside each token."""
+    """Return the option ``logprobs``: how many of the likeliest tokens are reported beside each token."""
     if url == COMPLETIONS:
         name, wanted, count = "logprobs", "logprobs" in given, given.get("logprobs", 0)
     else:
@@ -308,7 +308,7 @@ def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _shares(given: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """The options that leave out tokens before one is drawn, and those of them that the body turns off.
+    """Return the options that exclude tokens before sampling, and the names of those that the body turns off.
 
     Without a temperature the likeliest token is taken, and none of them has an effect.
     """

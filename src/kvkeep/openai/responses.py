@@ -20,7 +20,7 @@ LEAST = -9999.0
 def answer(
     asked: ParsedBody, results: Sequence[Result], *, name: str, created: int, model: str, show: Show
 ) -> dict[str, Any]:
-    """The body of an answer.
+    """Build the response body for a completion or a chat.
 
     Args:
         asked: the body of the request.
@@ -48,7 +48,7 @@ def answer(
 
 
 def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
-    """The numbers of tokens. A prompt with several texts counts once."""
+    """Return the token counts of an answer. The prompt of several results counts once."""
     prompt = sum(one.prompt_tokens for one in results[::n])
     new = sum(len(one.token_ids) for one in results)
     return {
@@ -60,7 +60,7 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
 
 
 def error(message: str, *, status: int, param: str | None = None) -> dict[str, Any]:
-    """The body of an answer with an error.
+    """Build the response body for an error.
 
     Args:
         message: what happened, and what to do.
@@ -72,7 +72,7 @@ def error(message: str, *, status: int, param: str | None = None) -> dict[str, A
 
 
 def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
-    """The parser of the tool calls in an answer's text; ``None`` if no tool may be called.
+    """Return the parser for the tool calls in an answer's text; ``None`` if no tool may be called.
 
     Args:
         asked: the body of the request.
@@ -85,7 +85,7 @@ def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
 
 
 def reason_of(result: Result, calls: ToolCallParser | None) -> str:
-    """Why an answer has ended: ``tool_calls`` if it is complete and calls tools."""
+    """Return why an answer has ended: ``tool_calls`` if the answer is complete and calls tools."""
     return "tool_calls" if result.finish_reason == "stop" and calls and calls.count else result.finish_reason
 
 
@@ -106,12 +106,12 @@ def _text(index: int, result: Result, show: Show | None) -> dict[str, Any]:
 
 
 def _content(result: Result, show: Show) -> list[dict[str, Any]]:
-    """The log-probabilities of a chat's answer, one entry per token."""
+    """Return the log-probabilities of a chat's answer, with one entry per token."""
     return [content_of(before, entry, show) for before, _, entry in _tokens(result, show)]
 
 
 def _token(text: str, value: float) -> dict[str, Any]:
-    """A token as a chat's answer has it. The bytes of a token that is not whole characters are not known."""
+    """Describe a token of a chat's answer. ``bytes`` is ``None`` for a token that is not whole characters."""
     whole = "\ufffd" not in text
     return {
         "token": text,
@@ -121,7 +121,7 @@ def _token(text: str, value: float) -> dict[str, Any]:
 
 
 def columns(result: Result, show: Show, *, whole: bool = False) -> dict[str, Any]:
-    """The log-probabilities of a completion, as lists beside each other; ``whole``: also those of its end token."""
+    """Return the log-probabilities of a completion as parallel lists; ``whole``: also those of the end token."""
     tokens = list(_tokens(result, show, whole=whole))
     starts = itertools.accumulate((len(piece) for _, piece, _ in tokens[:-1]), initial=0) if tokens else ()
     return {
@@ -135,7 +135,7 @@ def columns(result: Result, show: Show, *, whole: bool = False) -> dict[str, Any
 
 
 def _tokens(result: Result, show: Show, *, whole: bool = False) -> list[tuple[int | None, str, Logprob]]:
-    """The tokens of a result's text with the tokens before them, without the end of the text or a stop text."""
+    """Return each token of a result's text with the token before it, up to the end of the text or a stop text."""
     found: list[tuple[int | None, str, Logprob]] = []
     before, length = None, 0
     for entry in result.logprobs:
@@ -148,7 +148,7 @@ def _tokens(result: Result, show: Show, *, whole: bool = False) -> list[tuple[in
 
 
 def content_of(before: int | None, entry: Logprob, show: Show) -> dict[str, Any]:
-    """The log-probability of one token of a chat's answer.
+    """Return the log-probability entry of one token of a chat's answer.
 
     Args:
         before: the token before it.
@@ -162,7 +162,7 @@ def content_of(before: int | None, entry: Logprob, show: Show) -> dict[str, Any]
 
 
 def column_of(before: int | None, entry: Logprob, show: Show, offset: int) -> dict[str, Any]:
-    """The log-probability of one token of a completion.
+    """Return the log-probability lists of one token of a completion.
 
     Args:
         before: the token before it.
@@ -184,7 +184,7 @@ def column_of(before: int | None, entry: Logprob, show: Show, offset: int) -> di
 def echoed(
     choice: dict[str, Any], prompt: str, ids: Sequence[int], result: Result, show: Show | None
 ) -> dict[str, Any]:
-    """A choice of a completion after its prompt.
+    """Return a completion's choice with its prompt in front.
 
     Args:
         choice: the choice.

@@ -47,7 +47,7 @@ class ToolCallParser:
         self.count = 0
 
     def add(self, text: str) -> Iterator[dict[str, Any]]:
-        """The deltas of a piece of text."""
+        """Yield the response deltas that a new piece of text leads to."""
         self._held += text
         moved = True
         while moved:
@@ -56,13 +56,13 @@ class ToolCallParser:
             moved = self._state != before
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """The deltas of what was held back, when the text has ended."""
+        """Yield the response deltas for the text that was held back, once the text has ended."""
         held, self._held = self._held, ""
         if self._state == "content" and held:
             yield {"content": held}
 
     def whole(self, text: str) -> dict[str, Any]:
-        """The content and the calls of a whole answer."""
+        """Parse a whole answer, and return its content and its tool calls."""
         content, found = "", list[dict[str, Any]]()
         for delta in (*self.add(text), *self.end()):
             content += delta.get("content", "")
@@ -90,7 +90,7 @@ class ToolCallParser:
             yield self._call(header, self._first[header])
 
     def _places(self) -> list[int]:
-        """The places at which a call may begin."""
+        """Return the indexes in the held text at which a tool call may begin."""
         first = [] if self._begun or not self._held else [0]
         if not self._anywhere:
             return first
@@ -109,7 +109,7 @@ class ToolCallParser:
             yield self._call(header, self._next[header])
 
     def _call(self, header: str, name: str) -> dict[str, Any]:
-        """The delta that begins a call. Its arguments begin with the last character of the header."""
+        """Return the delta that begins a tool call. Its arguments begin with the header's last character."""
         self._held, self._state, self._object = self._held[len(header) - 1 :], "arguments", _Object()
         about = {"index": self.count, "id": f"call_{self._name}_{self.count}", "type": "function"}
         self.count += 1
@@ -128,7 +128,7 @@ class _Object:
         self.ended = False
 
     def take(self, text: str) -> int:
-        """The number of the next characters that belong to the object."""
+        """Return how many of the next characters belong to the JSON object, and follow its brackets and strings."""
         for place, one in enumerate(text):
             if self._quoted:
                 self._quoted = self._escaped or one != '"'
@@ -143,7 +143,7 @@ class _Object:
 
 
 def _begins(text: str, place: int, headers: Mapping[str, str]) -> str | None:
-    """The header that stands at a place of a text; ``""`` if the text ends before it is clear; ``None`` without one."""
+    """Return the header that a text has at an index; ``""`` if the text is too short to tell; ``None`` without one."""
     rest = text[place:]
     unclear = False
     for header in headers:
@@ -183,16 +183,16 @@ class Tools:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The functions that can be called."""
+        """Return the names of the functions that may be called."""
         return tuple(one["name"] for one in self.functions if self.only in (None, one["name"]))
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
-        """The definitions as chat templates take them."""
+        """Return the definitions of the tools, as chat templates take them."""
         return tuple({"type": "function", "function": _described(one)} for one in self.functions)
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with a description of the tools at the end of the system's message."""
+        """Return the messages with a description of the tools at the end of the system message."""
         shown = (json.dumps(one, ensure_ascii=False) for one in self.described)
         text = self.use.form.words.format(tools="\n".join(shown))
         first, rest = messages[0], list(map(dict, messages[1:]))
@@ -201,7 +201,7 @@ class Tools:
         return [{"role": "system", "content": text}, dict(first), *rest]
 
     def structure(self, content: Structure | None) -> Structure:
-        """The form of an answer with calls.
+        """Build the structure of an answer that may call tools.
 
         Args:
             content: the form of an answer without; ``None``: any text.
@@ -227,7 +227,7 @@ class Tools:
             raise ParameterError("tools", f"is refused: {error}") from error
 
     def _start(self, content: Structure | None) -> list[str]:
-        """The grammar's first rules: what may come before calls, or in place of them."""
+        """Return the first rules of the grammar: what may come before tool calls, or in place of them."""
         form, token = self.use.form, self.use.token
         mark = json.dumps(form.mark) if token is None else f"<[{token}]>"
         begun = "mark" if form.needs_mark else "" if token is None else "mark?"
@@ -246,7 +246,7 @@ class Tools:
         return ["start: TEXT | open calls", f"open[lazy]: TEXT {mark}", f"TEXT: /{_ANY}*/"]
 
     def _rule(self, place: int, function: Mapping[str, Any]) -> str:
-        """The grammar's rule of a call, from its name on."""
+        """Return the grammar rule for a call of one function, from the function's name on."""
         begins = json.dumps(f"{function['name']}{self.use.form.middle}")
         return f"call_{place}: {begins} %json {json.dumps(function['schema'])} {json.dumps(self.use.form.close)}"
 
@@ -256,7 +256,7 @@ def _described(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
-    """The tools of a chat's body; ``None`` if it has none, or the model shall call none.
+    """Return the tools of a chat's body; ``None`` if it has none, or if the model must not call any.
 
     Args:
         given: the body.
@@ -285,7 +285,7 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
 
 
 def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
-    """The functions of tools, each with the schema of its arguments."""
+    """Check the functions of the tools, and return each with the schema of its arguments."""
     if len(given) > MOST:
         raise ParameterError("tools", f"has {len(given)} tools; there may be {MOST}")
     found = [_function(f"tools[{place}]", one) for place, one in enumerate(given)]
@@ -296,7 +296,7 @@ def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _function(place: str, tool: object) -> Mapping[str, Any]:
-    """A function with the schema of its arguments. Without ``strict`` words that are not known are ignored in it."""
+    """Check a tool, and return its function with a schema. Without ``strict``, unknown schema keywords are ignored."""
     inner = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(inner, dict):
         raise ParameterError(place, f"is not like {_EXAMPLE}; only functions can be called")

@@ -36,7 +36,7 @@ class Bandwidth:
 
     @property
     def best(self) -> float:
-        """The larger of both."""
+        """Return the larger of the read and copy bandwidths."""
         return max(self.read, self.copy)
 
 
@@ -107,19 +107,19 @@ def measure_products(
 
 
 def _room_for(size_bytes: int) -> str:
-    """What to do where a measurement finds no memory."""
+    """Tell the user what to do if a measurement finds too little memory."""
     return f"A measurement takes {show_bytes(size_bytes)}: end what fills the memory, or give a bandwidth instead."
 
 
 def _linear(weight: Tensor) -> nn.Linear:
-    """A linear layer with these weights, and no bias."""
+    """Build a linear layer with these weights and no bias."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median time of the work."""
+    """Measure the median time of the work in seconds."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -51,11 +51,11 @@ class LayerShape:
     window: int | None = None
 
     def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values in all heads; a number has ``itemsize`` bytes."""
+        """Return the bytes of one token's keys and values in all heads; a number has ``itemsize`` bytes."""
         return self.kv_heads * (self.key_dim + self.value_dim) * itemsize
 
     def slot_bytes(self, itemsize: int, kv_bits: str | None) -> int:
-        """Bytes of one token's keys and values in the slots of all heads, scales included.
+        """Return the bytes of one token's keys and values in the slots of all heads, scales included.
 
         Args:
             itemsize: bytes of a number where slots have the model's dtype.
@@ -69,12 +69,12 @@ class LayerShape:
         return self.kv_heads * sum(dim * bits // 8 + _SCALE * groups(dim) for dim, bits in pairs)
 
     def widened_bytes(self, itemsize: int) -> int:
-        """Bytes of the float32 copy of a token that attention makes; 0 if the cache is float32."""
+        """Return the bytes of the float32 copy of a token that attention makes; 0 if the cache is float32."""
         return self.token_bytes(_FLOAT32) if itemsize < _FLOAT32 else 0
 
 
 def full_bytes(layers: Iterable[LayerShape], tokens: int, itemsize: int) -> int:
-    """Bytes of one row in a full cache; a layer with a sliding window holds at most the window."""
+    """Return the bytes of one row in a full cache; a layer with a sliding window holds at most the window."""
     return sum(
         (tokens if layer.window is None else min(tokens, layer.window)) * layer.token_bytes(itemsize)
         for layer in layers
@@ -91,7 +91,7 @@ def block_bytes(
     own_budgets: int = 0,
     kv_bits: str | None = None,
 ) -> int:
-    """Bytes that kvkeep allocates for one row in one layer: the formula of ``docs/layouts.md``.
+    """Return the bytes that kvkeep allocates for one row in one layer, by the formula of ``docs/layouts.md``.
 
     Args:
         layer: its shape.
@@ -119,7 +119,7 @@ def joint_bytes(
     per_head: int = 0,
     kv_bits: str | None = None,
 ) -> int:
-    """Bytes of one row in all layers, where the heads of all layers share one pool; arguments as for `block_bytes`.
+    """Return the bytes of one row if the heads of all layers share one pool; for the arguments see `block_bytes`.
 
     Raises:
         UnsupportedOperationError: the layers' heads have different shapes.
@@ -136,7 +136,7 @@ def joint_bytes(
 
 
 def shared_bytes(first_budget: int, last_budget: int) -> int:
-    """Bytes that the layers of one row share under a policy that prunes from layer to layer.
+    """Return the bytes that the layers of one row share under a policy that prunes from layer to layer.
 
     These are the first layer's tokens with their importance, and the tokens that the last layer left.
     """
@@ -216,11 +216,11 @@ class ModelShape:
         return self.parameters - self.looked_up - self.experts.parameters + self.experts.touched(rows)
 
     def activation_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of a layer's largest tensors: two of the hidden size, three of the widest activation."""
+        """Return the bytes of a layer's largest tensors: two of the hidden size, three of the widest activation."""
         return tokens * (2 * self.hidden + 3 * self.widest) * itemsize
 
     def logits_bytes(self, itemsize: int) -> int:
-        """Bytes of the logits after one row's last token, and of their float32 copy."""
+        """Return the bytes of the logits after one row's last token, and of their float32 copy."""
         return self.vocabulary * (itemsize + _FLOAT32)
 
 
@@ -243,7 +243,7 @@ class Workspace:
     decoded: int = 0
 
     def slot_bytes(self, layer: LayerShape) -> int:
-        """Bytes that a layer needs for every slot while it ranks slots, rotates keys and decodes."""
+        """Return the bytes that a layer needs for every slot while it ranks slots, rotates keys and decodes."""
         copies = layer.token_bytes(self.decoded) + layer.kv_heads * layer.key_dim * _FLOAT32 if self.decoded else 0
         return layer.kv_heads * (_ORDER + (_TURN * layer.key_dim if self.turned else 0)) + copies
 
@@ -290,13 +290,13 @@ def step_bytes(model: ModelShape, budgets: Sequence[int], itemsize: int, *, work
 
 
 def full_prompt_bytes(model: ModelShape, tokens: int, itemsize: int) -> int:
-    """The same as `prompt_bytes` for a full cache whose attention needs no memory of its own."""
+    """Return `prompt_bytes` for a full cache whose attention needs no memory of its own."""
     new = tokens * max(layer.token_bytes(itemsize) for layer in model.layers)
     return model.activation_bytes(tokens, itemsize) + new + model.logits_bytes(itemsize)
 
 
 def full_step_bytes(model: ModelShape, itemsize: int) -> int:
-    """The same as `step_bytes` for a full cache whose attention needs no memory of its own."""
+    """Return `step_bytes` for a full cache whose attention needs no memory of its own."""
     return model.activation_bytes(1, itemsize) + model.logits_bytes(itemsize)
 
 
@@ -324,7 +324,7 @@ class Cost:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return self._counted_bytes if self.known_bytes is None else self.known_bytes
 
     @property
@@ -332,19 +332,19 @@ class Cost:
         return (self.model.parameters - self.packed.parameters) * self.weight_itemsize + self.packed.size
 
     def peak_bytes(self, rows: int) -> int:
-        """The most bytes that exist at once with this number of rows."""
+        """Return the most bytes that exist at once with this number of rows."""
         return self.weight_bytes + rows * self.row_bytes + max(self.prompt_bytes, rows * self.step_bytes)
 
     def most_rows(self, memory_bytes: int) -> int:
-        """The number of rows that fit into a memory."""
+        """Return the number of rows that fit into a memory."""
         return bisect.bisect_right(range(1, memory_bytes // self.row_bytes + 1), memory_bytes, key=self.peak_bytes)
 
     def read_bytes(self, rows: int) -> float:
-        """Bytes that a decode step reads: the weights that it uses, once, and every row's cache."""
+        """Return the bytes that a decode step reads: the weights that it uses, once, and every row's cache."""
         return self._read_weights(rows) + rows * self.row_bytes
 
     def tokens_per_s(self, rows: int, bandwidth: float, products: float | None = None) -> float:
-        """Tokens per second, all rows together.
+        """Return the tokens per second of all rows together.
 
         Args:
             rows: number of rows.
@@ -357,14 +357,14 @@ class Cost:
 
     @property
     def crossover_rows(self) -> int:
-        """The smallest number of rows with which a decode step reads at least as much cache as weights."""
+        """Return the smallest number of rows with which a decode step reads at least as much cache as weights."""
         most = self.weight_bytes // self.row_bytes + 1
         return 1 + bisect.bisect_left(
             range(1, most), True, key=lambda rows: rows * self.row_bytes >= self._read_weights(rows)
         )
 
     def _read_weights(self, rows: int) -> float:
-        """Bytes of the weights that a step of these rows uses; known bytes are spread as the counted ones are."""
+        """Return the weight bytes that a step of these rows reads; known bytes are spread like the counted ones."""
         experts, packed = self.model.experts, self.packed
         size = self.weight_itemsize
         expert_bytes = (experts.parameters - packed.expert_parameters) * size + packed.expert_size

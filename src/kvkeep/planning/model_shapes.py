@@ -51,12 +51,12 @@ class Outline:
 
     @property
     def quantised(self) -> bool:
-        """Whether the checkpoint's weights are stored in fewer bits than their dtype has."""
+        """Return whether the checkpoint's weights are stored in fewer bits than their dtype has."""
         return is_quantized(self.config)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Outline:
-    """A model's shapes; no weights and no tokenizer are read.
+    """Read a model's shapes, without its weights and its tokenizer.
 
     Args:
         name_or_path: a hub name, a folder with a config.json, or the path of such a file.
@@ -90,7 +90,7 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
 
 
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> BoundedCache:
-    """A cache after one token, made of tensors with shapes but no memory."""
+    """Return a cache after one token, made of tensors with shapes but no memory."""
     cache = BoundedCache(config, "local", budget=1)
     cache.shapes_alone = True
     nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts take no other dtype
@@ -113,7 +113,7 @@ def _layer_shape(layer: Layer) -> LayerShape:
 
 
 def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape:
-    """The model as numbers; only names that transformers gives to all families are used."""
+    """Describe the model in numbers, with only those names that transformers gives to all families."""
     config = model.config.get_text_config(decoder=True)
     used: int = getattr(config, "num_experts_per_tok", None) or 0
     experts = [tensor for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
@@ -136,7 +136,7 @@ def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape
 
 
 def _lookup_tables(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Weights of embeddings, without one that computes the logits too."""
+    """Yield the weights of embeddings, except one that also computes the logits."""
     shared = {id(tensor) for tensor in _output(model)}
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module.weight) not in shared:

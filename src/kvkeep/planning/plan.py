@@ -77,16 +77,16 @@ class Setting:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         return cost.full_bytes(self.outline.shape.layers, 1, self.dtype.itemsize)
 
     @property
     def reads_whole(self) -> bool:
-        """Whether a prompt is fed in one step."""
+        """Return whether a prompt is fed in one step."""
         return self.chunk == self.context
 
     def cache(self) -> BoundedCache:
-        """The cache, which allocates nothing before it is used; a `KVKeepError` if it cannot be made."""
+        """Make the cache, which allocates nothing before use; raise a `KVKeepError` if that is impossible."""
         return BoundedCache(
             self.outline.config,
             self.policy,
@@ -98,23 +98,23 @@ class Setting:
         )
 
     def layer_budgets(self) -> list[int]:
-        """Each layer's budget; the mean of its heads, rounded up, where these differ."""
+        """Return each layer's budget; where its heads differ, their mean, rounded up."""
         shapes = self.outline.shape.layers
         return [-(-sum(each) // len(each)) for each in map(_by_head, self.numbers(), shapes)]
 
     def numbers(self) -> list[Number]:
-        """Each layer's budget; of each head where heads share it."""
+        """Return each layer's budget; the budget of each head where the heads share it."""
         return [_number(layer, shape) for layer, shape in self._layers()]
 
     def _layers(self) -> list[tuple[Layer, LayerShape]]:
-        """The layers with slots, which have allocated nothing, and their shapes."""
+        """Return the layers with slots, which have allocated nothing, and their shapes."""
         layers = self.cache().bounded_layers()
         return [
             (layers[index], shape) for index, shape in zip(self.outline.indices, self.outline.shape.layers, strict=True)
         ]
 
     def _sharing(self) -> list[LayerShape]:
-        """The shapes of the layers whose heads share one budget."""
+        """Return the shapes of the layers whose heads share one budget."""
         return [shape for layer, shape in self._layers() if layer.policy.shares_layers]
 
     def bounded(self) -> Cost:
@@ -139,7 +139,7 @@ class Setting:
         )
 
     def _slot_bytes(self) -> int:
-        """Bytes of one row's slots in all layers."""
+        """Return the bytes of one row's slots in all layers."""
         sharing, size = self._sharing(), self.dtype.itemsize
         apart = [(_number(layer, shape), shape) for layer, shape in self._layers() if not layer.policy.shares_layers]
         joint = cost.joint_bytes(sharing, self.budget, size, **self._beside(sharing[0])) if sharing else 0
@@ -155,12 +155,12 @@ class Setting:
         )
 
     def _beside(self, layer: LayerShape) -> dict[str, Any]:
-        """The numbers beside a layer's keys and values, and the bits of these."""
+        """Count the numbers that a layer stores beside keys and values, and return them with the KV bits."""
         per_head = numbers(self.policy.summaries, key_dim=layer.key_dim, value_dim=layer.value_dim)
         return {"states": len(self.policy.slots), "per_head": per_head, "kv_bits": self.kv_bits}
 
     def _waiting_bytes(self) -> int:
-        """Bytes of what layers that share a budget hold until the last of them has attended."""
+        """Return the bytes that layers with a shared budget hold until the last of them has attended."""
         size, held = self.dtype.itemsize, 0 if self.reads_whole else self.budget + 1
         numbers_each = 4 * (3 + len(self.policy.slots))  # position, score, mass and state
         return sum(
@@ -181,7 +181,7 @@ class Setting:
         )
 
     def _weights(self) -> dict[str, Any]:
-        """The arguments of `Cost` that say what the weights are."""
+        """Return the arguments of `Cost` that describe the weights."""
         return {
             "model": self.outline.shape,
             "weight_itemsize": self.weights_dtype.itemsize,
@@ -191,7 +191,7 @@ class Setting:
 
     @property
     def weights_format(self) -> str:
-        """How the weights are stored, in words."""
+        """Tell in words how the weights are stored."""
         if self.weights_memory is not None:
             return "as given"
         rest = name_of(self.weights_dtype)
@@ -199,7 +199,7 @@ class Setting:
 
 
 def _number(layer: Layer, shape: LayerShape) -> Number:
-    """The budget of a layer; of each head where heads share it."""
+    """Return the budget of a layer; the budget of each head where the heads share it."""
     return _by_head(layer.budgets[0], shape) if layer.policy.spreads else layer.budgets[0]
 
 
@@ -208,7 +208,7 @@ def _by_head(number: Number, layer: LayerShape) -> tuple[int, ...]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name without ``torch.``."""
+    """Return a dtype's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -248,17 +248,17 @@ class Plan:
     products: Mapping[int, float] = field(default_factory=dict)
 
     def tokens_per_s(self, one: Cost, rows: int) -> float | None:
-        """Tokens per second of a step with one kind of cache; a limit if the speed of its products is not known."""
+        """Return a step's tokens per second with one kind of cache; an upper limit if its products were not timed."""
         return None if self.bandwidth is None else one.tokens_per_s(rows, self.bandwidth, self.products.get(rows))
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of main memory for the sequences that wait there."""
+        """Return the bytes of main memory for the sequences that are swapped out."""
         return self.host_rows * self.bounded.row_bytes
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of a CUDA device for rows that are on their way to and from main memory."""
+        """Return the bytes of a CUDA device for rows that are being swapped to or from main memory."""
         return STAGED_ROWS * self.bounded.row_bytes if self.host_rows else 0
 
 
@@ -371,7 +371,7 @@ def _check_machine(
 
 
 def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
-    """The budget of rows of ``tokens`` tokens: all of them if the policy never evicts, else at most `DEFAULT_BUDGET`.
+    """Return the budget of rows of ``tokens`` tokens: all if the policy never evicts, else ≤ `DEFAULT_BUDGET`.
 
     Args:
         policy: the eviction policy.
@@ -384,7 +384,7 @@ def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -
 
 
 def _context(found: Outline, asked: int | None) -> int:
-    """The tokens of a row."""
+    """Return the tokens of a row: the given number, or the length that the model was trained for."""
     context = asked or found.trained_length
     if context is None:
         raise InputError(f"{found.name} does not say what length it was trained for; give `context`, in tokens.")
@@ -397,7 +397,7 @@ def _context(found: Outline, asked: int | None) -> int:
 
 
 def _budget(budget: int | None, keep_ratio: float | None, policy: Policy, context: int) -> int:
-    """The budget in tokens."""
+    """Return the budget in tokens."""
     if budget is not None and keep_ratio is not None:
         raise InputError("`budget` and `keep_ratio` were both given; one of them says how much to keep.")
     if keep_ratio is not None:
@@ -424,7 +424,7 @@ def _check_rows(made: Plan) -> None:
 
 
 def _too_large(made: Plan, memory: int) -> str:
-    """The message about a memory into which not one row fits, with values that would fit."""
+    """Explain that not one row fits into the memory, and name values that would fit."""
     setting, weights, need = made.setting, made.bounded.weight_bytes, made.bounded.peak_bytes(1)
     row = f"{spec(setting.policy)} with a budget of {setting.budget}"
     in_dtype = f"the weights take {show_bytes(weights)} {setting.weights_format}"
@@ -444,7 +444,7 @@ def _too_large(made: Plan, memory: int) -> str:
 
 
 def _largest(numbers: range, memory: int, change: Callable[[int], Setting]) -> list[int]:
-    """The largest of the numbers with which one row fits, if there is one."""
+    """Find the largest of the numbers with which one row fits, if there is one."""
     try:
         fitting = bisect.bisect_left(numbers, True, key=lambda n: change(n).bounded().peak_bytes(1) > memory)
     except BudgetError:  # the policy, or how the budget is spread, has no use for so small a budget

@@ -47,13 +47,13 @@ class Scheme:
     experts_only: bool = False
 
     def size(self, outputs: int, inputs: int) -> float:
-        """Bytes of a matrix."""
+        """Return the bytes of a matrix."""
         rows, columns = self.group
         blocks = math.ceil(outputs / (rows or outputs)) * math.ceil(inputs / (columns or inputs))
         return (outputs * inputs * self.bits + blocks * self.group_bits + inputs * self.column_bits) / 8
 
     def keeps(self, name: str) -> bool:
-        """Whether the module of this name stays in the model's dtype."""
+        """Return whether the module of this name stays in the model's dtype."""
         return any(_names(pattern, name) for pattern in self.kept)
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def is_quantized(config: PreTrainedConfig) -> bool:
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
-    """How the weights are stored; ``None`` if they are not quantised, or in a way whose bytes are not known."""
+    """Read how the weights are stored; ``None`` if they are not quantized, or if the bytes are not known."""
     fields = _fields(config)
     if not isinstance(fields, Mapping):
         return None
@@ -82,7 +82,7 @@ def scheme_of(config: PreTrainedConfig) -> Scheme | None:
 
 
 def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
-    """The weights that are quantised under a scheme, counted with their scales.
+    """Count the weights that are quantized under a scheme, with their scales.
 
     Args:
         model: the model in full precision; its weights need no memory.
@@ -123,7 +123,7 @@ def _fields(config: PreTrainedConfig) -> Any:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Whether a pattern means a module: by its beginning, its end, or as an expression (``re:…``)."""
+    """Return whether a pattern means a module: by its beginning, its end, or as an expression (``re:…``)."""
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], name) is not None
@@ -133,7 +133,7 @@ def _names(pattern: str, name: str) -> bool:
 
 
 def _number(fields: Mapping[str, Any], key: str, default: int) -> int:
-    """A number of the configuration; the default where it is missing or makes no sense."""
+    """Return a number of the configuration; the default where it is missing or makes no sense."""
     found = fields.get(key)
     return found if type(found) is int and -1 <= found <= _MOST else default
 
@@ -195,7 +195,7 @@ def _mxfp4(fields: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
-    """The first group of layers; checkpoints have one as a rule."""
+    """Read the scheme of compressed-tensors from its first group of layers; checkpoints mostly have just one."""
     groups = fields.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None

@@ -61,7 +61,7 @@ class Panel:
     y_range: tuple[float | None, float | None] = (None, None)
 
     def equal(self) -> list[list[str]]:
-        """The names of lines that lie on each other, in groups."""
+        """Return the names of lines that lie on each other, in groups."""
         groups: dict[tuple[object, ...], list[str]] = {}
         for series in self.series:
             values = [f"{y:.6g}" for y in series.y]
@@ -105,7 +105,7 @@ MOST_PANELS = 300
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
@@ -153,7 +153,7 @@ def draw(path: Path, panels: Sequence[Panel] | Sequence[Heat]) -> Path:
 
 
 def picture(fill: Callable[[Any], object], panels: int = 1) -> bytes:
-    """The PNG file of a picture that the caller draws on matplotlib's axes, see `charts.sheet`.
+    """Return the PNG file of a picture that the caller draws on matplotlib's axes, see `charts.sheet`.
 
     Raises:
         InputError: matplotlib is missing.
@@ -165,7 +165,7 @@ def picture(fill: Callable[[Any], object], panels: int = 1) -> bytes:
 
 
 def _charts() -> ModuleType:
-    """The module of this room that imports matplotlib, whatever ``MPLBACKEND`` says.
+    """Import `kvkeep.plots.charts`, and matplotlib with it, whatever ``MPLBACKEND`` says.
 
     Pictures are drawn with Agg, but matplotlib cannot be imported if the variable names a backend that does not exist.
 

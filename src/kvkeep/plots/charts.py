@@ -64,7 +64,7 @@ _SHEET_STYLE: Any = {
 
 
 def line_charts(panels: Sequence[Panel]) -> Figure:
-    """Panels side by side, at most `COLUMNS` in a row; no window, no global state."""
+    """Draw panels side by side, at most `COLUMNS` in a row, without a window and without global state."""
     rows = math.ceil(len(panels) / COLUMNS)
     columns = math.ceil(len(panels) / rows)
     width, height = PANEL_INCHES
@@ -106,7 +106,7 @@ class Legend:
 
     @staticmethod
     def of(names: Sequence[str], width: float) -> Legend:
-        """The legend of a picture ``width`` inches wide."""
+        """Make the legend of a picture ``width`` inches wide."""
         letters = int((width - HANDLE_INCHES - 0.3) / LETTER_INCHES)
         labels = ["\n".join(_broken(plain(name), letters)) for name in names]
         widest = max(len(line) for label in labels for line in label.split("\n"))
@@ -120,18 +120,18 @@ class Legend:
 
 
 def plain(text: str) -> str:
-    """The text as it is drawn: cut to a length that fits, and with dollar signs that start no formula."""
+    """Return the text as it is drawn: cut to a length that fits, and with dollar signs that start no formula."""
     short = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in short).replace("$", r"\$")
 
 
 def _broken(name: str, letters: int) -> list[str]:
-    """The lines of a long name, broken at spaces and after commas where that is possible."""
+    """Break a long name into lines, at spaces and after commas where that is possible."""
     return [line.replace(", ", ",") for line in wrap(name.replace(",", ", "), letters)] or [""]
 
 
 def _note(panel: Panel) -> str:
-    """Lines of text that name the curves of a panel that lie on each other; empty if there are none."""
+    """Return lines of text that name the curves of a panel that lie on each other; empty if there are none."""
     text = "; ".join(" = ".join(map(plain, names)) for names in panel.equal())
     lines = wrap(f"equal: {text}", NOTE_LETTERS, max_lines=NOTE_LINES, placeholder=" …") if text else []
     return "".join(f"\n{line}" for line in lines)
@@ -162,7 +162,7 @@ def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> dict[str, Artist]:
 
 
 def _style(number: int, *, reference: bool) -> dict[str, Any]:
-    """The look of a line; no two lines of a picture have the same colour, mark and dash."""
+    """Return the style of a line; no two lines of a picture have the same colour, marker and dash."""
     style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.5}
     if reference:
         return style | {"linestyle": (0, (4, 2, *(1, 2) * (number % 4))), "zorder": 3}
@@ -172,7 +172,7 @@ def _style(number: int, *, reference: bool) -> dict[str, Any]:
 
 
 def _nudged(axes: Axes, panel: Panel, place: int) -> Transform:
-    """The coordinates of a line's points, moved sideways if error bars or equal lines would hide each other."""
+    """Return the coordinates of a line's points, moved sideways if error bars or equal lines would overlap."""
     if not (panel.equal() or any(series.interval for series in panel.series)):
         return axes.transData
     count = len(panel.series)
@@ -205,7 +205,7 @@ def _scale(axes: Axes, panel: Panel) -> None:
 
 
 def sheet(fill: Callable[[Any], object], panels: int = 1) -> bytes:
-    """A PNG file with pairs of axes one below the other.
+    """Draw a PNG file with pairs of axes one below the other.
 
     Args:
         fill: draws on the axes: one pair, or a tuple of ``panels`` pairs from top to bottom.
@@ -238,7 +238,7 @@ _STEPS = (1, 2, 5)
 
 
 def heat_map(maps: Sequence[Heat]) -> Figure:
-    """Maps with one scale, side by side, or one below the other if one is wide.
+    """Draw maps with one scale, side by side, or one below the other if one is wide.
 
     Numbers stand in the cells of a small map, so colour is not needed; a bar of colours stands beside a large one.
     """
@@ -278,7 +278,7 @@ def _draw(axes: Axes, one: Heat) -> None:
 
 
 def _labelled(count: int) -> range:
-    """The places of labels that do not cover each other: all of a few, otherwise in round steps."""
+    """Return the indexes of labels that do not overlap: all of a few, otherwise those in round steps."""
     least, power = count / _MOST_LABELS, 10 ** max(0, math.floor(math.log10(max(1, count / _MOST_LABELS))))
     step = next(step for step in (*(one * power for one in _STEPS), 10 * power) if step >= least)
     return range(0, count, step)

@@ -34,7 +34,7 @@ class BurstPolicy(Policy):
 
     @property
     def slots(self) -> Mapping[str, float]:  # type: ignore[override]  # a longer window needs more
-        """One bit for each row of the window, 25 in a float; the mass of this window, and of the next one so far."""
+        """Return the state: bits for the window's rows, 25 in a float, and the mass of this window and the next."""
         return dict.fromkeys((*word_names(self.words), "mass", "due"), 0.0)
 
     @property
@@ -43,7 +43,7 @@ class BurstPolicy(Policy):
         return -(-(LONGEST if self.window is None else self.window) // BITS)
 
     def sizes(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
-        """``(window, recent, drop)`` under a budget."""
+        """Return ``(window, recent, drop)`` under a budget."""
         half = between(1, budget // 2, None)
         drop = half if self.drop is None else self.drop
         window = between(1, smaller(half, drop), LONGEST) if self.window is None else self.window
@@ -51,7 +51,7 @@ class BurstPolicy(Policy):
         return window, recent, drop
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The recent window."""
+        """Return how many first and newest tokens are never evicted: 0, and the recent window."""
         return 0, self.sizes(budget)[1]
 
     def check(self, budget: int) -> None:
@@ -77,7 +77,7 @@ class BurstPolicy(Policy):
         return super()._needed(budget, pins) + int(self.sizes(budget)[0]) - 1
 
     def stays(self, view: View, state: State) -> Budget:
-        """The number of tokens after a burst: a multiple of ``drop`` fewer, and never less than the protected ones."""
+        """Return how many tokens stay after a burst: a multiple of ``drop`` fewer, but all protected ones."""
         return self._stays(view, held(view))[:, None]
 
     def _stays(self, view: View, n: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
@@ -94,12 +94,12 @@ class BurstPolicy(Policy):
     bursts: ClassVar[Bursts | None] = Bursts(stays, waits=True)
 
     def _ring(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
-        """The window, the tokens that a burst leaves at least, and the tokens of a burst."""
+        """Return the window, the least number of tokens that a burst leaves, and the tokens of a burst."""
         window, recent, drop = self.sizes(budget)
         return window, between(1, recent, None), drop
 
     def due(self, view: View) -> Int[Tensor, " B"]:
-        """How many of the last rows lie in the window of the next burst, if only generated tokens follow."""
+        """Count the last rows in the window of the next burst, if only generated tokens follow."""
         n, window = held(view), _flat(self.sizes(view.budget)[0])
         stay = torch.minimum(n, self._stays(view, n))
         return (stay + (window - _flat(view.budget) - 1)).clamp(min=0)
@@ -114,7 +114,7 @@ class BurstPolicy(Policy):
         return {**state, **words} | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
 
     def _new_bits(self, view: View) -> dict[str, Int[Tensor, "B 1 1"]]:
-        """The bits of this step's rows, in each word that has any."""
+        """Return the bits of this step's rows, for each word that has any."""
         if view.is_decode:
             found = ring((view.seen - 1).masked_fill(view.new < 1, EMPTY)[:, None], self.words)[:, 0]
         else:
@@ -123,7 +123,7 @@ class BurstPolicy(Policy):
         return {name: word for name, word, is_set in bits if is_set}
 
     def low(self, view: View, state: State) -> Int[Tensor, "B Hk S"]:
-        """How many rows of the window found each token insignificant."""
+        """Count the window's rows that found each token insignificant."""
         window = column(self.sizes(view.budget)[0], view.seen)
         bits = ring_span(view.seen - window, view.seen, self.words)[:, :, None, None].unbind(dim=1)
         counts = [ones(state[name].int() & mine) for name, mine in zip(word_names(self.words), bits, strict=True)]
@@ -131,12 +131,12 @@ class BurstPolicy(Policy):
 
 
 def held(view: View) -> Int[Tensor, " B"]:
-    """The number of tokens that each head of a row holds, new ones included. It is the same for all heads."""
+    """Count the tokens that each head of a row holds, new ones included. All heads hold equally many."""
     return (view.positions[:, 0] >= 0).sum(dim=-1)
 
 
 def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
-    """``stay``, at most the budget; the whole budget in rows that have not seen more tokens than that."""
+    """Return ``stay``, at most the budget; the whole budget in rows that have not seen more tokens than that."""
     limit = column(view.budget, view.seen)[:, None]
     return torch.where(view.seen[:, None] > limit, torch.minimum(stay, limit), limit)
 
@@ -144,17 +144,17 @@ def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
 def _of_one_row(
     report: Report, bits: dict[str, Int[Tensor, "B 1 1"]], due: Int[Tensor, " B"]
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """The report on a generated token's row in the form of a report on a window's rows."""
+    """Return the report on a generated token's row in the form of a report on a window's rows."""
     masses = {"mass": report.mass, "due": report.mass * (due > 0)[:, None, None]}
     return masses | {name: report.low * bit for name, bit in bits.items()}
 
 
 def _are_set(words: Int[Tensor, "B words"]) -> list[bool]:
-    """Whether a word may have a bit of any row. Elsewhere than on a CPU the answer would cost more than it saves."""
+    """Return whether each word may have a bit of any row. Only on a CPU is the answer worth its cost."""
     found: list[bool] = [True] * words.shape[1] if words.device.type != "cpu" else words.any(dim=0).tolist()
     return found
 
 
 def _flat(budget: Budget) -> int | Int[Tensor, " B"]:
-    """A budget as one number, or one per row in one axis."""
+    """Return a budget as one number, or as a tensor with one number per row in one axis."""
     return budget.view(-1) if isinstance(budget, Tensor) else budget

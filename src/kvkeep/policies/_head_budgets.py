@@ -27,7 +27,7 @@ PROFILE = "profile"
 
 
 def under(policy: Policy, rule: str | None) -> Policy:
-    """The policy whose heads share their budget by a rule.
+    """Return the policy with a rule by which its heads share their budget.
 
     Args:
         policy: the policy.
@@ -48,7 +48,7 @@ def under(policy: Policy, rule: str | None) -> Policy:
 
 
 def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Policy:
-    """The policy beside heads that a profile limits to their first and newest tokens; ``None``: no head is limited.
+    """Return the policy with the heads that a profile limits to first and newest tokens; ``None`` limits none.
 
     Args:
         policy: the policy.
@@ -67,7 +67,7 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
 
 
 def parsed(rule: str) -> tuple[str, float]:
-    """The name of a rule and its number, 0 if it has none.
+    """Split a rule into its name and its number, which is 0 if the rule has none.
 
     Raises:
         BudgetError: there is no such rule, or its number is out of range.
@@ -113,7 +113,7 @@ def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) 
 
 
 def refusal(policy: Policy) -> str | None:
-    """The reason why budgets per head mean nothing to a policy, ``None`` if there is none."""
+    """Return why budgets per head mean nothing to a policy; ``None`` if they have a meaning."""
     if policy.shares_heads:
         return "its heads decide together and hold the same tokens"
     if policy.bursts is not None:
@@ -134,7 +134,7 @@ def _check(policy: Policy) -> None:
 
 
 def average(view: View, budget: Budget | None = None) -> Int[Tensor, "B 1"]:
-    """The budget of each row, the mean over its heads; or that of another number that follows from budgets."""
+    """Return the mean budget of each row's heads, or the mean of another number that follows from budgets."""
     budget, (B, Hk, _) = view.budget if budget is None else budget, view.positions.shape
     each = table(budget, view.seen)
     if isinstance(budget, int):
@@ -144,7 +144,7 @@ def average(view: View, budget: Budget | None = None) -> Int[Tensor, "B 1"]:
 
 
 def ada(alpha: float) -> HeadBudgets:
-    """Ada-KV's rule: heads share a layer's budget by the number of their tokens among the best of all heads.
+    """Return Ada-KV's rule: heads share a layer's budget by their number of tokens among the best of all heads.
 
     Source: Feng et al., arXiv:2407.11550.
 
@@ -155,7 +155,7 @@ def ada(alpha: float) -> HeadBudgets:
 
 
 def across(alpha: float) -> HeadBudgets:
-    """Ada-KV's rule over the heads of all layers: they share the budgets of all layers.
+    """Return Ada-KV's rule over the heads of all layers: they share the budgets of all layers.
 
     Args:
         alpha: share of the budget that is divided equally.
@@ -168,7 +168,7 @@ _SHARING = {"ada": ada, "global": across}
 
 
 def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
-    """The budget of each head. Protected tokens are not shared out. Equal if there is nothing to choose."""
+    """Return each head's budget. Protected tokens are not shared out. Equal if there is nothing to choose."""
     now, mean = table(view.budget, view.seen).expand(view.positions.shape[:2]), average(view)
     base, tokens = _older(policy, view, mean)
     own, Hk = (alpha * base.double() + 1e-9).long(), tokens.shape[1]
@@ -182,7 +182,7 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
 def _older(
     policy: Policy, view: View, mean: Int[Tensor, "B 1"]
 ) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads slots"]]:
-    """The slots of a head that are shared out, on average, and the positions of the tokens that compete for them."""
+    """Return how many slots a head shares out, on average, and the positions of the tokens that compete for them."""
     sinks, recent = policy.protected(mean)
     fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
     first_recent = view.seen[:, None] - recent
@@ -193,7 +193,7 @@ def _older(
 def _among_the_best(
     view: View, score: Float[Tensor, "B Hk S"], tokens: Int[Tensor, "B heads slots"], n: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B heads"]:
-    """The number of each head's tokens among the ``n`` best of all heads."""
+    """Count each head's tokens among the ``n`` best of all heads."""
     found = view.heads.all_slots(score.nan_to_num(nan=-torch.inf), -torch.inf)
     best = ranking.keep(found.flatten(1)[:, None], tokens.flatten(1)[:, None], n)
     return best.view(tokens.shape).sum(dim=-1)
@@ -217,6 +217,6 @@ def _ceilings(
 
 
 def _most(alpha: float, policy: Policy, budget: int, heads: int) -> int:
-    """The largest budget of a head: its own part, all that is shared out, and two more for rounding."""
+    """Return the largest budget of a head: its own part, all that is shared out, and two more for rounding."""
     base = max(0, budget - sum(map(int, policy.protected(budget))) - (policy.grows.room if policy.grows else 0))
     return budget + math.ceil(base * (heads - 1) * (1.0 - alpha)) + 2

@@ -37,7 +37,7 @@ class Leverages(Policy):
         return not self.rotated
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -55,7 +55,7 @@ class Leverages(Policy):
         }
 
     def _added(self, view: View) -> tuple[Float[Tensor, "B Hk"], Float[Tensor, "B Hk D"], Float[Tensor, "B Hk D D"]]:
-        """The number of new keys that count, their mean and their scatter. Most prompts need no weights for them."""
+        """Return how many new keys count, their mean and their scatter. Most prompts need no weights for them."""
         keys, counts = self._keys(view), self._counts(view)
         if keys.is_cpu:
             start = counts.shape[-1] - int(counts.sum(dim=-1).amax())
@@ -73,11 +73,11 @@ class Leverages(Policy):
         return number, mean, centred.mT @ centred
 
     def later(self, view: View) -> Float[Tensor, "B Hk S"]:
-        """The score while tokens are generated."""
+        """Return the score while tokens are generated."""
         return slide(view, self.protected(view.budget)[1])
 
     def leverage(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """How far each key stands out: 0 for the mean key, about 1 for a key with a direction of its own."""
+        """Return how far each key stands out: 0 for the mean key, about 1 for a key in a direction of its own."""
         apart = self._keys(view) - state["mean"][:, :, None]
         lengths: Tensor = torch.linalg.vector_norm(apart @ _whitening(state["scatter"], self.ridge), dim=-1)
         return lengths.square_()
@@ -86,12 +86,12 @@ class Leverages(Policy):
         return (view.keys if self.rotated else view.unrotated).float()
 
     def _counts(self, view: View) -> Bool[Tensor, "B Hk S"]:
-        """Whether a slot's key is new and no sink."""
+        """Return whether each slot's key is new and not a sink's."""
         return view.positions >= (view.seen - view.new).clamp(min=self.sinks)[:, None, None]
 
 
 def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor, "B Hk D D"]:
-    """A matrix that turns the scatter plus the ridge into the identity. Works for a singular scatter."""
+    """Return a matrix that turns the scatter plus the ridge into the identity. The scatter may be singular."""
     wide = scatter.double()
     one = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     sums = wide.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]

@@ -30,7 +30,7 @@ class HeavyHitters(Policy):
     slots: ClassVar[Mapping[str, float]] = {"mass": 0.0}
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, budget // 2 if self.recent is None else self.recent
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -51,14 +51,14 @@ class Pattern(Policy):
 
     @abc.abstractmethod
     def local(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The slots of the pattern near the newest token, at most half of the pattern's share."""
+        """Return which slots near the newest token the pattern has, at most half of the pattern's share."""
 
     @abc.abstractmethod
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The slots of the pattern further back. Where they exceed the share, the oldest ones go."""
+        """Return which slots further back the pattern has. Where they exceed the share, the oldest ones go."""
 
     def wants(self, view: View) -> Statistic:
-        """The mass of all rows, if heavy hitters have a share."""
+        """Return the statistic that the policy needs: the mass of all rows if heavy hitters have a share."""
         return Mass() if self.h2 else Nothing()
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -66,7 +66,7 @@ class Pattern(Policy):
         return {"mass": state["mass"] + report.mass} if self.h2 else state
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """1 for tokens of the pattern and heavy hitters, 0 for others."""
+        """Return 1 for tokens of the pattern and heavy hitters, 0 for others."""
         return self._members(view, state).float()
 
     def _stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
@@ -78,7 +78,7 @@ class Pattern(Policy):
     bursts: ClassVar[Bursts | None] = Bursts(_stays)
 
     def _members(self, view: View, state: State) -> Bool[Tensor, "B Hk S"]:
-        """The slots of the pattern and the heavy hitters."""
+        """Return which slots belong to the pattern or to the heavy hitters."""
         budget = column(view.budget, view.seen)[:, None, None]
         heavy = torch.minimum((self.h2 * budget.double() + 1e-9).long(), budget - 1)
         share = budget - heavy

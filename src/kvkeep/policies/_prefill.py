@@ -35,15 +35,15 @@ class PrefillOnly(Policy):
 
     @abc.abstractmethod
     def rows(self, view: View) -> Tensor | int:
-        """How many of a prompt's last query rows count."""
+        """Return how many of a prompt's last query rows count."""
 
     @abc.abstractmethod
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """The rating of a prompt's tokens, from the mass of its last rows."""
+        """Return the rating of a prompt's tokens, from the mass of the prompt's last rows."""
 
     @property
     def fading(self) -> float:
-        """The weight of a prompt's row relative to the next one."""
+        """Return the weight of a prompt's row relative to the next one."""
         return 1.0
 
     @cached_property
@@ -61,7 +61,7 @@ class PrefillOnly(Policy):
             raise BudgetError(f"{self} needs a budget of at least {least}; {budget} leaves nothing to choose.")
 
     def wants(self, view: View) -> Statistic:
-        """The mass of a prompt's last rows; that of a generated token's row only under ``decode=score``."""
+        """Return the statistic needed: mass of a prompt's last rows; of a generated token only if ``decode=score``."""
         later = int(self.decode == "score")
         if view.is_decode:
             return Mass(rows=later)
@@ -78,16 +78,16 @@ class PrefillOnly(Policy):
         return {"score": added if view.is_decode else torch.where(_prompts(view), self.rate(view, report.mass), added)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The result of `choose` in a prompt. Afterwards the rating, or an order that keeps the chosen tokens."""
+        """Return the result of `choose` in a prompt; later the rating, or an order that keeps the chosen tokens."""
         later = self._later(view, state)
         return later if view.is_decode else torch.where(_prompts(view), self.choose(view, state), later)
 
     def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The score of a prompt's tokens at its end, by default their rating."""
+        """Return the score of a prompt's tokens at its end, by default their rating."""
         return state["score"]
 
     def _later(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The rating; under ``decode=local`` the chosen tokens stay and the others go first in, first out."""
+        """Return the rating; if ``decode=local``, an order that keeps chosen tokens and drops the oldest others."""
         if self.decode != "local":
             return state["score"]
         return slide(view, self.protected(view.budget)[1])
@@ -107,20 +107,20 @@ class ObservationWindow(PrefillOnly):
     presets: ClassVar[Mapping[str, str]] = {"late": "window=8,kernel=13"}
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The observation window."""
+        """Return how many first and newest tokens are never evicted: 0, and the observation window."""
         return 0, self.window
 
     def rows(self, view: View) -> int:
-        """The observation window."""
+        """Return how many of a prompt's last rows count: those of the observation window."""
         return self.window
 
     @property
     def fading(self) -> float:
-        """The option `decay`."""
+        """Return the option `decay`."""
         return self.decay
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """The mass of the tokens before the window, pooled in the order of their positions.
+        """Return the mass of the tokens before the window, pooled in the order of their positions.
 
         Where fewer tokens than the window are protected, its other tokens are rated, too.
         """
@@ -130,7 +130,7 @@ class ObservationWindow(PrefillOnly):
 
 
 def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:
-    """A score under which generated tokens go first in, first out, beside the tokens that a prompt's cut has chosen.
+    """Return a score that keeps the tokens a prompt's cut has chosen, and evicts generated ones oldest first.
 
     Args:
         view: the slots.
@@ -148,7 +148,7 @@ def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:
 
 
 def lengths(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-    """The Euclidean norm of what the heads of a group add to the layer's output, see `OutputProjection`."""
+    """Return the Euclidean norm of what a group's heads add to the layer's output, see `OutputProjection`."""
     if view.output is not None:
         return view.output.lengths(x)
     norms: Tensor = x.float().norm(dim=-1)
@@ -156,7 +156,7 @@ def lengths(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]
 
 
 def sizes(view: View, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-    """The sum of absolute values of what a head adds to the layer's output, see `kvkeep.types.OutputProjection`."""
+    """Return the sum of absolute values that a head adds to the output, see `kvkeep.types.OutputProjection`."""
     return x.float().abs().sum(dim=-1) if view.output is None else view.output.sizes(x)
 
 
@@ -177,15 +177,15 @@ class WorstCase(PrefillOnly):
     rates_by_budget: ClassVar[bool] = True
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The window."""
+        """Return how many first and newest tokens are never evicted: 0, and the window."""
         return 0, self.window
 
     def rows(self, view: View) -> int:
-        """The window."""
+        """Return how many of a prompt's last rows count: those of the window."""
         return self.window
 
     def wants(self, view: View) -> Statistic:
-        """The worst case of a prompt's last rows; the mass of a generated token's row."""
+        """Return the statistic needed: the worst case of a prompt's last rows, or a generated token's mass."""
         if view.is_decode:
             return super().wants(view)
         return Worst(rows=self.window * view.reads.long(), before=view.seen - self.window, kernel=self.kernel)
@@ -204,7 +204,7 @@ class WorstCase(PrefillOnly):
         return {"score": torch.where(reads, rating, state["score"]), "size": size}
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """The mean attention of the tokens that go first, and 0 for the others."""
+        """Return the mean attention of the tokens that are chosen first, and 0 for the others."""
         number = view.new.clamp(min=1, max=self.window)[:, None, None]
         mean, older = mass / number, self._older(view)
         order = ranking.ranks(mean.masked_fill(~older, -1.0), view.positions).argsort(dim=-1, descending=True)
@@ -216,7 +216,7 @@ class WorstCase(PrefillOnly):
         return mean.masked_fill(~chosen, 0.0)
 
     def _sizes(self, state: State, view: View) -> Float[Tensor, "B Hk S"]:
-        """Each token's share of all heads' sizes, worked out when it comes; of a generated token an equal share."""
+        """Return each token's share of all heads' sizes when it came; an equal share for a generated token."""
         first = (view.seen - view.new)[:, None, None]
         found = sizes(view, view.values.masked_fill((view.positions < 0)[..., None], 0.0))
         everything = view.heads.all_slots(found, 0.0)
@@ -226,5 +226,5 @@ class WorstCase(PrefillOnly):
         return torch.where(view.positions >= first, shares.to(old.dtype), old)
 
     def _older(self, view: View) -> Bool[Tensor, "B Hk S"]:
-        """Whether a slot holds a token from before the window."""
+        """Return whether each slot holds a token from before the window."""
         return (view.positions >= 0) & (view.positions < (view.seen - self.window)[:, None, None])

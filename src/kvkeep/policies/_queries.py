@@ -37,14 +37,14 @@ class Means:
 
 
 def pairs(x: Float[Tensor, "*H D"], half: int) -> Float[Tensor, "*H D"]:
-    """The length of each rotated pair in the first ``half`` dims, and zeros behind them."""
+    """Return the length of each rotated pair in the first ``half`` dims, and zeros behind them."""
     found = torch.zeros_like(x)
     found[..., :half] = torch.hypot(x[..., :half], x[..., half : 2 * half])
     return found
 
 
 def read(path: str, layer: int) -> Means:
-    """The calibration of a layer, one line for each query head.
+    """Read a layer's calibration, with one line for each query head.
 
     Raises:
         PolicyError: the file cannot be read, or lacks heads of the layer.
@@ -63,7 +63,7 @@ def read(path: str, layer: int) -> Means:
 
 @functools.lru_cache(maxsize=4)
 def heads_of(path: str) -> dict[tuple[int, int], Means]:
-    """All heads of a file, by layer and query head.
+    """Read all heads of a calibration file, by layer and query head.
 
     Raises:
         PolicyError: the file cannot be read, or is none of TriAttention's.
@@ -104,12 +104,12 @@ class MeanQueries(Rounds):
 
     @property
     def unrotates(self) -> bool:
-        """Queries at later positions follow from those without rotation."""
+        """Return ``True``: queries at later positions follow from those without rotation."""
         return True
 
     @property
     def needs_rotary(self) -> bool:
-        """Scores are made of angles."""
+        """Return ``True``: scores are made of rotation angles."""
         return True
 
     def check(self, budget: int) -> None:
@@ -142,7 +142,7 @@ class MeanQueries(Rounds):
         }
 
     def means(self, view: View, state: State) -> Means:
-        """The figures of the file, or of the prompts so far.
+        """Return the query means of the calibration file, or of the prompts so far.
 
         Raises:
             PolicyError: the file belongs to another model.
@@ -165,7 +165,7 @@ class MeanQueries(Rounds):
 
 
 def half_of(view: View) -> int:
-    """The number of pairs that are rotated."""
+    """Return how many pairs are rotated."""
     return 0 if view.rotation is None else len(view.rotation.frequencies)
 
 
@@ -173,7 +173,7 @@ def half_of(view: View) -> int:
 
 
 def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B Hk G D"], Float[Tensor, "B Hk G D D"]]:
-    """The mean of each head's queries and their covariance; padding and the first ``sinks`` tokens do not count."""
+    """Return each head's query mean and covariance. Padding and the first ``sinks`` tokens do not count."""
     vectors = queries.vectors.float().unflatten(1, (heads, -1))
     counts = (queries.positions >= sinks)[:, None, None, :, None]
     number = counts.sum(dim=3).clamp(min=1)
@@ -183,7 +183,7 @@ def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B 
 
 
 def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
-    """The keys as unrotated queries meet them, on average over positions so far ahead of the next one."""
+    """Return keys turned as unrotated queries meet them, averaged over positions so far ahead of the next one."""
     if view.rotation is None:
         return view.keys.float()
     far = view.seen[:, None, None] - (0 if view.turned else view.positions)
@@ -197,7 +197,7 @@ def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
 def _average(
     rotation: Turning, far: Int[Tensor, "B #Hk #S"], ahead: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, "B #Hk #S F"], Float[Tensor, "B #Hk #S F"]]:
-    """Cosines and sines of the angles at these distances, averaged over those that are so much larger."""
+    """Return cosines and sines of the angles at these distances, averaged over the steps ahead."""
     frequencies = rotation.on(far.device)
     start = torch.polar(torch.ones_like(frequencies), far[..., None].float() * frequencies)
     steps = ahead[:, None] * frequencies

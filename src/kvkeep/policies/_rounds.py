@@ -23,7 +23,7 @@ class Rounds(Policy):
     buffer: int = option(128, "tokens that go at once; at most half of the budget", within=(1, math.inf))
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """The budget where it holds all tokens; otherwise less by the buffer, and at least the protected tokens."""
+        """Return the budget where it holds all tokens; otherwise it less the buffer, but all protected tokens."""
         sinks, recent = self.protected(view.budget)
         held = (view.positions >= 0).sum(dim=-1)
         budget, gone, shielded = (
@@ -43,15 +43,15 @@ class NewestRows(Rounds):
 
     @property
     def slots(self) -> Mapping[str, float]:  # type: ignore[override]  # a longer window needs more
-        """The mass of each of the newest rows; row ``i`` has the place ``i % window``."""
+        """Return the state: the mass of each of the newest rows. Row ``i`` is stored under ``i % window``."""
         return {f"row{place}": 0.0 for place in range(self.window)}
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The window, at most a quarter of the budget."""
+        """Return how many first and newest tokens stay: 0, and the window (at most a quarter of the budget)."""
         return 0, between(0, budget // 4, self.window)
 
     def wants(self, view: View) -> Statistic:
-        """The mass of each of a prompt's last rows, or of a generated token's row."""
+        """Return the statistic needed: the mass of each of a prompt's last rows, or of a generated token's row."""
         return Mass() if view.is_decode else RowMasses(rows=self.window, places=self.window)
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -69,7 +69,7 @@ class NewestRows(Rounds):
         return state | found
 
     def mass(self, state: State) -> Float[Tensor, "B Hk S"]:
-        """The mass of the newest rows together."""
+        """Return the mass of the newest rows together."""
         return torch.stack([state[name] for name in self.slots]).sum(dim=0)
 
 
@@ -82,7 +82,7 @@ BLOCK_BYTES = 2**23
 def redundancy(
     keys: Float[Tensor, "B Hk S D"], positions: Int[Tensor, "B Hk S"], threshold: float
 ) -> Float[Tensor, "B Hk S"]:
-    """A softmax over each head's tokens: of the mean cosine of a token's key with those of all tokens.
+    """Return a softmax over each head's tokens of the mean cosine of a token's key with all keys.
 
     Of all keys whose cosine with a key is above the threshold, the newest gets nothing from it, nor does the key
     itself. So of many keys that are alike, the newest one counts as the least redundant. A key that is no number gets

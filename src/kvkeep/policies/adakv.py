@@ -31,5 +31,5 @@ class AdaKV(ObservationWindow):
 
     @cached_property
     def spreads(self) -> HeadBudgets | None:  # type: ignore[override]  # depends on an option
-        """Ada-KV's rule."""
+        """Return Ada-KV's rule with this policy's share."""
         return ada(self.alpha)

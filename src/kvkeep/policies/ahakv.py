@@ -37,11 +37,11 @@ class AhaKV(Policy):
   author = {Yifeng Gu and Zicong Jiang and Jianxiu Jin and Kailing Guo and Ziyang Zhang and Xiangmin Xu}}"""
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, self.recent
 
     def wants(self, view: View) -> Statistic:
-        """The mass of a prompt's recent rows, or of a generated token's row, under the gain of the prompt."""
+        """Return the statistic needed: the mass of a prompt's recent rows or a generated token's row, with a gain."""
         ratio = (view.prompt / average(view)[:, 0]).clamp(min=1.0).float()
         gain = (2.0 * ratio.log()).sqrt().clamp(min=float(self.clamp)) if self.sg_softmax else 1.0
         return Mass(rows=max(1, self.recent) if self.recent_accumulation else -1, gain=gain)
@@ -55,5 +55,5 @@ class AhaKV(Policy):
         return {"raw": raw, "mass": where(prompts, weighted, state["mass"] + report.mass)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The weighted mass."""
+        """Return the weighted mass."""
         return state["mass"]

@@ -53,7 +53,7 @@ class Growth:
     room: int = 0
 
     def stays(self, view: View) -> Budget:
-        """The number of slots that stay occupied after a step: the budget, less the room in rows that read a prompt."""
+        """Return how many slots stay occupied after a step: the budget, less the room in rows that read a prompt."""
         if not self.room or view.phase is not Phase.PREFILL:
             return view.budget
         return torch.as_tensor(view.budget, device=view.new.device) - self.room * view.reads[:, None]
@@ -91,7 +91,7 @@ class NearHeads:
     slots: int
 
     def score(self, view: View, own: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """The policy's score, and in these heads the order of positions after the first ones."""
+        """Return the policy's score; in the limited heads, the order of positions, with the first ones on top."""
         if not any(self.heads[view.layer]):
             return own
         near = view.heads.mine(marks(self.heads[view.layer], own.device)[None]) & (
@@ -104,7 +104,7 @@ class NearHeads:
 
 @functools.cache
 def marks(heads: tuple[bool, ...], device: torch.device) -> Bool[Tensor, " Hk"]:
-    """The same marks on a device, made once."""
+    """Return the marks of heads as a tensor on a device. The tensor is made once."""
     with torch.inference_mode(False):
         return torch.tensor(heads, device=device)
 
@@ -208,22 +208,22 @@ class Abilities:
 
     @property
     def unrotates(self) -> bool:
-        """Whether the policy looks at keys before their rotation. Not every model's rotation can be undone."""
+        """Return whether the policy looks at keys before their rotation. Not every model's rotation can be undone."""
         return False
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether the policy is of no use to a model whose keys are not rotated to their positions."""
+        """Return whether the policy is useless for a model whose keys are not rotated to their positions."""
         return self.rereads
 
     @property
     def shares_layers(self) -> bool:
-        """Whether the KV heads of all layers share one budget."""
+        """Return whether the KV heads of all layers share one budget."""
         return self.spreads is not None and self.spreads.ceilings is not None
 
     @property
     def shares_heads(self) -> bool:
-        """Whether the KV heads of a layer decide together and keep the same tokens."""
+        """Return whether the KV heads of a layer decide together and keep the same tokens."""
         return self.cascades is not None
 
 
@@ -283,13 +283,13 @@ class Policy(Abilities, abc.ABC):
 
     @property
     def changed(self) -> str:
-        """The options that are not at their default, as a user writes them: ``recent=32,sinks=4``."""
+        """Return the options that are not at their default, as a user writes them: ``recent=32,sinks=4``."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return ",".join(f"{name}={_show(value)}" for name, value in values.items() if value != defaults[name])
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The numbers of first and of newest tokens that are never evicted: ``(sinks, recent)``."""
+        """Return how many first and how many newest tokens are never evicted: ``(sinks, recent)``."""
         return 0, 0
 
     def check(self, budget: int) -> None:
@@ -323,18 +323,18 @@ class Policy(Abilities, abc.ABC):
         )
 
     def _needed(self, budget: int, pins: Spans) -> int:
-        """The number of slots for pinned and protected tokens together, and for room that must stay free."""
+        """Return how many slots pinned tokens, protected tokens and the room that must stay free need together."""
         sinks, recent = self.protected(budget)
         return count(pins, sinks) + int(recent) + (self.grows.room if self.grows else 0)
 
     @property
     def least(self) -> int:
-        """The smallest budget that a layer can work with."""
+        """Return the smallest budget that a layer can work with."""
         room = self.grows.room if self.grows else 0
         return max(1, sum(map(int, self.protected(0))) + room)
 
     def wants(self, view: View) -> Statistic:
-        """The statistic that attention must report in this step, by default the class's `statistic`."""
+        """Return the statistic that attention must report in this step, by default the class's `statistic`."""
         return self.statistic
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -354,7 +354,7 @@ def _show(value: object) -> str:
 
 
 def _is_a(value: object, kind: object) -> bool:
-    """Whether a value is of an option's declared type: int, float, bool, str, a choice, or one of these or None."""
+    """Return whether a value has an option's declared type: int, float, bool, str, a choice, or a union of these."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return any(_is_a(value, part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
@@ -365,7 +365,7 @@ def _is_a(value: object, kind: object) -> bool:
 
 
 def kind_name(kind: object) -> str:
-    """An option's declared type in words."""
+    """Describe an option's declared type in words."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(kind_name(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

@@ -34,7 +34,7 @@ class Blend(Leverages):
     slots: ClassVar[Mapping[str, float]] = {"mass": 0.0}
 
     def wants(self, view: View) -> Statistic:
-        """The mass of a prompt's last rows."""
+        """Return the statistic that the policy needs: the mass of a prompt's last rows."""
         return Mass(rows=self.window * view.reads.long())
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -42,7 +42,7 @@ class Blend(Leverages):
         return super().observe(state, view, report) | ({} if view.is_decode else {"mass": report.mass})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The leverage in a prompt, and more than any for the tokens that its end attends to; afterwards an order."""
+        """Return the leverage in a prompt, with the tokens that its end attends to on top; later an order."""
         if view.is_decode:
             return self.later(view)
         last = view.seen[:, None] - table(self.protected(view.budget)[1], view.seen)

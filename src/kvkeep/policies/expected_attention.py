@@ -34,15 +34,15 @@ class ExpectedAttention(Policy):
 
     @property
     def unrotates(self) -> bool:
-        """Queries at later positions follow from those without rotation."""
+        """Return ``True``: queries at later positions follow from those without rotation."""
         return True
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """``(p + epsilon) · ‖v‖`` in a prompt; afterwards an order that keeps the chosen tokens."""
+        """Return ``(p + epsilon) · ‖v‖`` in a prompt; afterwards an order that keeps the chosen tokens."""
         if view.queries is None:
             return slide(view, self.protected(view.budget)[1])
         keys = met(view, torch.arange(self.future, device=view.keys.device))

@@ -24,5 +24,5 @@ class Full(Policy):
     sums: ClassVar[MassSums | None] = MassSums(steady={})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The position. It decides nothing, because nothing is evicted."""
+        """Return the position. It decides nothing, because nothing is evicted."""
         return view.positions.float()

@@ -36,7 +36,7 @@ class H2O(HeavyHitters):
   booktitle = {Advances in Neural Information Processing Systems}, year = {2023}}"""
 
     def wants(self, view: View) -> Statistic:
-        """The mass of all rows; with decay, earlier rows of a prompt count for less."""
+        """Return the statistic needed: the mass of all rows. With decay, earlier rows of a prompt count for less."""
         return self.statistic if self.decay == 1.0 else Mass(decay=self.decay, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -45,7 +45,7 @@ class H2O(HeavyHitters):
         return {"mass": past + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The accumulated mass; under ``replace`` the token that has just left the recent window stays."""
+        """Return the accumulated mass. Under ``replace``, the token that has just left the recent window stays."""
         if self.graduate == "compete":
             return state["mass"]
         _, recent = self.protected(view.budget)

@@ -24,6 +24,6 @@ class H2OAvg(HeavyHitters):
     bibtex: ClassVar[str] = H2O.bibtex
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The mass per row: a token at position p has been visible to ``seen - p`` rows."""
+        """Return the mass per row: a token at position p has been visible to ``seen - p`` rows."""
         rows = view.seen[:, None, None] - view.positions
         return state["mass"] / rows.clamp(min=1)

@@ -43,7 +43,7 @@ class KeyDiff(Policy):
         return not self.rotated
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:

@@ -41,18 +41,18 @@ class Keyformer(HeavyHitters):
 }"""
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, budget * 3 // 10 if self.recent is None else self.recent
 
     def wants(self, view: View) -> Statistic:
-        """The mass of the noisy, tempered softmax."""
+        """Return the statistic that the policy needs: the mass of the noisy, tempered softmax."""
         step = (view.seen - view.prompt).clamp(max=self.max_new_tokens) / max(1, self.max_new_tokens)
         tau = self.tau_start + (self.tau_end - self.tau_start) * step
         noise = Gumbel(self.seed, view.layer, view.sequences, view.heads) if self.noise else None
         return Mass(gain=1.0 / tau.float(), noise=noise)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The accumulated mass; under the quirk the token before the recent window always goes first."""
+        """Return the accumulated mass. Under the quirk, the token before the recent window is evicted first."""
         if not self.release_quirk:
             return state["mass"]
         _, recent = self.protected(view.budget)

@@ -23,5 +23,5 @@ class Local(Policy):
     sums: ClassVar[MassSums | None] = MassSums(steady={})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The position: newer tokens are worth more."""
+        """Return the position: newer tokens are worth more."""
         return view.positions.float()

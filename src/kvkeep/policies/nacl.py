@@ -36,19 +36,19 @@ class NACL(PrefillOnly):
     stochastic: ClassVar[bool] = True
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent tokens."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent tokens."""
         return self.sinks, budget // 8 if self.recent is None else self.recent
 
     def rows(self, view: View) -> Tensor:
-        """The number of proxy tokens, a share of the step's."""
+        """Return how many proxy tokens count, a share of the step's tokens."""
         return (self.proxies * view.new.double() + 1e-9).long().clamp(min=1)
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """The proxies' mass."""
+        """Return the mass of the proxy tokens' rows, unchanged."""
         return mass
 
     def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The best tokens first, then a random order: the largest sums of score and Gumbel noise sample the softmax."""
+        """Return a score that puts the best tokens first, then samples others from the softmax with Gumbel noise."""
         sinks, recent = self.protected(view.budget)
         free = average(view, (self.grows.stays(view) if self.grows else view.budget) - sinks - recent)
         best = free - (self.random * free.double() + 1e-9).long()

@@ -32,11 +32,11 @@ class Random(Policy):
     stochastic: ClassVar[bool] = True
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """A random number, drawn once per token (``reservoir``) or again in every step (``victim``)."""
+        """Return a random number, drawn once per token (``reservoir``) or again in every step (``victim``)."""
         heads = view.heads.numbers(view.positions.shape[1], view.positions.device)[:, None]
         keys = [view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions]
         if self.mode == "victim":

@@ -36,7 +36,7 @@ _REFERRED: dict[type[Policy], str] = {}
 
 @functools.cache
 def available() -> dict[str, type[Policy]]:
-    """All policies, name → class: built-in ones, then third-party ones, each group in alphabetical order.
+    """Return all policies, name → class: built-in ones, then third-party ones, each group in alphabetical order.
 
     Raises:
         PolicyError: a third-party entry point cannot be loaded, is no policy, or takes a built-in name.
@@ -60,7 +60,7 @@ def available() -> dict[str, type[Policy]]:
 
 
 def _policy_of(module: types.ModuleType) -> type[Policy]:
-    """The policy class that a module of `kvkeep.policies` defines."""
+    """Return the policy class that a module of `kvkeep.policies` defines."""
     (cls,) = (
         value
         for value in vars(module).values()
@@ -70,7 +70,7 @@ def _policy_of(module: types.ModuleType) -> type[Policy]:
 
 
 def name_of(policy: Policy | type[Policy]) -> str:
-    """The registered name of a policy.
+    """Return the registered name of a policy.
 
     Raises:
         PolicyError: the class is not registered.
@@ -204,13 +204,13 @@ def _given(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
 
 
 def spec(policy: Policy) -> str:
-    """The shortest string that `parse` turns into an equal policy. It leaves out options at their defaults."""
+    """Return the shortest string that `parse` turns into an equal policy. It leaves out options at their defaults."""
     name = name_of(policy)
     return f"{name}:{policy.changed}" if policy.changed else name
 
 
 def describe(name: str) -> str:
-    """The tokens that a policy keeps, in one line: the first line of its module's docstring."""
+    """Describe in one line the tokens that a policy keeps, with the first line of its module's docstring."""
     doc = inspect.getdoc(importlib.import_module(class_of(name).__module__)) or ""
     return doc.splitlines()[0] if doc else ""
 

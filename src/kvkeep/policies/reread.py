@@ -33,7 +33,7 @@ class Reread(Policy):
     rereads: ClassVar[bool] = True
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -43,5 +43,5 @@ class Reread(Policy):
         return {"again": torch.maximum(state["again"], report.sums["again"].to(state["again"].dtype))}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The largest share in a prompt; afterwards an order that keeps the chosen tokens."""
+        """Return the largest share in a prompt; afterwards an order that keeps the chosen tokens."""
         return slide(view, self.protected(view.budget)[1]) if view.is_decode else state["again"]

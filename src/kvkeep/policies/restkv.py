@@ -30,7 +30,7 @@ class ReSTKV(ObservationWindow):
     projects: ClassVar[bool] = True
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """The error that a token's eviction would cause, pooled in the order of positions."""
+        """Return the error that a token's eviction would cause, pooled in the order of positions."""
         share = mass / mass.sum(dim=-1, keepdim=True).clamp(min=1e-30)
         values = view.values.to(mass.dtype).masked_fill((view.positions < 0)[..., None], 0.0)
         output = share[:, :, None] @ values

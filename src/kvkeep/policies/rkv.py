@@ -39,7 +39,7 @@ class RKV(NewestRows):
 }"""
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The attention of the newest rows, pooled over the older tokens, against the likeness of the keys."""
+        """Return the newest rows' attention, pooled over the older tokens, minus the similarity of the keys."""
         rows = view.seen.clamp(min=1, max=self.window)[:, None, None]
         older = (view.positions >= 0) & ~ranking.protects(
             view.positions, view.seen, recent=self.protected(view.budget)[1]

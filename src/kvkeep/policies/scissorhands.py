@@ -41,7 +41,7 @@ class Scissorhands(BurstPolicy):
 }"""
 
     def wants(self, view: View) -> Statistic:
-        """Which tokens each row of the window finds insignificant; for a generated token, only its own row."""
+        """Return the statistic needed: the tokens that each row of the window (or a new row) finds insignificant."""
         live = self.threshold == "live"
         if view.is_decode:
             return Low(theta=self.theta, live=live)
@@ -49,6 +49,6 @@ class Scissorhands(BurstPolicy):
         return LowRows(window, self.theta, live, words=self.words, last=view.seen - 1, due=self.due(view))
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Tokens that few rows found insignificant score highest. Ties go to the larger mass, or to the older token."""
+        """Score tokens highest that few rows found insignificant. The larger mass, or the older token, breaks ties."""
         second = -view.positions.float() if self.literal_ties else state["mass"]
         return ranking.ranks(second, view.positions).float() - self.low(view, state) * view.positions.shape[-1]

@@ -35,11 +35,11 @@ class ScissorhandsRelease(Policy):
     bibtex: ClassVar[str] = Scissorhands.bibtex
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The recent window."""
+        """Return how many first and newest tokens are never evicted: 0, and the recent window."""
         return 0, between(0, budget // 4, 10) if self.recent is None else self.recent
 
     def wants(self, view: View) -> Statistic:
-        """The newest row that hit each token."""
+        """Return the statistic that the policy needs: the newest row that hit each token."""
         return LastHit(quantile=self.quantile)
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -47,7 +47,7 @@ class ScissorhandsRelease(Policy):
         return {"hit": state["hit"].maximum(report.hit)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """The number of tokens hit within the window or protected, once the text has outgrown the budget."""
+        """Count the tokens hit within the window or protected, once the text has outgrown the budget."""
         recent, floor = self.protected(view.budget)[1], (view.seen - self.window)[:, None, None]
         kept = (state["hit"] > floor) | ranking.protects(view.positions, view.seen, recent=recent, pins=view.pins)
         return when_outgrown(view, (kept & (view.positions >= 0)).sum(dim=-1))
@@ -55,5 +55,5 @@ class ScissorhandsRelease(Policy):
     bursts: ClassVar[Bursts | None] = Bursts(stays)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The newest row that hit the token."""
+        """Return the newest row that hit each token."""
         return state["hit"]

@@ -36,5 +36,5 @@ class SnapKV(ObservationWindow):
 }"""
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The observation window, or as many recent tokens as were asked for."""
+        """Return how many first and newest tokens are never evicted: 0, and the observation window or `recent`."""
         return 0, between(0, budget // 2, self.recent) if self.recent else self.window

@@ -28,12 +28,12 @@ class SparseFixed(Pattern):
     bibtex: ClassVar[str] = SparseStrided.bibtex
 
     def local(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The block of the newest token."""
+        """Return which slots lie in the block of the newest token."""
         block = (share // 2).clamp(min=1)
         return view.positions // block == (view.seen[:, None, None] - 1) // block
 
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The end of each block; by default as long as fills half of the share at the end of the last prompt."""
+        """Return which slots lie at a block's end. By default, these fill half of the share at the prompt's end."""
         block = (share // 2).clamp(min=1)
         n = torch.maximum(view.prompt[:, None, None], share)
         fitting = (share * block / (2 * n)).round().long().clamp(min=1)

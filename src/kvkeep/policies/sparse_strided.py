@@ -35,10 +35,10 @@ class SparseStrided(Pattern):
 }"""
 
     def local(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The newest half of the share."""
+        """Return which slots hold the newest tokens, half of the share."""
         return view.positions >= view.seen[:, None, None] - (share // 2).clamp(min=1)
 
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """Every ``stride``-th position."""
+        """Return which slots hold every ``stride``-th position."""
         stride = -(-2 * view.prompt[:, None, None] // share.clamp(min=1)) if self.stride is None else self.stride
         return (view.positions + 1) % torch.as_tensor(stride).clamp(min=1 if self.stride else 2) == 0

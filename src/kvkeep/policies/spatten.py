@@ -41,19 +41,19 @@ class SpAtten(Policy):
         return Defaults(layer_budget=f"taper:{self.delta}" if self.delta else "uniform")
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The newest tokens."""
+        """Return how many first and newest tokens are never evicted: 0, and the recent tokens."""
         return 0, self.recent
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """The sum over all earlier layers and steps, plus this layer's mass in all heads."""
+        """Add this layer's mass in all heads to the sum over all earlier layers and steps."""
         return {"importance": (view.past + view.heads.all(report.mass).sum(dim=1))[:, None].expand_as(report.mass)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B 1"]:
-        """The number of tokens that the layer before still holds, at most the budget."""
+        """Return how many tokens the layer before still holds, at most the budget."""
         return view.alive.sum(dim=1).minimum(column(view.budget, view.seen))[:, None]
 
     bursts: ClassVar[Bursts | None] = Bursts(stays)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The importance. Tokens that the layer before has dropped go first."""
+        """Return the importance. Tokens that the layer before has evicted go first."""
         return state["importance"].masked_fill(~view.alive[:, None], -1.0)

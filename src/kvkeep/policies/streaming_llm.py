@@ -32,9 +32,9 @@ class StreamingLLM(Policy):
 }"""
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks."""
+        """Return how many first and newest tokens are never evicted: the sinks, and 0."""
         return self.sinks, 0
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The position: newer tokens are worth more."""
+        """Return the position: newer tokens are worth more."""
         return view.positions.float()

@@ -31,11 +31,11 @@ class TopK(Policy):
     bibtex: ClassVar[str] = H2O.bibtex
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The newest token."""
+        """Return how many first and newest tokens are never evicted: 0, and 1."""
         return 0, 1
 
     def wants(self, view: View) -> Statistic:
-        """The newest row, and the mass of all rows."""
+        """Return the statistic that the policy needs: the mass of the newest row, and the mass of all rows."""
         return MassAndLast(last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -43,7 +43,7 @@ class TopK(Policy):
         return {"last": report.sums["last"], "mass": state["mass"] + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The rank in the newest row; the best tokens of both shares rank before all others."""
+        """Return the rank in the newest row. The best tokens of both shares rank before all others."""
         budget = average(view)
         heavy = (self.h2 * budget.double() + 1e-9).long()
         best = ranking.keep(state["last"], view.positions, budget - heavy)

@@ -35,14 +35,14 @@ class TopKDynamic(Policy):
 
     @cached_property
     def focuses(self) -> Focus | None:  # type: ignore[override]  # depends on an option
-        """A share of the older tokens, unless that is all of them."""
+        """Return the share of the older tokens that attention is limited to; ``None`` if that is all of them."""
         return Focus(TopKDynamic.top) if self.share < 1.0 else None
 
     def top(self, view: View) -> Top:
-        """The number of older tokens that a generated token attends to."""
+        """Return how many older tokens a generated token attends to."""
         older = (view.positions[:, 0] >= 0).sum(dim=-1) - 1
         return Top((self.share * older.double() + 1e-9).long(), self.renormalise)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The position. It decides nothing, because nothing is evicted."""
+        """Return the position. It decides nothing, because nothing is evicted."""
         return view.positions.float()

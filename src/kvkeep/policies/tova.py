@@ -35,12 +35,12 @@ class TOVA(Policy):
 }"""
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """Nothing, or the newest token."""
+        """Return how many first and newest tokens are never evicted: 0, and 0 or 1."""
         return 0, int(self.protect_last)
 
     @property
     def shares_heads(self) -> bool:
-        """One set for all heads, unless ``per_head``."""
+        """Return whether all heads keep the same tokens, which they do unless ``per_head``."""
         return not self.per_head
 
     def observe(self, state: State, view: View, report: Report) -> State:
@@ -50,5 +50,5 @@ class TOVA(Policy):
         return {"last": view.heads.all(report.mass).mean(dim=1, keepdim=True).expand_as(report.mass)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The attention of the last row."""
+        """Return the attention of the last row."""
         return state["last"]

@@ -37,11 +37,11 @@ class TriAttention(MeanQueries):
 }"""
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
+        """Return how many first and newest tokens are never evicted: the sinks, and the recent window."""
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The expected logit of each key."""
+        """Return the expected logit of each key."""
         means, half = self.means(view, state), half_of(view)
         ahead = 2 ** torch.arange(self.octaves + 1, device=view.keys.device)
         scaling = 1.0 if view.rotation is None else view.rotation.scaling ** (1 if view.turned else 2)

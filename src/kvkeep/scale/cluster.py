@@ -47,7 +47,7 @@ def check_alive(ray: Any) -> None:
 
 @contextmanager
 def left(ray: Any) -> Iterator[None]:
-    """A context after which this process has left its cluster, unless that has gone away."""
+    """Leave the Ray cluster when the block ends, unless the cluster has gone away."""
     try:
         yield
     except LostClusterError:
@@ -71,7 +71,7 @@ _SCOUT_S = 120.0
 
 
 def need_ray() -> Any:
-    """The package of Ray.
+    """Import Ray and return its package.
 
     Raises:
         InputError: it is not installed.
@@ -123,7 +123,7 @@ class Node:
     versions: dict[str, str]
 
     def fits(self, need: Need) -> int:
-        """The number of workers that fit."""
+        """Return the number of workers that fit on the node."""
         shares = [self.cpus // need.cpus]
         shares += [self.gpus // need.gpus] if need.gpus else []
         shares += [self.memory // need.memory] if need.memory else []
@@ -132,7 +132,7 @@ class Node:
 
 @contextmanager
 def joined(address: str | None, *, cpus: int) -> Iterator[None]:
-    """A cluster for the time of this block: the one at an address, or one on this machine alone.
+    """Join a cluster for the time of this block: the one at an address, or one on this machine alone.
 
     If this process has joined one already, it is that, and it stays.
 
@@ -205,7 +205,7 @@ def check_ray(address: str | None) -> None:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """Whether a server speaks HTTP/2 (RFC 9113, section 3.4), as Ray's does. Ray itself would ask for many minutes."""
+    """Return whether a server speaks HTTP/2 (RFC 9113, 3.4), as Ray's does. Ray itself would ask for minutes."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)))
     try:
         answer = connection.recv(9)
@@ -215,19 +215,19 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 
 def own_cpus(workers: int, threads: int | None) -> int:
-    """CPU cores for each worker of a cluster on this machine alone: its threads, or an equal share."""
+    """Return the CPU cores per worker of a cluster on this machine alone: its threads, or an equal share."""
     return threads or max(1, cores() // workers)
 
 
 def share(nodes: Sequence[Node], workers: int) -> int:
-    """The most CPU cores that each of some workers can have; 1 if there are too few for that."""
+    """Return the most CPU cores that each of some workers can have; 1 if there are too few for that."""
     most = max((node.cpus for node in nodes), default=1)
     fits = (cpus for cpus in range(most, 1, -1) if sum(node.cpus // cpus for node in nodes) >= workers)
     return next(fits, 1)
 
 
 def scout() -> dict[str, Any]:
-    """What a node says of itself. Runs there."""
+    """Return the node's free memory and package versions. Runs on that node."""
     return {
         "free": free_bytes(torch.device("cpu")),
         "versions": {
@@ -239,7 +239,7 @@ def scout() -> dict[str, Any]:
 
 
 def nodes() -> list[Node]:
-    """The machines of the cluster, each of which has been asked.
+    """Query every machine of the cluster, and return them all.
 
     Raises:
         InputError: a machine has no kvkeep that can be imported, or does not answer.
@@ -329,7 +329,7 @@ def _memory(node: Node, need: Need) -> str:
 
 
 def last_words(error: BaseException) -> str:
-    """The reason of an error of Ray, in one line: such an error is long, and has a traceback before its reason."""
+    """Return the reason of a Ray error in one line; such an error is long and begins with a traceback."""
     text = str(getattr(error, "cause", None) or error)
     if detail := _DETAIL.search(text):
         return f"its process ended ({' '.join(detail[1].split()):.120})"

@@ -100,7 +100,7 @@ class Stage:
         self._sampling, self._raw = sampling, raw
 
     def __call__(self, batch: Any) -> Any:
-        """A table of Arrow with the same columns, and ``completion``."""
+        """Complete each row of an Arrow table, and return the table with a column ``completion``."""
         import pyarrow
 
         if COMPLETION in batch.column_names:
@@ -112,7 +112,7 @@ class Stage:
         return batch.append_column(COMPLETION, pyarrow.array(answers, pyarrow.struct(list(kinds.items()))))
 
     def _begun(self, row: Mapping[str, Any]) -> Any:
-        """What takes the results of a row's request, or why it cannot be run."""
+        """Submit a row's request, and return a handle for its results, or the reason why it cannot run."""
         try:
             line = InputLine(1, "", {}, _request(row, self._sampling, raw=self._raw))
         except (KVKeepError, ValueError) as error:
@@ -121,7 +121,7 @@ class Stage:
 
 
 def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> Request:
-    """The request of a row.
+    """Build the request of a row.
 
     Raises:
         InputError: it has no prompt, or a wrong option.
@@ -140,13 +140,13 @@ def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> 
 
 
 def _sequence(*content: Any) -> int:
-    """A number by which the tokens of a row are drawn: 62 bits of a fingerprint of its content."""
+    """Return the number that seeds the sampling of a row: 62 bits of a fingerprint of its content."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 
 
 def _completion(answer: list[Result] | str) -> dict[str, Any]:
-    """The fields of a row's completion. All rows have the same fields, as Arrow wants it."""
+    """Return the fields of a row's completion. All rows have the same fields, as Arrow requires."""
     if isinstance(answer, str):
         return {**dict.fromkeys((*_TEXTS, *_NUMBERS)), "error": answer}
     (result,) = answer

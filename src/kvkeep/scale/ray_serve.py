@@ -23,7 +23,7 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 
 
 def need_serve() -> Any:
-    """The package of Ray Serve.
+    """Import Ray Serve and return its package.
 
     Raises:
         InputError: it is not installed, or is too old.
@@ -51,7 +51,7 @@ def application(
     resources: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Any:
-    """An application of Ray Serve that answers OpenAI's API: ``serve.run(application("a model", replicas=2))``.
+    """Build a Ray Serve application with OpenAI's API: ``serve.run(application("a model", replicas=2))``.
 
     Its ingress is the router. Keys of clients are part of the application, and so in the memory of the cluster.
 
@@ -97,7 +97,7 @@ def deployment(
     resources: Mapping[str, Any],
     grace_s: float = 30.0,
 ) -> Any:
-    """The deployment of replicas, to be bound to a `kvkeep.scale.ray_serve_replica.ReplicaRecipe`.
+    """Build the deployment of replicas, to be bound to a `kvkeep.scale.ray_serve_replica.ReplicaRecipe`.
 
     Args:
         replicas: their number, or the least and the most of them.
@@ -134,7 +134,7 @@ def deployment(
 
 
 def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
-    """The router, in the process of its deployment."""
+    """Build the router, in the process of its deployment."""
     from ray import serve
 
     from kvkeep.scale.ray_serve_router import RayReplicas

@@ -108,16 +108,16 @@ class Replica:
             await messages.aclose()
 
     async def holds(self, to: str, kind: str, owner: str, name: str) -> bool:
-        """Whether a session or an answer is held here."""
+        """Return whether this replica holds a session or an answer."""
         holder = self._app.state.sessions if kind == SESSION else self._app.state.responses
         return to == self._name and bool(holder.holds(owner, name))
 
     async def facts(self) -> ReplicaFacts:
-        """What the replica says of itself."""
+        """Return the replica's facts: its weights, rows, bytes per row and process id."""
         return ReplicaFacts(self._weights, self._engine.rows, self._engine.row_bytes, os.getpid())
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What Ray Serve tells routers."""
+        """Return the statistics that Ray Serve passes to routers."""
         return {"rows": self._engine.rows}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -45,12 +45,12 @@ def drop(place: str, replica: str) -> None:
 
 
 def of(place: str) -> Mapping[str, int]:
-    """The replicas of a deployment, and their rows."""
+    """Return the replicas of a deployment, and the rows of each."""
     return _KNOWN.get(place, {})
 
 
 def by_free_rows(context: Any) -> tuple[int | float, dict[str, Any]]:
-    """The number of replicas with which a fifth of all rows would be free. Requests that wait count as rows.
+    """Return the number of replicas that leaves a fifth of all rows free. Waiting requests count as rows.
 
     Ray Serve rounds it up, keeps it within its limits, and waits before it changes anything.
 

@@ -39,7 +39,7 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
         ray_serve_replicas.drop(self._place, replica_id.unique_id)
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
-        """The named replica, or all."""
+        """Return the replica that the request names, or all replicas."""
         wanted = pending_request.metadata.multiplexed_model_id if pending_request else ""
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
         return [named or candidate_replicas]
@@ -62,14 +62,14 @@ class RayReplicas:
         self._ended: set[str] = set()
 
     async def facts(self) -> list[ReplicaFacts]:
-        """What all replicas say of themselves, as soon as Ray Serve has told of one."""
+        """Return the facts of all replicas, as soon as Ray Serve has told of one."""
         await self._handle.facts.remote()
         while not self.here():
             await asyncio.sleep(_STARTING_S)
         return list(await asyncio.gather(*(self._send(replica, "facts") for replica in self.here())))
 
     def here(self) -> Mapping[str, int]:
-        """The replicas that take requests, and the rows of each."""
+        """Return the replicas that take requests, and the rows of each."""
         told = ray_serve_replicas.of(self._place)
         self._ended &= told.keys()
         return {name: rows for name, rows in told.items() if name not in self._ended}
@@ -97,7 +97,7 @@ class RayReplicas:
             messages.cancel()
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Whether a replica holds a session or an answer.
+        """Return whether a replica holds a session or an answer.
 
         Raises:
             LostError: it has ended.

@@ -30,34 +30,34 @@ _LOCAL = "file://"
 
 
 def is_foreign(source: str) -> bool:
-    """Whether an input is no local JSONL file or pipe: an address with a scheme, a Parquet file, or a folder."""
+    """Return whether an input is no local JSONL file or pipe: an address, a Parquet file, or a folder."""
     return is_address(source) or is_parquet(source) or os.path.isdir(source)
 
 
 def is_address(name: str) -> bool:
-    """Whether a name has a scheme, such as ``s3://``."""
+    """Return whether a name has a scheme, such as ``s3://``."""
     return "://" in name
 
 
 def is_parquet(name: str) -> bool:
-    """Whether a name is that of a Parquet file."""
+    """Return whether a name is that of a Parquet file."""
     return name.lower().endswith(_PARQUET)
 
 
 def is_within(name: str, source: str) -> bool:
-    """Whether a file would be a part of an input, which is a folder."""
+    """Return whether a file would be a part of an input, which is a folder."""
     return name.lower().endswith((*_PARQUET, *_LINES)) and _plain(name).startswith(f"{_plain(source).rstrip('/')}/")
 
 
 def _plain(name: str) -> str:
-    """A path without links; an address as it is, unless it is that of a local path."""
+    """Return a local path with its links resolved; another address stays as it is."""
     local = unquote(name.removeprefix(_LOCAL)) if name.startswith(_LOCAL) else name
     return name if is_address(local) else Path(os.path.realpath(local)).as_posix()
 
 
 @contextmanager
 def as_lines(source: str) -> Iterator[Path]:
-    """A local JSONL file with the lines of an input, for the time of this block.
+    """Copy the lines of an input to a local JSONL file, which exists for the time of this block.
 
     A row of Parquet becomes a line: its columns in their order, without those that are null. The files of a folder
     are read in the order of their names.
@@ -90,7 +90,7 @@ def as_lines(source: str) -> Iterator[Path]:
 
 
 def _files(system: Any, path: str, source: str) -> list[str]:
-    """The file, or the files of a folder in the order of their names."""
+    """Return the file, or the files of a folder in the order of their names."""
     from pyarrow import fs
 
     info = system.get_file_info(path)
@@ -121,7 +121,7 @@ def _copy(system: Any, name: str, target: IO[bytes]) -> None:
 
 
 def line_of(row: dict[str, Any], name: str) -> bytes:
-    """A row as a line of JSON, without what is null.
+    """Write a row as a line of JSON, without fields that are null.
 
     Raises:
         InputError: JSON has no form for a value.
@@ -133,7 +133,7 @@ def line_of(row: dict[str, Any], name: str) -> bytes:
 
 
 def bare(value: Any) -> Any:
-    """A value without the fields of its objects that are null: a column of structures has every field in every row."""
+    """Drop null fields from a value's objects, as a column of structures has every field in every row."""
     if isinstance(value, dict):
         return {key: bare(part) for key, part in value.items() if part is not None}
     return [bare(part) for part in value] if isinstance(value, list) else value
@@ -149,7 +149,7 @@ _PART = ".part"
 
 
 def is_foreign_output(target: str) -> bool:
-    """Whether an output is no local JSONL file or pipe: an address with a scheme, or a Parquet file."""
+    """Return whether an output is no local JSONL file or pipe: an address with a scheme, or a Parquet file."""
     return is_address(target) or is_parquet(target)
 
 
@@ -190,7 +190,7 @@ class Destination:
 
     @property
     def collected(self) -> bool:
-        """Whether there are completions to publish."""
+        """Return whether there are completions to publish."""
         return self._size() > 0
 
     @contextmanager
@@ -281,13 +281,13 @@ class Destination:
             self._copy.replace(self.path)
 
     def _name(self) -> str:
-        """A name for the place of an address, however it is spelled."""
+        """Return a hash that names the destination of an address, however the address is spelled."""
         place = str(Path(self._at).resolve()) if self._is_local else f"{self._at}?{urlsplit(self.target).query}"
         return hashlib.sha256(f"{self._system.type_name}:{place}".encode()).hexdigest()[:16]
 
     @property
     def _copy(self) -> Path:
-        """The local file while it is read from the destination."""
+        """Return the path of the local file while it is read from the destination."""
         return Path(f"{self.path}{_PART}")
 
     @property
@@ -317,7 +317,7 @@ class Destination:
 
 
 def as_parquet(path: Path) -> bytes:
-    """The lines of a job's output as the rows of a Parquet file, fields as columns. Texts stay texts, dates as well.
+    """Write a job's output lines as rows of a Parquet file, with fields as columns. Texts and dates stay texts.
 
     Raises:
         ValueError: a field has values that are no column.
@@ -339,7 +339,7 @@ def as_parquet(path: Path) -> bytes:
 
 
 def _row(fields: dict[str, Any]) -> dict[str, Any]:
-    """A line as a row. Its options become a text of JSON: lines may give them in several kinds, and as any schema."""
+    """Convert a line to a row. Its options become JSON text, since lines may give them in several types."""
     completion = fields.get(COMPLETION)
     if isinstance(completion, dict) and "options" in completion:
         fields = {**fields, COMPLETION: {**completion, "options": json.dumps(completion["options"])}}
@@ -348,7 +348,7 @@ def _row(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """A value without objects that are empty, or become so: Parquet has no form for them. In a list they are null."""
+    """Drop empty objects from a value, since Parquet has no form for them. In a list they become null."""
     if isinstance(value, dict):
         return {key: filled for key, part in value.items() if (filled := _filled(part)) != {}}
     if isinstance(value, list):

@@ -105,7 +105,7 @@ class LineWorker:
         return EngineFacts(built.weights, built.layout, platform.node(), os.getpid(), engine.rows, engine.row_bytes)
 
     def judge(self, shapes: Sequence[Shape]) -> list[str | None]:
-        """Why the engine refuses requests of each shape; ``None`` where it does not."""
+        """Tell why the engine refuses requests of each shape; ``None`` where it does not."""
         built = self._built
         assert built is not None
         return [problem(shape, built.engine, built.memory) for shape in shapes]
@@ -233,10 +233,10 @@ class PieceRunner(Protocol):
     """A model and what is done with it, such as `kvkeep.evals.run.CellRunner`."""
 
     def about(self) -> dict[str, Any]:
-        """The model as the description of a run has it, ``weights`` and ``dtype`` among it."""
+        """Describe the model as ``run.json`` records it, ``weights`` and ``dtype`` included."""
 
     def run(self, piece: Any) -> Any:
-        """The result of a piece.
+        """Run a piece of work and return its result.
 
         Raises:
             KVKeepError: the piece cannot be run.

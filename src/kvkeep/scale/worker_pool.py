@@ -114,15 +114,15 @@ class Pieces:
         self._died_alone: Counter[int] = Counter()
 
     def take(self, place: int) -> Item | None:
-        """A piece for the worker at a place; those of dead workers come first, and suspects never."""
+        """Return a piece for a worker; pieces of dead workers come first. Suspects, which run alone, are left out."""
         return self._again.popleft() if self._again else self._source(place)
 
     def suspect(self) -> Item | None:
-        """A piece that has to run alone."""
+        """Return a piece that has to run alone."""
         return self._suspects.popleft() if self._suspects else None
 
     def any_left(self, place: int) -> bool:
-        """Whether a piece waits; a new one is fetched for the worker at a place to know it."""
+        """Return whether a piece waits. To find out, a new piece may be fetched for the worker."""
         if not self._again and not self._suspects and (item := self._source(place)) is not None:
             self._again.append(item)
         return bool(self._again or self._suspects)
@@ -173,7 +173,7 @@ class WorkerSlot:
         self.heard, self.patience_s = time.monotonic(), self.most_s
 
     def silence(self, piece: str) -> str | None:
-        """What to tell the user of a worker that has not answered for long, each time after twice the time.
+        """Return a warning about a worker that has been silent for long; the wait doubles after each warning.
 
         Args:
             piece: a word for a piece of its work.
@@ -235,7 +235,7 @@ class WorkerPool(Generic[F]):
 
     @property
     def facts(self) -> F:
-        """What the workers say of themselves; all say the same of the model."""
+        """Return what the workers report of themselves; all report the same model."""
         assert self._facts is not None
         return self._facts
 
@@ -270,7 +270,7 @@ class WorkerPool(Generic[F]):
                     raise InputError(problem)
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """What the first worker answers when one of its methods is called; it has nothing else to do then.
+        """Call a method of the first worker, which must be idle, and return the result.
 
         Raises:
             InputError: it dies.

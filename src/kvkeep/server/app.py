@@ -53,7 +53,7 @@ Route: TypeAlias = Callable[[Request], Awaitable[Response]]
 def make_app(
     served: ServedModel, settings: ServerSettings, origins: Sequence[str] = (), leases: Leases | None = None
 ) -> FastAPI:
-    """The application that serves a model.
+    """Return the application that serves a model.
 
     Args:
         served: the model.
@@ -152,7 +152,7 @@ def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | 
 
 
 def _inlined(schema: Any, name: str, part: object) -> Any:
-    """A schema in which a part stands where it is referred to."""
+    """Return a schema with a part put in place of each reference to it."""
     if isinstance(schema, dict):
         if schema.get("$ref") == f"#/components/schemas/{name}":
             return part

@@ -50,7 +50,7 @@ class RefusalError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The standard error object."""
+        """Return the standard error object."""
         kind = "server_error" if self.status >= 500 else _KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -60,7 +60,7 @@ class GoneError(Exception):
 
 
 def refusal_of(error: KVKeepError) -> RefusalError:
-    """A mistake of the request as a refusal, written as a sentence."""
+    """Return the refusal for an error in the request, with its message as a sentence."""
     text = str(error)
     sentence = text[:1].upper() + text[1:]
     if not sentence.endswith((".", "!", "?")):
@@ -88,16 +88,16 @@ def in_words_of(form: str | None) -> Iterator[None]:
 
 
 def unknown(name: str, value: str, remedy: str) -> RefusalError:
-    """The refusal of something that is not there."""
+    """Return the refusal for something that does not exist."""
     return RefusalError(404, f"There is no {name} {value[:80]!r}. {remedy}", code=f"{name}_not_found".replace(" ", "_"))
 
 
 def parameter(name: str, reason: str) -> RefusalError:
-    """The refusal of a parameter."""
+    """Return the refusal for a bad parameter."""
     return refusal_of(ParameterError(name, reason))
 
 
 def _argument(text: str) -> str | None:
-    """The parameter of kvkeep that a message begins with, such as ``guard=7``."""
+    """Return the parameter of kvkeep that a message begins with, such as ``guard=7``, or ``None``."""
     name, found, _ = text.partition("=")
     return name if found and name.isidentifier() else None

@@ -34,11 +34,11 @@ class InfoRoutes:
 
     @property
     def _longest(self) -> int | None:
-        """The most tokens of a prompt and its answer."""
+        """Return the most tokens that a prompt and its answer may have together."""
         return self._settings.max_model_len or self._served.max_model_len
 
     async def models(self, request: Request) -> Response:
-        """List the model."""
+        """Answer with the list of models, which has only this one."""
         return reply({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
@@ -94,7 +94,7 @@ class InfoRoutes:
         return reply({**kind, **texts})
 
     def _card(self) -> dict[str, Any]:
-        """The model as the list of models has it."""
+        """Return the model as an entry in the list of models."""
         length = {"max_model_len": self._longest}
         engine = self._served.engine
         own = {"policy": str(engine.policy), "budget": engine.budget, "rows": engine.rows}

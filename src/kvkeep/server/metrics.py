@@ -45,7 +45,7 @@ class Refusals:
         self._count.labels(self._name, refusal.code or str(refusal.status)).inc()
 
     def text(self) -> str:
-        """All numbers for Prometheus."""
+        """Return all counters in Prometheus's text format."""
         return generate_latest(self._registry).decode()
 
 
@@ -131,7 +131,7 @@ class Metrics:
         self._refusals.note(refusal)
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
-        """The numbers of this moment: name, meaning, value."""
+        """Yield the current metrics as name, meaning and value."""
         engine, rows = self._engine, max(1, self._engine.rows)
         running, waiting = engine.n_running, engine.n_waiting
         yield "vllm:num_requests_running", "Requests that have a row.", running
@@ -165,7 +165,7 @@ class _Gauges(Collector):
         self._read, self._model = read, model
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The numbers of this moment."""
+        """Yield the current metrics as Prometheus families."""
         for name, text, value in self._read():
             family = GaugeMetricFamily(name, text, labels=(_LABEL,))
             family.add_metric((self._model,), value)

@@ -71,7 +71,7 @@ class AuthMiddleware:
             _note(scope, owner, status, time.perf_counter() - start)
 
     def _begun(self, scope: Scope, owner: str) -> Meter | None:
-        """The meter of a request that is counted from now on. One that a router has sent brings its own.
+        """Return a meter for a request that counts from now on. A request that a router sent has its own meter.
 
         Raises:
             RefusalError: the key has used all that it may.

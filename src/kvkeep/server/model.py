@@ -37,24 +37,24 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """The number of positions that the model was trained for."""
+        """Return the number of positions that the model was trained for."""
         return self.checkpoint.trained_length
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the model knows."""
+        """Return the number of tokens in the model's vocabulary."""
         size: int = self.checkpoint.config.get_text_config(decoder=True).vocab_size
         return size
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """The number of characters of the longest token."""
+        """Return the number of characters of the longest token."""
         return max(map(len, self.checkpoint.tokenizer.get_vocab()))
 
     def encode(
         self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = (), raw: bool = False, bounded: bool = True
     ) -> list[int]:
-        """The token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Args:
             prompt: a text, token ids, or messages.
@@ -113,11 +113,11 @@ class ServedModel:
         return list(ids)
 
     def text_of(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return str(self.checkpoint.tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def show(self, before: int | None, token: int) -> str:
-        """The text of a token after another one. Many tokenizers drop white space at the beginning of a text."""
+        """Return a token's text after another token. Many tokenizers drop white space at the start of a text."""
         if before is not None:
             first, both = self.text_of([before]), self.text_of([before, token])
             if both.startswith(first):
@@ -141,7 +141,7 @@ _CALLED: list[dict[str, Any]] = [
 
 
 def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
-    """How a model uses tools.
+    """Return how a model uses tools.
 
     Args:
         checkpoint: its tokenizer has the chat template.
@@ -159,7 +159,7 @@ def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
 
 
 def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
-    """The text of a conversation with a tool; empty if the template refuses it."""
+    """Return the text of a conversation with a tool, or nothing if the template refuses it."""
     if checkpoint.tokenizer.chat_template is None:
         return ""
     try:
@@ -169,13 +169,13 @@ def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
 
 
 def _writes(form: ToolForm, text: str) -> bool:
-    """Whether a template has written the probe's call in a form."""
+    """Tell whether a template has written the probe's tool call in a form."""
     marks = [form.mark] if form.needs_mark else [""]
     return any(f"{mark}{begin}{_NAME}{form.middle}{{" in text for mark in marks for begin in form.opens)
 
 
 def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
-    """The token of a form's mark, if it is a special one and stands once in an answer."""
+    """Return the token of a form's mark, if it is a special token and occurs once in an answer."""
     if form.next is not None and form.mark in form.next:
         return None
     added = getattr(checkpoint.tokenizer, "added_tokens_decoder", {})

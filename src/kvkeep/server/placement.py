@@ -40,7 +40,7 @@ class PlacementRequest:
 
 
 def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> PlacementRequest:
-    """What a request needs, as far as its path and body say it. What is wrong with a body, its replica says.
+    """Return the needs of a request as its path and body show. The replica reports what is wrong with a body.
 
     Args:
         method, path, body: of the request.
@@ -64,7 +64,7 @@ def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool =
 
 
 def beginnings(body: Mapping[str, Any]) -> list[bytes]:
-    """Fingerprints of the beginnings of a prompt in steps of 512 characters, the longest first.
+    """Return hashes of a prompt's beginnings in steps of 512 characters, the longest beginning first.
 
     Only prompts under the same policy and budget share memory.
     """
@@ -78,7 +78,7 @@ def beginnings(body: Mapping[str, Any]) -> list[bytes]:
 
 
 def _written(prompt: object) -> str:
-    """A prompt as JSON, without those parts of a list that no beginning reaches."""
+    """Return a prompt as JSON, without those parts of a list that no beginning reaches."""
     text = ""
     for message in prompt if isinstance(prompt, list) else [prompt]:
         text += f"{json.dumps(message)}, "
@@ -88,13 +88,13 @@ def _written(prompt: object) -> str:
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
-    """A name in a body; ``None`` for what no replica takes as one."""
+    """Return the name in a body's field, or ``None`` if no replica accepts it as a name."""
     value = body.get(name)
     return value if isinstance(value, str) and len(value) <= _LONGEST else None
 
 
 def _rows(body: Mapping[str, Any]) -> int:
-    """The rows that a body asks for: one for each choice of each prompt."""
+    """Return the number of rows that a body asks for: one for each choice of each prompt."""
     n, prompt = body.get("n"), body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     return prompts * n if isinstance(n, int) and 0 < n <= 128 else prompts
@@ -115,7 +115,7 @@ class Places:
         self._count = itertools.count(1)
 
     def find(self, key: Key, here: Mapping[str, int]) -> str | None:
-        """The replica that holds something, as far as it is known, and if it still runs."""
+        """Return the replica that is known to hold something, if it still runs."""
         holder = self._known.get(key)
         if holder is None or holder not in here:
             return None
@@ -146,7 +146,7 @@ class Places:
                 del self._making[key], self._makers[key]
 
     def choose(self, wish: PlacementRequest, here: Mapping[str, int]) -> str:
-        """The replica for a request that may run on any: one that is warm and has a free row, or the emptiest one."""
+        """Choose a replica for a request that can run anywhere: a warm one with a free row, or the emptiest one."""
         emptiest = min(here, key=lambda name: (self.busy[name] / max(1, here[name]), self._turn.get(name, 0)))
         warm = next((name for key in wish.beginnings if (name := self._known.get(key)) in here), None)
         chosen = warm if warm is not None and self.busy[warm] < max(1, here[warm]) else emptiest

@@ -47,7 +47,7 @@ class RateLimits:
         self.refused: list[Callable[[RefusalError], object]] = []
 
     def begin(self, owner: str) -> Meter:
-        """The meter of a request of a key, which counts as running until the meter is told of its end.
+        """Return the meter of a key's request, which counts as running until the meter is told that it ended.
 
         Raises:
             RefusalError: the key has used all that it may.
@@ -71,7 +71,7 @@ class RateLimits:
             del self._active[owner]
 
     def _refusal(self, owner: str) -> RefusalError | None:
-        """Why a key may not begin a request now."""
+        """Return why a key may not begin a request now, or ``None`` if it may."""
         if self._requests is not None and self._active.get(owner, 0) >= self._requests:
             return _refused(f"This key has {self._requests} requests running, the most that it may.", "key_requests", 1)
         if self._tokens is not None and (over := self._used(owner) - self._tokens) >= 0:
@@ -80,7 +80,7 @@ class RateLimits:
         return None
 
     def _used(self, owner: str) -> float:
-        """The tokens that count against a key now; they are forgotten evenly within a minute."""
+        """Return the tokens that count against a key now. They are forgotten evenly within a minute."""
         used, when = self._spent.get(owner, (0.0, 0.0))
         return max(0.0, used - (self._clock() - when) * (self._tokens or 0) / 60)
 
@@ -121,7 +121,7 @@ class Spending:
 
 
 def _all(result: Result) -> int:
-    """The tokens that a request has read and written."""
+    """Return the number of tokens that a request has read and written."""
     return result.prompt_tokens - result.cached_tokens + len(result.token_ids)
 
 

@@ -30,7 +30,7 @@ class Replicas(Protocol):
     """The replicas of a server."""
 
     def here(self) -> Mapping[str, int]:
-        """The replicas that take requests, and the rows of each; 0 where they are not known yet."""
+        """Return the replicas that take requests, and the rows of each (0 where they are not known yet)."""
 
     def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
         """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
@@ -40,7 +40,7 @@ class Replicas(Protocol):
         """
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Whether a replica holds a session or an answer.
+        """Tell whether a replica holds a session or an answer.
 
         Raises:
             LostError: it has ended.
@@ -70,7 +70,7 @@ class Received:
 
     @property
     def scope(self) -> Scope:
-        """The request as an application takes it."""
+        """Return the request's ASGI scope, as an application takes it."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -158,6 +158,6 @@ async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, Non
 
 
 def headers_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
-    """The headers that travel with a request: its body is whole, and the connection is another one."""
+    """Return the headers to forward with a request, whose body is whole and whose connection is another one."""
     dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in dropped)

@@ -59,12 +59,12 @@ class ParsedRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the answer is a chat's."""
+        """Return whether the answer is a chat's."""
         return self.parameters.url == CHAT
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
+        """Return whether log-probabilities are asked for."""
         return "logprobs" in self.parameters.options
 
 
@@ -116,7 +116,7 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
 
 
 def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True) -> tuple[ParsedBody, bool, bool]:
-    """A body as OpenAI's parameters; whether its prompts are echoed, and nothing else is asked for."""
+    """Read a body as OpenAI's parameters. Also return whether it echoes prompts, and whether it asks only that."""
     fields = body.openai_fields()
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     scores_only = echo and body.max_tokens == 0
@@ -128,13 +128,13 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
 
 
 def sampling_of(parameters: ParsedBody, settings: ServerSettings) -> SamplingParams:
-    """How tokens are chosen where a body does not say it: as in OpenAI's API, with a seed of its own."""
+    """Return how to sample where a body does not say: as in OpenAI's API, with a seed of its own."""
     most = settings.max_new_tokens if parameters.url == CHAT else _FEW
     return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 
 def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settings: ServerSettings) -> SamplingParams:
-    """How tokens are chosen, with no more of them than the model has positions for.
+    """Return the sampling parameters, with no more new tokens than the model has positions for.
 
     Raises:
         InputError: the prompt is too long, or more new tokens are asked for than there are positions.
@@ -151,7 +151,7 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """The fields of kvkeep in a body as options of a request.
+    """Return kvkeep's own fields of a body as options of a request.
 
     Raises:
         KVKeepError: one is out of range.
@@ -198,7 +198,7 @@ def sampling_request(
     own: Mapping[str, Any],
     before: int,
 ) -> tuple[ParsedBody, Request]:
-    """A body with other names than a chat's as a chat's, and its request.
+    """Read a body that has other parameter names as a chat's body, and build its request.
 
     Args:
         served: counts the tokens of the messages.
@@ -221,10 +221,10 @@ def sampling_request(
 
 
 def _conversation(parameters: ParsedBody) -> dict[str, Any]:
-    """The messages of a turn, and the tools that the chat template tells."""
+    """Return the messages of a turn, and the tools that the chat template describes."""
     return {"messages": parameters.prompts[0], "tools": parameters.described}
 
 
 def _counted(parameters: ParsedBody, served: BodyEncoder, settings: ServerSettings) -> int:
-    """The tokens of a turn's messages, where there is a limit."""
+    """Count the tokens of a turn's messages, or return 0 if the server has no limit."""
     return len(served.encode(parameters.prompts[0], tools=parameters.described)) if settings.max_model_len else 0

@@ -139,7 +139,7 @@ class RequestQueue:
             self._seconds += (time.monotonic() - start - self._seconds) / 8
 
     def _busy(self, why: str) -> RefusalError:
-        """The refusal of a request for which there is no room, with a guess of when there will be some."""
+        """Return the refusal for a request that finds the queue full, with an estimate of when it may be retried."""
         turns = max(1, self.active - self._engine.rows) / max(1, self._engine.rows)
         wait = min(_LONGEST_RETRY_S, max(1, math.ceil(turns * self._seconds)))
         message = f"{why} Try again in {wait} s."
@@ -177,7 +177,7 @@ class RequestQueue:
 
 
 def _left(events: asyncio.Queue[Arrival]) -> Iterator[tuple[int, Event]]:
-    """The events that nobody has taken out of a queue."""
+    """Yield the events that are still in a queue."""
     while not events.empty():
         index, event = events.get_nowait()
         if isinstance(event, Event):
@@ -199,7 +199,7 @@ async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]
 
 
 def _opened(streams: Sequence[AsyncEvents], arrival: Arrival) -> tuple[int, Event]:
-    """An event that was taken out of a queue.
+    """Return the request index and the event of an entry that was taken out of a queue.
 
     Raises:
         BaseException: it is a failure; one of kvkeep is a refusal.

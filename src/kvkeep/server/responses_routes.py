@@ -58,7 +58,7 @@ def parse_response_body(
 
 
 def _form(body: ResponseBody) -> dict[str, Any]:
-    """The form of the answer, by a chat's name."""
+    """Return the format of the answer, under a chat's name."""
     given = (body.text or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise ParameterError("text.format", 'is no JSON object such as {"type": "text"}')
@@ -67,7 +67,7 @@ def _form(body: ResponseBody) -> dict[str, Any]:
 
 
 def _tools(body: ResponseBody) -> dict[str, Any]:
-    """The tools, which a chat has as functions inside of tools."""
+    """Return the tools in a chat's form, which has functions inside of tools."""
     tools = []
     for place, tool in enumerate(body.tools or []):
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -80,7 +80,7 @@ def _tools(body: ResponseBody) -> dict[str, Any]:
 
 
 def _messages(given: list[Any]) -> list[dict[str, Any]]:
-    """The messages of an input, whose parts are named in another way than those of a chat."""
+    """Return an input's messages in a chat's form, as their parts have other names here."""
     if not given:
         raise InputError("The input has no message.")
     messages: list[dict[str, Any]] = []
@@ -94,7 +94,7 @@ def _messages(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
-    """The message of an item."""
+    """Return one item of an input as a chat message."""
     kind = given.get("type", "message") if isinstance(given, dict) else None
     if kind == "function_call":
         function = {part: given.get(part) for part in ("name", "arguments")}
@@ -109,7 +109,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _content(name: str, content: object, field: str) -> str:
-    """The text of a message or of a tool's result, which may come in parts."""
+    """Return the text of a message or of a tool's result, which may come in parts."""
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ParameterError(f"{name}.{field}", "is no text and no list of parts")
@@ -138,23 +138,23 @@ class MessageItem:
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The events before its first text."""
+        """Yield the events before the item's first text."""
         yield _event("response.output_item.added", self.place, item={**self.shown("in_progress"), "content": []})
         yield self._part("response.content_part.added", part=_output_text(""))
 
     def more(self, text: str) -> Iterator[dict[str, Any]]:
-        """The events of some text."""
+        """Yield the events of some added text."""
         self.text += text
         yield self._part("response.output_text.delta", delta=text, logprobs=[])
 
     def end(self, status: str) -> Iterator[dict[str, Any]]:
-        """The events after its last text."""
+        """Yield the events after the item's last text."""
         yield self._part("response.output_text.done", text=self.text, logprobs=[])
         yield self._part("response.content_part.done", part=_output_text(self.text))
         yield _event("response.output_item.done", self.place, item=self.shown(status))
 
     def shown(self, status: str) -> dict[str, Any]:
-        """The whole item."""
+        """Return the whole item."""
         return {
             "id": self.id,
             "type": "message",
@@ -178,22 +178,22 @@ class ToolCallItem:
     id: str = field(default_factory=lambda: f"fc_{secrets.token_hex(16)}")
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The event before its arguments."""
+        """Yield the event before the call's arguments."""
         yield _event("response.output_item.added", self.place, item=self.shown("in_progress"))
 
     def more(self, text: str) -> Iterator[dict[str, Any]]:
-        """The event of a part of its arguments."""
+        """Yield the event of a part of the call's arguments."""
         self.text += text
         yield _event("response.function_call_arguments.delta", self.place, item_id=self.id, delta=text)
 
     def end(self, status: str) -> Iterator[dict[str, Any]]:
-        """The events after its arguments."""
+        """Yield the events after the call's arguments."""
         fields = {"item_id": self.id, "name": self.name, "arguments": self.text}
         yield _event("response.function_call_arguments.done", self.place, **fields)
         yield _event("response.output_item.done", self.place, item=self.shown(status))
 
     def shown(self, status: str) -> dict[str, Any]:
-        """The whole item."""
+        """Return the whole item."""
         about = {"id": self.id, "type": "function_call", "status": status}
         return {**about, "call_id": self.call_id, "name": self.name, "arguments": self.text}
 
@@ -230,12 +230,12 @@ class ResponseStream:
         self._numbers = itertools.count()
 
     def beginning(self) -> Iterator[dict[str, Any]]:
-        """The events before the first token."""
+        """Yield the events before the first token."""
         for kind in ("response.created", "response.in_progress"):
             yield self._numbered({"type": kind, "response": self._whole("in_progress", [])})
 
     def more(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The events of a token."""
+        """Yield the events of a token."""
         for delta in self._deltas(event):
             if "content" in delta:
                 yield from self._text(delta["content"])
@@ -248,7 +248,7 @@ class ResponseStream:
             yield from self._begun(MessageItem(0))
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
-        """What an event adds to content and calls."""
+        """Return what an event adds to content and tool calls."""
         if self._calls is None:
             return [{"content": event.text}] if event.text else []
         return [*self._calls.add(event.text), *(self._calls.end() if event.result is not None else ())]
@@ -259,20 +259,20 @@ class ResponseStream:
         yield from map(self._numbered, self._items[-1].more(text))
 
     def _begun(self, item: MessageItem | ToolCallItem) -> Iterator[dict[str, Any]]:
-        """The events between two items. An item is complete when another one begins."""
+        """Yield the events between two items. An item is complete when another one begins."""
         if self._items:
             yield from map(self._numbered, self._items[-1].end("completed"))
         self._items.append(item)
         yield from map(self._numbered, item.begin())
 
     def end(self, result: Result) -> Iterator[dict[str, Any]]:
-        """The events after the last token."""
+        """Yield the events after the last token."""
         yield from map(self._numbered, self._items[-1].end(_status(result)))
         kind = "response.completed" if result.finish_reason == "stop" else "response.incomplete"
         yield self._numbered({"type": kind, "response": self.body(result)})
 
     def body(self, result: Result) -> dict[str, Any]:
-        """The whole answer, when all events of tokens have been made."""
+        """Return the whole answer. Call this after all events of tokens have been made."""
         new = len(result.token_ids)
         usage = {
             "input_tokens": result.prompt_tokens,
@@ -430,7 +430,7 @@ class ResponsesRoutes:
 
 
 async def _last(chunks: AsyncGenerator[Mapping[str, Any], None]) -> Mapping[str, Any]:
-    """The whole answer, which is part of the last event."""
+    """Run the stream to its end, and return the whole answer, which is part of the last event."""
     last: Mapping[str, Any] = {}
     try:
         async for chunk in chunks:

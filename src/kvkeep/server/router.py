@@ -116,7 +116,7 @@ class Relay:
 
 
 def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple[dict[str, Any], int]:
-    """The health of all replicas: sums of rows, and each replica's own; and the status of the answer.
+    """Return the health of all replicas (summed rows, and each replica's own health) and the answer's status.
 
     Args:
         answers: replica → its health.
@@ -134,7 +134,7 @@ def health(answers: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple
 
 
 def metrics(answers: Mapping[str, str], own: str) -> str:
-    """The metrics of all replicas and of the router, each sample with a label ``replica``.
+    """Return the metrics of all replicas and of the router, with a label ``replica`` on each sample.
 
     Args:
         answers: replica → its metrics as text for Prometheus.
@@ -155,14 +155,14 @@ def metrics(answers: Mapping[str, str], own: str) -> str:
 
 
 def _labelled(sample: str, replica: str) -> str:
-    """A sample with a label more."""
+    """Add a ``replica`` label to a sample."""
     end = min(place for place in (sample.find("{"), sample.find(" ")) if place >= 0)
     name, rest = sample[:end], sample[end:]
     return f'{name}{{replica="{replica}"' + (f",{rest[1:]}" if rest[0] == "{" else f"}}{rest}")
 
 
 def sessions(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The list of sessions of all replicas, each once."""
+    """Return the list of the sessions of all replicas, with each session once."""
     data = {entry["id"]: entry for listed in answers.values() for entry in listed["data"]}
     return {"object": "list", "data": [data[name] for name in sorted(data)]}
 
@@ -278,7 +278,7 @@ class Router:
                 yield
 
     async def _wish(self, forwarded: Received) -> PlacementRequest:
-        """What a request needs of its replica."""
+        """Return what a request needs of its replica."""
         try:
             many = len(forwarded.body) > 2**18
             body = await asyncio.to_thread(decoded, forwarded.body) if many else decoded(forwarded.body or b"{}")
@@ -287,7 +287,7 @@ class Router:
         return wish_of(forwarded.method, forwarded.path, body, prefixes=self._prefixes)
 
     async def _place(self, owner: str, wish: PlacementRequest) -> str:
-        """The replica for a request.
+        """Choose the replica for a request.
 
         Raises:
             RefusalError: there is none.
@@ -316,7 +316,7 @@ class Router:
         return holder
 
     async def _elsewhere(self, key: tuple[str, str, str], replica: str) -> bool:
-        """Whether another replica holds something now. What the router knows of it may be long gone."""
+        """Tell whether another replica holds something now, as the router's knowledge may be out of date."""
         other = await self._holder(*key)
         return other is not None and other != replica and await self._holds(other, key)
 
@@ -328,7 +328,7 @@ class Router:
             return False
 
     def _here(self) -> Mapping[str, int]:
-        """The replicas that take requests.
+        """Return the replicas that take requests.
 
         Raises:
             RefusalError: there are none.
@@ -351,7 +351,7 @@ class Router:
         return Response(text, headers={"Content-Type": _METRICS})
 
     async def _sessions(self, request: Request) -> Response:
-        """List the sessions of a key on all replicas.
+        """Answer with the sessions of a key on all replicas.
 
         Raises:
             RefusalError: no replica says which it has.
@@ -370,7 +370,7 @@ class Router:
         return {replica: body for replica, body in zip(here, bodies, strict=True) if body is not None}
 
     async def _body(self, replica: str, forwarded: Received) -> bytes | None:
-        """The body of a replica's answer; ``None`` if it does not answer well."""
+        """Return the body of a replica's answer, or ``None`` if the replica does not answer well."""
         parts, ended = [], False
         try:
             async with asyncio.timeout(_ANSWER_S), aclosing(self._replicas.ask(replica, forwarded)) as messages:
@@ -409,7 +409,7 @@ def make_router(
 
 
 async def _received(request: Request, settings: ServerSettings) -> Received:
-    """The request as it travels to a replica."""
+    """Return the request in the form in which it is forwarded to a replica."""
     client = request.client
     return Received(
         method=request.method,

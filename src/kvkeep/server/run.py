@@ -47,7 +47,7 @@ class ServerAddress:
     read_timeout_s: float = 30.0
 
     def url(self, port: int) -> str:
-        """The address for people."""
+        """Return the address as a URL, or as the path of a unix socket."""
         if self.unix_socket is not None:
             return f"unix:{self.unix_socket}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -55,7 +55,7 @@ class ServerAddress:
 
 
 def listen(place: ServerAddress) -> socket.socket:
-    """A socket that listens.
+    """Return a listening socket.
 
     Raises:
         InputError: the address cannot be used.
@@ -77,7 +77,7 @@ def listen(place: ServerAddress) -> socket.socket:
 
 
 def _unix(path: str) -> socket.socket:
-    """A unix socket that only its owner may use. One that a killed server has left is replaced."""
+    """Return a unix socket that only its owner may use. A socket that a killed server has left is replaced."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
             os.unlink(path)

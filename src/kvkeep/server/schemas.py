@@ -86,7 +86,7 @@ OWN = ("budget", "policy", "keep_ratio", "pins", "guard", "session_id")
 
 
 def _within(least: int | float, most: int | float | None = None, description: str | None = None) -> Any:
-    """A number that may be left out; its range is described here, and checked where it is used."""
+    """Return a field for an optional number. Its range is described here, and checked where the number is used."""
     limits = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
     return Field(None, description=description, json_schema_extra=cast("dict[str, Any]", limits))
 
@@ -144,7 +144,7 @@ class Generating(Body):
     guard: float | None = _described(parameters.GUARD, "The largest share of attention that the prompt's cut may lose.")
 
     def openai_fields(self) -> dict[str, Any]:
-        """The fields that `kvkeep.openai.requests.read` knows."""
+        """Return the fields that `kvkeep.openai.requests.read` knows."""
         return self.model_dump(exclude_none=True, exclude={"keep_ratio", "pins", "guard", "session_id"})
 
 
@@ -284,7 +284,7 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
 
 
 async def received(request: Request, settings: ServerSettings) -> bytes:
-    """The bytes of a body.
+    """Read the bytes of a body.
 
     Raises:
         RefusalError: it is too large, or comes too slowly.
@@ -312,7 +312,7 @@ async def received(request: Request, settings: ServerSettings) -> bytes:
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body."""
+    """Parse a body as a JSON object, or refuse it with status 400."""
     try:
         return decoded(raw)
     except json.JSONDecodeError as error:
@@ -327,7 +327,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> RefusalError:
-    """The first mistake that a schema has found."""
+    """Return the refusal for the first mistake that a schema has found."""
     mistake = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = [part for part in mistake["loc"] if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")[:80]

@@ -33,7 +33,7 @@ class Leases(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether other servers take over sessions from their files."""
+        """Return whether other servers take over sessions from their files."""
 
     def take(self, name: str) -> bool:
         """Take the right to hold a session; ``False`` if another server has it.
@@ -45,7 +45,7 @@ class Leases(Protocol):
         """Give the right up."""
 
     def names(self) -> Iterator[str]:
-        """The names of sessions with a file in any server's folder."""
+        """Yield the names of the sessions that have a file in any server's folder."""
 
 
 class LocalLeases:
@@ -61,7 +61,7 @@ class LocalLeases:
         """Do nothing."""
 
     def names(self) -> Iterator[str]:
-        """No names: the engine knows all."""
+        """Return no names, since the engine knows all of them."""
         return iter(())
 
 
@@ -132,7 +132,7 @@ class SharedFolder:
             self._lock(fcntl.LOCK_UN, name)
 
     def names(self) -> Iterator[str]:
-        """The names of sessions with a file in any server's folder.
+        """Yield the names of the sessions that have a file in any server's folder.
 
         Raises:
             RefusalError: the shared folder cannot be read.
@@ -197,7 +197,7 @@ class SharedFolder:
                 self._lock(fcntl.LOCK_UN, f"/{folder.name}")
 
     def _folders(self) -> list[Path]:
-        """The folders of all servers, and the shared one, where a single server leaves files."""
+        """Return the folders of all servers, and the shared folder, where a single server leaves its files."""
         with os.scandir(self._root) as entries:
             return [self._root, *(self._root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))]
 
@@ -218,6 +218,6 @@ class SharedFolder:
 
 
 def elsewhere(name: str) -> RefusalError:
-    """The refusal of a session that another server holds. Its router waits for a while and asks again."""
+    """Return the refusal for a session that another server holds. The router then waits and asks again."""
     message = f"Another replica holds the session {name}, and is about to end. Try again in 1 s."
     return RefusalError(503, message, code="session_elsewhere", headers={"Retry-After": "1", HELD: "1"})

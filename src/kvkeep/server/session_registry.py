@@ -64,12 +64,12 @@ class ServerSession:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states to which it can go back."""
+        """Return the bytes of the states that the session can go back to."""
         return sum(state.nbytes for state in self.states)
 
     @property
     def used(self) -> bool:
-        """Whether a request uses it."""
+        """Return whether a request uses the session."""
         return any(not ended.is_set() for ended in self._users)
 
     def use(self, until: threading.Event) -> None:
@@ -201,22 +201,22 @@ class SessionRegistry:
 
     @property
     def count(self) -> int:
-        """The number of open sessions."""
+        """Return the number of open sessions."""
         return len(self._open)
 
     @property
     def running(self) -> int:
-        """The number of open sessions of which a turn runs or waits."""
+        """Return the number of open sessions that have a turn running or waiting."""
         return sum(entry.session.running for entry in self._open)
 
     def names(self, owner: str) -> list[str]:
-        """The names of an owner's sessions, open or saved."""
+        """Return the names of an owner's sessions, open or saved."""
         mine = f"{owner}--"
         names = {*self._engine.session_names, *self._leases.names()}
         return sorted(name.removeprefix(mine) for name in names if name.startswith(mine))
 
     def holds(self, owner: str, name: str) -> bool:
-        """Whether a session is open here."""
+        """Tell whether a session is open on this server."""
         return self._open.holds(owner, name)
 
     @_alone
@@ -234,7 +234,7 @@ class SessionRegistry:
 
     @_alone
     def find(self, owner: str, name: str, until: threading.Event | None = None) -> ServerSession:
-        """An owner's session; a saved one is opened.
+        """Return an owner's session. A saved session is opened.
 
         Args:
             owner, name: of the session.
@@ -266,7 +266,7 @@ class SessionRegistry:
 
     @_alone
     def fork(self, owner: str, name: str, copy: str | None) -> ServerSession:
-        """A session that goes on from another one's last finished turn.
+        """Return a new session that goes on from another session's last finished turn.
 
         Raises:
             RefusalError: there is no such session, or the name of the copy is taken.
@@ -403,7 +403,7 @@ class SessionRegistry:
         return entry
 
     def _free(self, owner: str, name: str | None) -> str:
-        """A name that no session of the owner has.
+        """Return a session name that the owner does not use yet: the given name, or a random one.
 
         Raises:
             RefusalError: it is taken, cannot be used, or there are too many sessions.
@@ -431,7 +431,7 @@ class SessionRegistry:
 
 
 def _full(owner: str, name: str) -> str:
-    """The name of a session in the engine, and of its file."""
+    """Return a session's full name, which the engine and its file use."""
     return f"{owner}--{name}"
 
 

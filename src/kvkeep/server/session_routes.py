@@ -22,7 +22,7 @@ from kvkeep.server.sse import owner_of, reply
 
 
 def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
-    """The positions that a session's memory holds. The answer's size is bounded by the memory's, not by the text's."""
+    """Return the positions that a session's memory holds. The answer grows with the memory, not with the text."""
     session = entry.session
     ids = session.token_ids
     layers = session.snapshot().contents.layers if ids else ()
@@ -62,7 +62,7 @@ class SessionRoutes:
         return reply(await in_thread(lambda: card(self._sessions.make(owner_of(request), body))), 201)
 
     async def all(self, request: Request) -> Response:
-        """List the sessions of a key."""
+        """Answer with the list of a key's sessions."""
         names = await in_thread(lambda: self._sessions.names(owner_of(request)))
         return reply({"object": "list", "data": [{"id": name, "object": "session"} for name in names]})
 
@@ -122,7 +122,7 @@ class SessionRoutes:
 
 
 def card(entry: ServerSession) -> dict[str, Any]:
-    """A session as the API shows it."""
+    """Return a session in the form that the API shows."""
     session = entry.session
     return {
         "id": entry.id,
@@ -138,5 +138,5 @@ def card(entry: ServerSession) -> dict[str, Any]:
 
 
 def name(request: Request) -> str:
-    """The session that a path names."""
+    """Return the session name in a request's path."""
     return str(request.path_params["name"])

@@ -16,7 +16,7 @@ EVERYBODY = "everybody"
 
 
 def owner_of(key: str) -> str:
-    """A name for the owner of a key that does not show the key."""
+    """Return a name for the owner of a key. The name does not show the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -31,7 +31,7 @@ class ApiKeys:
     owners: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def owner(self, header: str | None) -> str:
-        """The owner of the key in an ``Authorization`` header. All keys are compared, each in constant time.
+        """Return the owner of an ``Authorization`` header's key. All keys are compared, each in constant time.
 
         Raises:
             RefusalError: there is no key, or another one.

@@ -24,23 +24,23 @@ _T = TypeVar("_T")
 
 
 def encoded(value: object) -> bytes:
-    """JSON in UTF-8. Half of a character, which UTF-8 does not have, becomes a question mark."""
+    """Return JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
 
 def reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer with a JSON body."""
+    """Return a response with a JSON body."""
     return Response(encoded(value), status, dict(headers or {}), "application/json")
 
 
 def refused(refusal: RefusalError) -> Response:
-    """The answer to a request that is refused."""
+    """Return the response to a request that is refused."""
     return reply(refusal.body, refusal.status, refusal.headers)
 
 
 async def answer_to(request: Request, error: Exception) -> Response:
-    """The answer to a request that fails: the standard error object, never a traceback."""
+    """Return the response to a request that fails: the standard error object, never a traceback."""
     if isinstance(error, GoneError | ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
     if isinstance(error, KVKeepError):
@@ -72,18 +72,18 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def owner_of(request: Request) -> str:
-    """The owner of the key with which a request came."""
+    """Return the owner of the key that a request came with."""
     return str(request.state.owner)
 
 
 def meter_of(request: Request) -> Meter:
-    """What a request that runs the model tells of its use."""
+    """Return the meter to which a request that runs the model reports its use."""
     meter: Meter = request.state.meter
     return meter
 
 
 def ends(message: Message) -> bool:
-    """Whether a message is the last piece of an answer."""
+    """Tell whether a message is the last piece of an answer."""
     return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
@@ -196,12 +196,12 @@ def _event(value: Mapping[str, Any], *, named: bool) -> bytes:
 
 
 def failed(refusal: RefusalError, *, named: bool) -> bytes:
-    """The event of a failure in a stream that has begun."""
+    """Return the event for a failure in a stream that has begun."""
     return _event({"type": "error", **refusal.body} if named else refusal.body, named=named)
 
 
 async def begun(chunks: Chunks) -> Chunks:
-    """Chunks that begin with an empty one, after it was taken out. What cannot begin is refused before any is sent."""
+    """Drop the empty first chunk, then return the rest. A stream that cannot begin is refused before any is sent."""
     try:
         await anext(chunks)
     except BaseException:
@@ -211,7 +211,7 @@ async def begun(chunks: Chunks) -> Chunks:
 
 
 async def followed(chunks: Chunks, after: After) -> Chunks:
-    """Chunks, and something that is done after the last one."""
+    """Yield the chunks, then call ``after`` once the last one is out."""
     try:
         async for chunk in chunks:
             yield chunk
@@ -224,12 +224,12 @@ async def followed(chunks: Chunks, after: After) -> Chunks:
 
 
 def usage_of(results: Sequence[Result], n: int) -> dict[str, Any]:
-    """The usage of an answer with ``n`` texts for each prompt."""
+    """Return the usage of an answer with ``n`` texts for each prompt."""
     return {**responses.usage(results, n), "kvkeep": kept_of(results)}
 
 
 def kept_of(results: Sequence[Result]) -> dict[str, Any]:
-    """The tokens that were seen and kept, summed over texts, and the mean of the attention that was lost."""
+    """Return the tokens seen and kept, and the KV bytes, summed over the texts, and the mean lost attention."""
     return {
         "kept_tokens": sum(min(result.budget, _seen(result)) for result in results),
         "seen_tokens": sum(map(_seen, results)),

@@ -41,23 +41,23 @@ class Contents:
 
     @property
     def seen(self) -> int:
-        """Tokens that the sequence has seen."""
+        """Return how many tokens the sequence has seen."""
         return self.layers[0].seen if self.layers else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
+        """Return the size of all copies in bytes."""
         states = sum(state.nbytes for state in self.states.values())
         return sum(layer.nbytes for layer in self.layers) + states + bytes_of(self.shared.values())
 
     def to(self, device: torch.device | str) -> Contents:
-        """The same memory on a device; tensors that are there already are not copied."""
+        """Return the same contents on a device. Tensors that are there already are not copied."""
         shared = {name: table.to(device) for name, table in self.shared.items()}
         states = {number: state.to(device) for number, state in self.states.items()}
         return Contents(tuple(layer.to(device) for layer in self.layers), shared, states)
 
     def each(self, tensor: Callable[[Tensor], Tensor]) -> Contents:
-        """The same memory with other tensors. Copies that share tensors still do, see `Pack`.
+        """Return the same contents with each tensor replaced. Copies that share tensors still do, see `Pack`.
 
         Args:
             tensor: returns what stands for a tensor. It is called in the same order for all contents of a structure.
@@ -68,12 +68,12 @@ class Contents:
         return Contents(layers, shared, {number: state.each(tensor) for number, state in self.states.items()})
 
     def pinned(self, pins: Spans) -> Contents:
-        """The same memory with other pins."""
+        """Return the same contents with other pins."""
         return replace(self, layers=tuple(replace(layer, pins=pins) for layer in self.layers))
 
 
 def _each(copy: RowCopy, tensor: Callable[[Tensor], Tensor], packs: dict[int, Pack]) -> RowCopy:
-    """A copy of a row with other tensors, and its pack, which is made anew when its first copy comes."""
+    """Return a copy of a row with its tensors replaced. Its pack is rebuilt when the pack's first copy comes."""
     pack, tensors = copy.pack, None
     if pack is not None:
         if id(pack) not in packs:
@@ -277,7 +277,7 @@ def whole(contents: Contents, heads: Heads) -> Contents:
 
 
 def mine(contents: Contents, heads: Heads) -> Contents:
-    """The memory of this process's heads, from that of all heads. Memory of another number of heads is left as it is.
+    """Return this process's heads from the contents of all heads. Contents with another head count are unchanged.
 
     Args:
         contents: the memory.
@@ -315,7 +315,7 @@ def _mine(copy: RowCopy, heads: Heads) -> RowCopy:
 
 
 def _long(x: Tensor, copy: RowCopy, name: str, used: int) -> Tensor:
-    """A tensor of a row, with zeros for slots that other processes use; slots are its second axis."""
+    """Pad a row's tensor with zeros for the slots that other processes use. Slots are its second axis."""
     if name not in copy.cut or used == copy.used:
         return x
     return torch.cat([x, x.new_zeros((len(x), used - copy.used, *x.shape[2:]))], dim=1)
@@ -330,5 +330,5 @@ def _part(x: Tensor, heads: Heads) -> Tensor:
 
 
 def _alike(budgets: list[int]) -> int | tuple[int, ...]:
-    """One number where all heads have the same budget."""
+    """Return one number if all heads have the same budget, else a tuple with the budget of each head."""
     return budgets[0] if len(set(budgets)) == 1 else tuple(budgets)

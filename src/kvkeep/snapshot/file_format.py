@@ -64,7 +64,7 @@ CUT = ("store.keys", "store.values", "store.positions", *SCALES)
 
 
 def is_cut(name: str, whole: Collection[str] = ()) -> bool:
-    """Whether a layer's tensor has one entry per slot. State that each head has once is named in ``whole``."""
+    """Return whether a layer's tensor has one entry per slot. ``whole`` names the state that each head has once."""
     return name in CUT or (name.startswith("state.") and name not in whole)
 
 
@@ -112,7 +112,7 @@ class Header:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """A regular file and its size. A pipe is not waited for.
+    """Open a regular file, and yield the file and its size. A pipe is refused at once.
 
     Raises:
         NotASnapshotError: it is no regular file.
@@ -157,7 +157,7 @@ def read_header(file: IO[bytes], size: int) -> Header:
 
 
 def _entry(name: str, found: object) -> TensorEntry:
-    """The description of a tensor, whose shape and number of bytes agree."""
+    """Check the description of a tensor, whose shape and size in bytes must agree, and return it."""
     shown = f"tensor {name!r:.60}"
     check(isinstance(found, dict) and found.keys() == {"dtype", "shape", "data_offsets"}, f"{shown} is not described")
     assert isinstance(found, dict)
@@ -176,7 +176,7 @@ def _entry(name: str, found: object) -> TensorEntry:
 
 
 def _numbers(found: object) -> tuple[int, ...] | None:
-    """A list of whole numbers from 0 on; ``None`` if it is none."""
+    """Return a list of integers ≥ 0 as a tuple; ``None`` if the value is no such list."""
     if isinstance(found, list) and all(type(number) is int and number >= 0 for number in found):
         return tuple(found)
     return None
@@ -251,12 +251,12 @@ class LayerDescription:
 
     @property
     def room(self) -> int:
-        """The most tokens that all heads together may hold."""
+        """Return the largest number of tokens that all heads together may hold."""
         return self.heads * self.budget if isinstance(self.budget, int) else sum(self.budget)
 
 
 def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
-    """The fingerprint of a file.
+    """Read the fingerprint from a file's description.
 
     Raises:
         NotASnapshotError: it is missing, or a part of it has a wrong type.
@@ -284,7 +284,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
 
 
 def _is_a(value: object, kind: Any) -> bool:
-    """Whether a value has the type of a part of a fingerprint. Texts may not be long."""
+    """Return whether a value has the type of a part of a fingerprint. Long strings are refused."""
     if isinstance(value, tuple):
         weights = all(isinstance(weight, float | int) and not isinstance(weight, bool) for weight in value)
         return weights and len(value) <= _MOST_LAYERS and kind == str | tuple[float, ...]
@@ -293,7 +293,7 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
-    """The layers of a file, all of which have seen the same tokens.
+    """Read the layers from a file's description. All of them must have seen the same tokens.
 
     Raises:
         NotASnapshotError: there are none, or a number is out of range.
@@ -336,7 +336,7 @@ def _layer(found: object, shown: str) -> LayerDescription:
 
 
 def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
-    """The settings of the layers with a state.
+    """Read the flags of the layers with a state from a file's description.
 
     Raises:
         NotASnapshotError: they are not in the form that `save` writes.
@@ -353,7 +353,7 @@ def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
 
 
 def _is_flag(found: object) -> bool:
-    """Whether an entry is a name, a key or none, and a setting."""
+    """Return whether an entry is a list of a name, a key or ``None``, and a flag."""
     if not isinstance(found, list) or len(found) != 3:
         return False
     name, key, flag = found
@@ -361,7 +361,7 @@ def _is_flag(found: object) -> bool:
 
 
 def whole(found: object, shown: str, *, least: int = 0, most: int) -> int:
-    """A whole number in a range.
+    """Check that a value is an integer in a range, and return it.
 
     Raises:
         NotASnapshotError: it is none.

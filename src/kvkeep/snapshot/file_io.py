@@ -124,7 +124,7 @@ def _read(file: IO[bytes], size: int) -> FileParts:
 
 
 def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str, TensorEntry]]:
-    """The tensors of each layer, by their names in the layer.
+    """Group the tensors by layer, under their names in the layer.
 
     Raises:
         NotASnapshotError: there is a tensor that no snapshot has.
@@ -173,12 +173,12 @@ def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerp
 
 
 def _slot_bytes(entry: TensorEntry) -> int:
-    """Bytes of one token."""
+    """Return the bytes that a tensor stores for one token."""
     return entry.dtype.itemsize * math.prod(entry.shape[1:])
 
 
 def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> RowCopy:
-    """One layer's row, with every token in its slot."""
+    """Build one layer's row from a file's tensors, with every token in its slot."""
     occupied = unpacked_bits(found.pop(OCCUPIED), about.heads * about.used).view(about.heads, about.used)
     n = len(found["store.positions"])
     check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
@@ -203,14 +203,14 @@ def _check_positions(shown: str, found: Int[Tensor, " n"], dense: Int[Tensor, "H
 
 
 def _spread(packed: Tensor, occupied: Bool[Tensor, "Hk used"]) -> Tensor:
-    """Tokens in their slots; empty slots are 0."""
+    """Return a tensor with each packed token in its slot. Empty slots are 0."""
     dense = packed.new_zeros((*occupied.shape, *packed.shape[1:]))
     dense[occupied] = packed
     return dense
 
 
 def unpacked_bits(found: UInt8[Tensor, " bytes"], n: int) -> Bool[Tensor, " n"]:
-    """The first ``n`` bits of bytes, see `packed_bits`."""
+    """Unpack the first ``n`` bits of bytes, see `packed_bits`."""
     bits: Tensor = (found[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits.flatten()[:n].bool()
 
@@ -261,7 +261,7 @@ def check_target(path: Path) -> None:
 
 
 def not_saved(path: Path, error: Exception) -> SnapshotError:
-    """The error for a file that cannot be written."""
+    """Return the error for a snapshot file that cannot be written."""
     why = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return SnapshotError(
         f"The snapshot cannot be saved to {path}: {why}. An older file of that name is as it was. Make room, or give "
@@ -270,7 +270,7 @@ def not_saved(path: Path, error: Exception) -> SnapshotError:
 
 
 def chunks(parts: FileParts) -> Iterator[bytes]:
-    """The bytes of a file, piece by piece.
+    """Yield the bytes of a snapshot file, piece by piece.
 
     Raises:
         SnapshotError: the memory comes from another store than the default one, or its note is too long.
@@ -294,7 +294,7 @@ def chunks(parts: FileParts) -> Iterator[bytes]:
 
 
 def _about(parts: FileParts) -> dict[str, Any]:
-    """The description of the file."""
+    """Return the description of a snapshot file, for its header."""
     contents = parts.contents
     return {
         "fingerprint": parts.fingerprint.as_dict(),
@@ -322,12 +322,12 @@ def _whole(layer: RowCopy) -> list[str]:
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Whether a tensor is a whole number, which is stored in the description."""
+    """Return whether a tensor is a single integer, which is stored in the description."""
     return tensor.ndim == 0 and tensor.dtype is torch.int64
 
 
 def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, by name, on the CPU. The largest dtypes go first, so that all of them are aligned."""
+    """Yield a file's tensors by name, on the CPU. The largest dtypes come first, so that all are aligned."""
     found: list[tuple[str, Tensor]] = []
     if parts.tokens is not None:
         found.append((TOKENS, parts.tokens.to(torch.int32)))
@@ -342,7 +342,7 @@ def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a layer: of each tensor with slots the occupied ones, head by head.
+    """Yield the tensors of a layer. A tensor with slots gives only its occupied slots, head by head.
 
     Raises:
         SnapshotError: the layer has another store than the default one.

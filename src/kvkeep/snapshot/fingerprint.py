@@ -75,7 +75,7 @@ class Fingerprint:
     version: int = FORMAT
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[object, object]]:
-        """The parts that differ, by name, with both values. Parts that one side does not know are not compared."""
+        """Return the parts that differ, by name, with both values. A part unknown to one side is not compared."""
         pairs = {name: (getattr(self, key), getattr(other, key)) for key, name in _NAMES.items()}
         strict = {_NAMES["chunk"], _NAMES["head_budget"], _NAMES["kv_bits"]}  # None is a choice, too
         return {
@@ -107,24 +107,24 @@ class Fingerprint:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All parts as plain data."""
+        """Return all parts as a dictionary of plain data."""
         return asdict(self)
 
 
 def _short(value: object) -> str:
-    """A value as a message shows it."""
+    """Return a value as a message shows it, cut to 80 characters."""
     return f"{value!s:.80}"
 
 
 def hash_of_config(config: Any) -> str:
-    """A hash of the entries of a configuration on which the model's results depend."""
+    """Return a hash of the entries of a configuration on which the model's results depend."""
     text = config.get_text_config(decoder=True)
     fields = {name: value for name, value in text.to_dict().items() if name not in _PASSING}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def name_of_config(config: Any) -> str:
-    """The name of a model for people: the hub's name, the name of its folder, or its kind."""
+    """Return a readable name for a model: its name on the hub, the name of its folder, or its model type."""
     name = str(getattr(config, "name_or_path", "") or "").replace("\\", "/").rstrip("/")
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         name = name.rpartition("/")[2]
@@ -132,12 +132,12 @@ def name_of_config(config: Any) -> str:
 
 
 def rule(layer_budget: str | Sequence[float]) -> str | tuple[float, ...]:
-    """A rule that spreads budgets over layers, as a value that can be compared."""
+    """Return a layer budget rule as a value that can be compared: its name, or a tuple of floats."""
     return layer_budget if isinstance(layer_budget, str) else tuple(map(float, layer_budget))
 
 
 def policy_named(policy: str) -> Policy:
-    """The policy that a snapshot names. A file may name any module, so only registered names are looked up.
+    """Build the policy that a snapshot names. Only registered names are looked up: a file may name any module.
 
     Raises:
         SnapshotError: no policy of that name is registered, or its options are wrong.
@@ -153,7 +153,7 @@ def policy_named(policy: str) -> Policy:
 
 
 def name_of_policy(policy: Policy) -> str:
-    """The string of a policy, from which it can be made again if it is registered."""
+    """Return a policy's string, from which the policy can be made again if it is registered."""
     try:
         return spec(policy)
     except PolicyError:

@@ -44,20 +44,20 @@ class Snapshot:
 
     @property
     def seen(self) -> int:
-        """Tokens that the sequence has seen."""
+        """Return how many tokens the sequence has seen."""
         return self.contents.seen
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory and of the token ids."""
+        """Return the size of the contents and the token ids in bytes."""
         return self.contents.nbytes + (0 if self.tokens is None else self.tokens.nbytes)
 
     def to(self, device: torch.device | str) -> Snapshot:
-        """The same memory on a device. Token ids stay on the CPU."""
+        """Return the same snapshot on a device. Token ids stay on the CPU."""
         return replace(self, contents=self.contents.to(device))
 
     def pinned(self, pins: Sequence[Span]) -> Snapshot:
-        """The same memory with other pins: tokens that no head may drop from now on.
+        """Return the same snapshot with other pins: tokens that no head may evict from now on.
 
         A head that has dropped a token already does not get it back.
 

@@ -38,15 +38,15 @@ class StateCopy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
+        """Return the size of the copy in bytes."""
         return bytes_of(self.tensors.values())
 
     def to(self, device: torch.device | str) -> StateCopy:
-        """The same state on a device."""
+        """Return the same state on a device."""
         return self.each(lambda tensor: tensor.to(device))
 
     def each(self, tensor: Callable[[Tensor], Tensor]) -> StateCopy:
-        """The same state with other tensors."""
+        """Return the same state with each tensor replaced by the result of a function."""
         return StateCopy({place: tensor(x) for place, x in self.tensors.items()}, self.flags)
 
 
@@ -112,7 +112,7 @@ def check_state(layer: object, copy: StateCopy) -> None:
 
 
 def _entries(layer: object, names: Iterable[str]) -> Iterator[tuple[Place, Any]]:
-    """Attributes of a layer, ``None`` if it does not have them yet; a dictionary gives one entry for each key."""
+    """Yield attributes of a layer (``None`` where still missing); a dictionary gives one entry per key."""
     for name in names:
         value = vars(layer).get(name)
         if isinstance(value, dict):

@@ -64,7 +64,7 @@ class Case:
 
     @property
     def options(self) -> AttentionOptions:
-        """Options with a scaling that makes attention clearly uneven."""
+        """Return options with a scaling that makes attention clearly uneven."""
         return AttentionOptions(scaling=2.0 * self.dim**-0.5)
 
 
@@ -90,17 +90,17 @@ class Tape:
         return cls(normal(case.heads * case.group), normal(case.heads), normal(case.heads), real)
 
     def at(self, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of some columns."""
+        """Return queries, keys and values of some columns."""
         return self.query[:, :, columns], self.keys[:, :, columns], self.values[:, :, columns]
 
     def row(self, index: int) -> Tape:
-        """One row without its padding."""
+        """Return one row without its padding."""
         real = self.real[index]
         query, keys, values = (t[index : index + 1, :, real] for t in (self.query, self.keys, self.values))
         return Tape(query, keys, values, real[None, real])
 
     def held(self, kv_bits: str | None, *, exact: int | None = None) -> Tape:
-        """The tape with keys and values as slots of so many bits give them back.
+        """Return the tape with keys and values as they are read from slots of so many bits.
 
         Args:
             kv_bits: see `Case`.
@@ -222,7 +222,7 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phas
 
 
 def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, float]:
-    """The best tokens of each head by (score, position), in position order, and the margin of the closest decision."""
+    """Return each head's best tokens by (score, position), sorted by position, and the closest decision's margin."""
     heads = positions.shape[1]
     numbers = [stays] * heads if isinstance(stays, int) else stays[0].expand(heads).tolist()
     kept, margin = [], float("inf")
@@ -274,7 +274,7 @@ class Fed:
         other.layer.hold(block, columns=self.layer.columns)
 
     def _through_a_file(self, contents: Contents) -> Contents:
-        """A row as a file holds it."""
+        """Save a row to a file and load it again."""
         settings: dict[str, Any] = {"budget": self.case.budget, "kv_bits": self.case.kv_bits}
         dtype = str(self.layer.store.dtype).removeprefix("torch.")
         made = Fingerprint(model="a law", config="", policy="", dtype=dtype, **settings)
@@ -353,13 +353,13 @@ def run_shared(policy: Policy, case: Case, tape: Tape, ranks: int) -> Generator[
 
 
 def _cut(tape: Tape, rank: int, ranks: int) -> Tape:
-    """The inputs of the heads of a rank."""
+    """Return the inputs of the heads of a rank."""
     query, keys, values = (x.chunk(ranks, dim=1)[rank] for x in (tape.query, tape.keys, tape.values))
     return Tape(query, keys, values, tape.real)
 
 
 def _next(meeting: _Meeting, rank: int, moments: Iterator[Moment]) -> Moment | None:
-    """The next moment of a thread. If it fails, nobody waits for it."""
+    """Return the next moment of a thread. If that fails, the other threads stop waiting for it."""
     try:
         found = next(moments, None)
         meeting.exchange(rank, None)
@@ -373,7 +373,7 @@ def _next(meeting: _Meeting, rank: int, moments: Iterator[Moment]) -> Moment | N
 
 
 def held(moments: list[Moment]) -> list[list[list[int]]]:
-    """The positions that each head of all parts holds, by row."""
+    """Return the positions that each head of all parts holds, by row."""
     rows = len(moments[0].positions)
     return [[_occupied(head) for one in moments for head in one.positions[row]] for row in range(rows)]
 
@@ -384,5 +384,5 @@ def _occupied(head: Tensor) -> list[int]:
 
 
 def outputs(moments: list[Moment]) -> Tensor:
-    """The outputs of all heads."""
+    """Return the outputs of all heads."""
     return torch.cat([one.out for one in moments], dim=1)

@@ -43,7 +43,7 @@ def _law(check: Law) -> Law:
 
 
 def fills(policy: Policy) -> bool:
-    """Whether a policy always uses its budget to the last slot, once it has seen that many tokens."""
+    """Return whether a policy always uses its budget to the last slot, once it has seen that many tokens."""
     return not policy.bursts and not policy.grows and not policy.spreads
 
 
@@ -66,7 +66,7 @@ def never_over_budget(policy: Policy, case: Case) -> None:
 
 @_law
 def slots_hold_the_originals(policy: Policy, case: Case) -> None:
-    """A slot's keys and values are bit for bit the ones of the slot's position: computed, and coded once if at all."""
+    """Check that each slot has the key and value of its position, bit for bit, quantized at most once."""
     tape = Tape.random(case)
     held_tape = tape.held(case.kv_bits)
     for moment in run(policy, case, tape):
@@ -108,7 +108,7 @@ def enough_budget_is_full_attention(policy: Policy, case: Case) -> None:
 
 @_law
 def repeatable(policy: Policy, case: Case) -> None:
-    """The same input gives the same result, bit for bit."""
+    """Check that the same input gives the same result, bit for bit."""
     for one, two in zip(run(policy, case), run(policy, case), strict=True):
         assert torch.equal(one.positions, two.positions), "two runs kept different tokens"
         assert torch.equal(one.out, two.out), "two runs gave different outputs"
@@ -116,14 +116,14 @@ def repeatable(policy: Policy, case: Case) -> None:
 
 @_law
 def spec_round_trip(policy: Policy, case: Case) -> None:
-    """``parse(spec(policy))`` equals the policy. An unregistered policy has no spec and obeys trivially."""
+    """Check that ``parse(spec(policy))`` equals the policy. An unregistered policy has no spec and passes."""
     if type(policy) in available().values():
         assert parse(spec(policy)) == policy
 
 
 @_law
 def protected_tokens_stay(policy: Policy, case: Case) -> None:
-    """The first and the newest tokens that the policy protects are held after every step."""
+    """Check that the first and newest tokens that the policy protects are held after every step."""
     if not policy.evicts or not isinstance(policy.protected(case.budget)[1], int):
         return
     for moment in run(policy, case):
@@ -157,7 +157,7 @@ MANY = 100
 
 
 def _with_pins(policy: Policy, case: Case) -> Case | None:
-    """The case with as many tokens pinned, in two spans, as the budget allows, up to 4; ``None`` if that is none."""
+    """Pin as many tokens of the case as the budget allows, up to 4, in two spans; ``None`` if it allows none."""
     for n in (4, 3, 2, 1):
         first = 1 + case.seed % 3
         pins = spans([(first, first + 1), (first + 3, first + 2 + n)])
@@ -198,7 +198,7 @@ def heads_permute(policy: Policy, case: Case) -> None:
 
 @_law
 def heads_are_independent(policy: Policy, case: Case) -> None:
-    """The tokens that a KV head keeps do not depend on other heads, unless heads decide together or share a budget."""
+    """Check that KV heads keep tokens independently, unless the heads decide together or share a budget."""
     if policy.shares_heads or policy.spreads or case.heads < 2:
         return
     tape = Tape.random(case)
@@ -211,7 +211,7 @@ def heads_are_independent(policy: Policy, case: Case) -> None:
 
 @_law
 def processes_share_the_heads(policy: Policy, case: Case) -> None:
-    """A layer whose heads are divided among two processes keeps the same tokens as one with all heads.
+    """Check that a layer whose heads are divided among two processes keeps the same tokens as an undivided one.
 
     A policy that looks at all heads of a layer has to ask `View.heads` for them.
     """
@@ -228,7 +228,7 @@ def processes_share_the_heads(policy: Policy, case: Case) -> None:
 
 @_law
 def slots_do_not_matter(policy: Policy, case: Case) -> None:
-    """A padded batch in unordered slots keeps the same tokens as `replay`, which runs each row alone, without slots."""
+    """Check that a padded batch in unordered slots keeps the tokens of `replay`: each row alone, without slots."""
     tape = Tape.random(case)
     moments = [(m.positions.clone(), m.out) for m in run(policy, case, tape)]
     for row in range(case.rows):
@@ -246,7 +246,7 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
 
 @_law
 def chunks_compose(policy: Policy, case: Case) -> None:
-    """A prompt that a layer cuts into chunks gives the same result as these chunks, fed one by one."""
+    """Check that a prompt that a layer splits into chunks gives the same result as these chunks fed one by one."""
     size = max(2, case.chunk or 7)
     case = replace(case, prompt=3 * size + case.seed % size, steps=0, chunk=size, padding=0)
     if not policy.evicts:
@@ -262,7 +262,7 @@ def chunks_compose(policy: Policy, case: Case) -> None:
 
 @_law
 def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
-    """No score of an occupied slot is NaN: NaN has no order."""
+    """Check that no score of an occupied slot is NaN, since NaN has no order."""
     seen: list[Tensor] = []
 
     class Spy(type(policy)):  # type: ignore[misc]
@@ -281,7 +281,7 @@ def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
 
 @_law
 def saving_and_restoring_changes_nothing(policy: Policy, case: Case) -> None:
-    """Rows that are saved to files at any step, and put into a new layer, go on bit for bit as without it."""
+    """Check that rows saved to files at any step go on bit for bit in a new layer, as if never saved."""
     tape, end = Tape.random(case), case.prompt + case.steps
     moment = case.prompt + (case.seed % case.steps if case.steps else 0)
     if not bool(tape.real[:, :moment].any(dim=1).all()):

@@ -184,5 +184,5 @@ class NativeBackend(Backend):
     def _turn(
         self, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
     ) -> KeyRotation | None:
-        """The angles by which the kernel turns keys of this dtype; ``None`` under true positions."""
+        """Return the angles by which the kernel turns keys of this dtype; ``None`` under true positions."""
         return None if self._rotation is None else turn_of(self._rotation, positions.shape[2], dtype, rotated_at)

@@ -26,27 +26,27 @@ def strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in this dtype; a comparison is cheaper than a conversion to the same dtype."""
+    """Return the tensor in this dtype. A comparison is cheaper than a conversion to the same dtype."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def bounded(value: Budget) -> Budget:
-    """The value, limited so that the kernel can subtract it from a position without an overflow."""
+    """Return the value, limited so that the kernel can subtract it from a position without an overflow."""
     return value.to(torch.int64).clamp(-LAST, LAST) if isinstance(value, Tensor) else max(-LAST, min(value, LAST))
 
 
 def either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
-    """A dense tensor of this dtype and 0, or ``None`` and one number for all."""
+    """Return a dense tensor of this dtype and 0, or ``None`` and one number for all."""
     return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """The tensor's address; 0 for none."""
+    """Return the tensor's address; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The kernel, if the tensors are ordinary ones in main memory, dense in the last axis, without gradients."""
+    """Return the kernel if the tensors are ordinary CPU tensors, dense in the last axis, without gradients."""
     library = native().library
     if library is None or torch.compiler.is_compiling():
         return None
@@ -69,7 +69,7 @@ _NONE = bytes(_CODED.size)
 
 
 def coding_of(slots: Slots) -> tuple[Slots, Coding | None]:
-    """The numbers of slots that hold codes, in place of keys and values, and the codes; ``None``: they hold none."""
+    """Return slots with quantized numbers as keys and values, and their coding (``None`` if not quantized)."""
     if not isinstance(slots, CodedSlots):
         return slots, None
     keys, values = slots.coded_keys, slots.coded_values
@@ -77,7 +77,7 @@ def coding_of(slots: Slots) -> tuple[Slots, Coding | None]:
 
 
 def packed(coding: Coding | None) -> bytes:
-    """Two structs `Coded` of the kernel."""
+    """Pack the coding of keys and values as two structs `Coded` of the kernel."""
     if coding is None:
         return _NONE
     (keys, key_scales, key_bits), (values, value_scales, value_bits) = coding
@@ -90,12 +90,12 @@ def packed(coding: Coding | None) -> bytes:
 
 
 def scales_of(coding: Coding | None) -> tuple[Tensor, ...]:
-    """The scales of keys and values."""
+    """Return the scales of quantized keys and values; empty if they are not quantized."""
     return () if coding is None else (coding[0].scales, coding[1].scales)
 
 
 def decodable(codes: Codes, slots: tuple[int, int, int], dim: int) -> bool:
-    """Whether dtypes and shapes of codes are those that are promised to the kernel.
+    """Return whether dtypes and shapes of quantized slots are those that are promised to the kernel.
 
     Args:
         codes: the codes.
@@ -124,14 +124,14 @@ class KeyRotation(NamedTuple):
     back: Float[Tensor, "B F2"] | None = None
 
     def fits(self, query: Float[Tensor, "B Hq 1 D"], slots: int) -> bool:
-        """Whether dtypes and shapes are those that are promised to the kernel: a rank for each slot and one more."""
+        """Return whether dtypes and shapes are those promised to the kernel: a rank for each slot and one more."""
         (n, width), B, D = self.angles.shape, query.shape[0], query.shape[-1]
         shape_fits = n > slots and width % 2 == 0 and 0 < width <= D
         back_fits = self.back is None or self.back.shape == (B, width)
         return shape_fits and back_fits and all(_is_plain(rows, query.dtype) for rows in self if rows is not None)
 
     def packed(self) -> tuple[int, int, int]:
-        """Addresses and the number of dims that turn against as many others."""
+        """Return two addresses, and the number of dims that turn against as many others."""
         back = 0 if self.back is None else self.back.data_ptr()
         return self.angles.data_ptr(), back, self.angles.shape[1] // 2
 
@@ -139,7 +139,7 @@ class KeyRotation(NamedTuple):
 def turn_of(
     rotation: Rotation, slots: int, dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
 ) -> KeyRotation:
-    """The turn of keys in so many slots.
+    """Return the rotation of keys for this number of slots.
 
     Args:
         rotation: the model's rotary embedding.
@@ -176,7 +176,7 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
     pooled: bool = False,
     coding: Coding | None = None,
 ) -> bool:
-    """Whether dtypes and shapes are those that `attend` promises to the kernel."""
+    """Return whether dtypes and shapes are those that `attend` promises to the kernel."""
     B, _, T, _ = query.shape
     if T != 1 or now.shape != (B, 1):
         return False
@@ -196,7 +196,7 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
 def readable(
     query: Tensor, keys: Tensor, values: Tensor, now: Tensor, positions: Tensor, *, options: AttentionOptions
 ) -> bool:
-    """Whether dtypes and shapes are those that `prefill` promises to the kernel."""
+    """Return whether dtypes and shapes are those that `prefill` promises to the kernel."""
     B, _, T, _ = query.shape
     if now.shape != (B, T) or now.dtype not in _WHOLE or not now.is_cpu:
         return False
@@ -204,7 +204,7 @@ def readable(
 
 
 def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, pooled: bool = False) -> bool:
-    """Whether these keys and values can be attended to by the queries. In a pool they are more than the slots."""
+    """Return whether queries can attend to these keys and values. In a pool, they are more than the slots."""
     (B, Hq, _, D), (_, Hk, S, E) = query.shape, values.shape
     if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype or positions.dtype not in _WHOLE:
         return False
@@ -214,7 +214,7 @@ def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *,
 
 
 def _is_coded(query: Tensor, coding: Coding, positions: Tensor, *, pooled: bool = False) -> bool:
-    """The same as `_is_cache` for codes of keys and values."""
+    """Return whether queries can attend to these quantized keys and values, see `_is_cache`."""
     (B, Hq, _, D), (keys, values) = query.shape, coding
     if query.dtype not in TYPES or positions.dtype not in _WHOLE or keys.numbers.ndim != 4:
         return False
@@ -225,7 +225,7 @@ def _is_coded(query: Tensor, coding: Coding, positions: Tensor, *, pooled: bool 
 
 
 def _fit(shape: tuple[int, ...], slots: tuple[int, int, int], *, pooled: bool) -> bool:
-    """Whether positions of this shape fit rows, heads and slots: those of a pool are the most that a head may have."""
+    """Return whether positions of this shape fit rows, heads and slots (in a pool: the most slots of any head)."""
     if len(shape) != 3 or shape[2] == 0:
         return False
     if pooled:
@@ -234,7 +234,7 @@ def _fit(shape: tuple[int, ...], slots: tuple[int, int, int], *, pooled: bool) -
 
 
 def _is_asked(query: Tensor, options: AttentionOptions) -> bool:
-    """Whether window and sinks are as the kernel expects them."""
+    """Return whether window and sinks are as the kernel expects them."""
     if options.window is not None and options.window < 0:
         return False
     sinks = options.sinks
@@ -253,7 +253,7 @@ def writable(
     pooled: bool = False,
     coding: Coding | None = None,
 ) -> bool:
-    """Whether dtypes and shapes are those that `write` promises to the kernel."""
+    """Return whether dtypes and shapes are those that `write` promises to the kernel."""
     B, Hk, S = positions.shape
     D, E = (keys.shape[-1], values.shape[-1]) if coding is None else (coding[0].dim, coding[1].dim)
     if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
@@ -270,12 +270,12 @@ def writable(
 
 
 def _is_same(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> bool:
-    """Whether new keys and values have the dtypes of the slots."""
+    """Return whether new keys and values have the dtypes of the slots."""
     return keys.dtype == new[0].dtype and values.dtype == new[1].dtype
 
 
 def addable(added: Added, positions: Tensor, wanted: WantedReport | None) -> bool:
-    """Whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
+    """Return whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
     ring = added.ring
     if wanted is None or not added.states:
         return wanted is None and not added.states and ring is None
@@ -291,7 +291,7 @@ def addable(added: Added, positions: Tensor, wanted: WantedReport | None) -> boo
 
 
 def _is_ring(ring: Ring, positions: Tensor) -> bool:
-    """Whether there are words, a place for the mass, and of each size one whole number, or one for each row."""
+    """Return whether a ring has words, a tensor for the mass, and one integer of each size, or one for each row."""
     mass = ring.mass
     if not ring.words or (mass.dtype, mass.shape) != (torch.float32, positions.shape) or not mass.is_contiguous():
         return False
@@ -299,7 +299,7 @@ def _is_ring(ring: Ring, positions: Tensor) -> bool:
 
 
 def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
-    """Whether dtypes and shapes are those that the functions on slots promise to the kernel."""
+    """Return whether dtypes and shapes are those that the functions on slots promise to the kernel."""
     B, Hk, _ = positions.shape
     if positions.dtype != torch.int32:
         return False
@@ -309,12 +309,12 @@ def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0,
 
 
 def _is_share(value: Budget, rows: int, heads: int) -> bool:
-    """Whether it is one whole number, or one for each row or head."""
+    """Return whether a value is one integer, or one for each row or head."""
     if isinstance(value, int):
         return True
     return value.is_cpu and value.dtype in _WHOLE and value.shape in ((rows, 1), (rows, heads))
 
 
 def _is_per_row(value: object, rows: int) -> bool:
-    """Whether it is one number, or one for each row."""
+    """Return whether a value is one number, or one for each row."""
     return not isinstance(value, Tensor) or (value.is_cpu and value.shape == (rows,))

@@ -58,7 +58,7 @@ class _UnavailableError(Exception):
 
 @functools.cache
 def native() -> Native:
-    """The kernel; the first call on a machine compiles it, which takes some seconds."""
+    """Return the kernel. The first call on a machine compiles it, which takes some seconds."""
     try:
         return _load()
     except (_UnavailableError, OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -116,7 +116,7 @@ def _compiler() -> str:
 
 
 def _folder() -> Path:
-    """The cache directory. Code is loaded from it, so only this user may be able to write there or to replace it.
+    """Return the cache directory. Code is loaded from it, so only this user may be able to write to or replace it.
 
     Raises:
         _UnavailableError: somebody else can.
@@ -132,7 +132,7 @@ def _folder() -> Path:
 
 
 def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
-    """Whether only this user can write there. Folders above may be the system's, or writable by this user's own group.
+    """Return whether only this user can write there. Folders above may belong to the system or the user's group.
 
     A folder with the sticky bit, such as /tmp, is safe as well: everybody writes there, but nobody can replace the
     files of others.
@@ -147,24 +147,24 @@ def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
 
 
 def _attempt(compiler: str) -> str:
-    """The name of an attempt: these sources and flags with this compiler, which is not run to find it."""
+    """Return the name of an attempt: these sources and flags with this compiler, which is not run to find the name."""
     status = os.stat(compiler)
     return _digest(_inputs(f"{compiler} {status.st_mtime_ns} {status.st_size}".encode()))
 
 
 def _key(compiler: str) -> str:
-    """The name of the program that this compiler makes of the sources for this processor."""
+    """Return the name of the program that this compiler makes of the sources for this processor."""
     return _digest(_inputs(_run(compiler, ["--version"])))
 
 
 def _inputs(compiler: bytes) -> bytes:
-    """Everything that the compiled program depends on."""
+    """Return everything that the compiled program depends on."""
     sources = (path.read_bytes() for path in [*SOURCES, *HEADERS])
     return b"\0".join((*sources, compiler, " ".join(FLAGS).encode(), _processor().encode()))
 
 
 def _run(compiler: str, arguments: list[str]) -> bytes:
-    """The compiler's standard output.
+    """Run the compiler, and return its standard output.
 
     Raises:
         _UnavailableError: the compiler failed, or did not end in time; then its whole process group is killed.
@@ -204,7 +204,7 @@ def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes
 
 
 def _processor() -> str:
-    """The description of the processor that ``-march=native`` depends on."""
+    """Return the description of the processor that ``-march=native`` depends on."""
     names = ("model name", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()

@@ -47,13 +47,13 @@ _NONE = bytes(_ONE.size)
 
 @functools.cache
 def slow(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies numbers of this dtype one by one on this processor: half precision without AVX-512."""
+    """Return whether torch multiplies this dtype one by one on this processor: half precision without AVX-512."""
     supported = getattr(torch.ops.mkldnn, _SUPPORT.get(dtype, ""), None)
     return supported is not None and not supported()
 
 
 def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
-    """The output of a linear layer for many rows in a `slow` dtype, with its weights in float32 piece by piece."""
+    """Compute a linear layer for many rows in a `slow` dtype, with its weights in float32 piece by piece."""
     if not slow(x.dtype) or library_for(x) is None or not fits(layer, x, x.shape[-1]):
         return None
     wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features))
@@ -66,7 +66,7 @@ def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n ou
 
 
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear]) -> list[Tensor] | None:
-    """The outputs of up to three linear layers for the same few rows."""
+    """Compute up to three linear layers for the same few rows; ``None`` if the kernel cannot do it."""
     library = library_for(x)
     if library is None or not all(fits(layer, x, x.shape[-1]) for layer in layers):
         return None
@@ -81,7 +81,7 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear]) -> list[Ten
 
 
 def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Float[Tensor, "*n out"] | None:
-    """``down(silu(gate(x)) * up(x))`` of a few rows."""
+    """Compute ``down(silu(gate(x)) * up(x))`` for a few rows; ``None`` if the kernel cannot do it."""
     library, width, inner = library_for(x), x.shape[-1], gate.out_features
     if library is None or not (fits(gate, x, width) and fits(up, x, width) and fits(down, x, inner)):
         return None
@@ -96,7 +96,7 @@ def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Li
 def norm(
     x: Float[Tensor, "*n width"], weight: Float[Tensor, " m"], epsilon: float, *, plus: float
 ) -> Float[Tensor, "*n width"] | None:
-    """Rows over their root mean square, times the weight plus ``plus``."""
+    """Divide rows by their root mean square, and multiply them by the weight plus ``plus``."""
     library, width = library_for(x), x.shape[-1]
     if library is None or not matches(weight, x, (width,)):
         return None
@@ -110,7 +110,7 @@ def norm(
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """The largest number of rows of a product in this dtype."""
+    """Return the largest number of rows of a product in this dtype."""
     return MOST_ROWS_OF_SLOW if slow(dtype) else MOST_ROWS
 
 
@@ -119,13 +119,13 @@ def _head(x: Tensor, rows: int, last: int) -> bytes:
 
 
 def one(layer: nn.Linear, out: int) -> bytes:
-    """A linear layer, and the address of its output, as the kernel takes them."""
+    """Pack a linear layer and the address of its output as the kernel takes them."""
     bias = layer.bias
     return _ONE.pack(layer.weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out, layer.weight.shape[0])
 
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
-    """The kernel, if rows are dense in main memory, and nobody traces, differentiates or casts."""
+    """Return the kernel if rows are dense in main memory, and nobody traces, differentiates or casts."""
     if type(x) is not Tensor or not x.is_cpu or x.dtype not in TYPES or not x.is_contiguous() or not x.numel():
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
@@ -134,7 +134,7 @@ def library_for(x: Tensor) -> ctypes.CDLL | None:
 
 
 def fits(layer: nn.Linear, x: Tensor, width: int) -> bool:
-    """Whether a layer takes rows of this width, in the dtype of ``x``."""
+    """Return whether a layer takes rows of this width, in the dtype of ``x``."""
     outputs = layer.out_features
     if not matches(layer.weight, x, (outputs, width)):
         return False
@@ -142,7 +142,7 @@ def fits(layer: nn.Linear, x: Tensor, width: int) -> bool:
 
 
 def matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether the kernel can read a weight beside ``x``, and it has this shape."""
+    """Return whether the kernel can read a weight beside ``x``, and the weight has this shape."""
     if type(weight) is not nn.Parameter or not weight.is_cpu or weight.dtype != x.dtype:
         return False
     return weight.shape == shape and weight.is_contiguous()
@@ -172,7 +172,7 @@ class Norm(NamedTuple):
 
 
 def places(weights: Iterable[object]) -> list[Place]:
-    """Where weights lie."""
+    """Return each weight's address, device, dtype, shape and strides; its type if it is no parameter."""
     return [
         (one.data_ptr(), one.device, one.dtype, one.shape, one.stride()) if type(one) is nn.Parameter else type(one)
         for one in weights
@@ -234,7 +234,7 @@ class Before:
         outs: tuple[int, int, int] = (0, 0, 0),
         angles: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> bytes:
-        """The arguments of the kernel; all but the number of rows are addresses, and the angles' strides."""
+        """Pack the arguments of the kernel. All but the number of rows are addresses, and the angles' strides."""
         linear = zip((self._query, self._key, self._value), outs, strict=True)
         return _BEFORE.pack(
             *(rows, self._width, torch.get_num_threads(), TYPES[self._dtype], x, scratch),
@@ -245,7 +245,7 @@ class Before:
         )
 
     def leads_to(self, behind: Behind, step: NativeRepeat) -> bool:
-        """Whether this, a step of attention and ``behind`` are those of one layer."""
+        """Return whether this, a step of attention and ``behind`` belong to one layer."""
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
             return False
@@ -255,7 +255,7 @@ class Before:
         return self._heads == heads and behind.attended == heads[0] * dim
 
     def reads(self, x: Tensor, angles: tuple[Tensor, Tensor], rows: int) -> bool:
-        """Whether the kernel can read a token for so many rows, and its angles."""
+        """Return whether the kernel can read a token for each of the rows, and the tokens' angles."""
         if x.dtype != self._dtype or x.shape != (rows, 1, self._width):
             return False
         return _turns(angles[0], x, self._dim) and _turns(angles[1], x, self._dim)
@@ -287,7 +287,7 @@ class Behind:
     def __call__(
         self, x: Float[Tensor, "B 1 width"], attention: Float[Tensor, "_B _T _inner"]
     ) -> Float[Tensor, "B 1 width"] | None:
-        """The layer's output.
+        """Return the layer's output; ``None`` if the kernel cannot compute it.
 
         Args:
             x: the layer's input.
@@ -305,7 +305,7 @@ class Behind:
         return None if library.kvkeep_behind(packed) else out
 
     def pack(self, rows: int, x: int = 0, attention: int = 0, scratch: int = 0, out: int = 0) -> bytes:
-        """The arguments of the kernel; all but the number of rows are addresses."""
+        """Pack the arguments of the kernel; all but numbers and types are addresses."""
         return _BEHIND.pack(
             *(rows, self.width, torch.get_num_threads(), TYPES[self.dtype]),
             *(x, attention, self.attended, scratch),
@@ -338,7 +338,7 @@ class WholeLayer:
     def __call__(
         self, x: Float[Tensor, "B 1 width"], angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
     ) -> Float[Tensor, "B 1 width"] | None:
-        """The layer's output. Each row's token has been counted in ``seen``.
+        """Return the layer's output; ``None`` if the kernel cannot compute it. The tokens are already in ``seen``.
 
         Args:
             x: a token per row.
@@ -379,7 +379,7 @@ def whole(
 
 
 def _weights(layer: nn.Linear) -> tuple[int, int, int]:
-    """Addresses of the weights and of the bias, and the number of outputs."""
+    """Return the addresses of a linear layer's weights and bias, and its number of outputs."""
     return _address(layer.weight), _address(layer.bias), layer.out_features
 
 
@@ -388,7 +388,7 @@ def _scaled(norm: Norm | None) -> tuple[int, float, float]:
 
 
 def _address(weight: Tensor | None) -> int:
-    """Where a weight lies; 0 if there is none, or none that the kernel can read."""
+    """Return the address of a weight; 0 if there is none, or none that the kernel can read."""
     return weight.data_ptr() if type(weight) is nn.Parameter else 0
 
 
@@ -397,7 +397,7 @@ def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
 
 
 def _turns(angles: Tensor, x: Tensor, dim: int) -> bool:
-    """Whether these are angles of the rows of ``x``, dense in the last axis."""
+    """Return whether these are rotary angles for the rows of ``x``, dense in the last axis."""
     if type(angles) is not Tensor or not angles.is_cpu or angles.dtype != x.dtype or angles.ndim != 3:
         return False
     shape = angles.shape

@@ -44,7 +44,7 @@ def attend(  # noqa: PLR0913  all that the kernel is told
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> list[Tensor] | None:
-    """Attention of one token per row, in one pass over keys and values; with a ``turn`` keys are unrotated.
+    """Compute attention of one token per row, in one pass over the slots. With ``turn``, keys are unrotated.
 
     With ``ranges``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
     numbers.
@@ -79,7 +79,7 @@ def step(  # noqa: PLR0913  all that the kernel is told
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> NativeStep | None:
-    """`Backend.step` in one pass, where both windows are the same; ``ranges`` and ``codes`` as in `attend`.
+    """Prepare `Backend.step` in one pass, where both windows are equal; ``ranges`` and ``codes`` as in `attend`.
 
     ``wanted`` asks for the mass alone, with a ring for low as well; it is ``None`` if the policy has no sums. With a
     ``turn`` the slots' keys are unrotated, and the token is rotated to its position.
@@ -137,7 +137,7 @@ class NativeStep(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
     def run(self) -> Float[Tensor, "B Hq 1 E"] | None:
-        """The output; ``None`` if the kernel cannot do it, and then nothing has changed."""
+        """Run the step and return its output; ``None``: the kernel cannot run it, and nothing has changed."""
         return None if self.library.kvkeep_step(self.attention + self.rest) else self.out
 
 
@@ -191,12 +191,12 @@ class NativeRepeat:
 
 
 def _kind(tensor: Tensor) -> tuple[type, torch.device, torch.dtype, torch.Size, int]:
-    """What `takes` compares."""
+    """Return the properties of a tensor that `takes` compares."""
     return type(tensor), tensor.device, tensor.dtype, tensor.shape, tensor.stride(-1)
 
 
 def _marks(ring: Ring | None, rows: int) -> tuple[bytes, Tensor | None]:
-    """The sizes and words of a ring, and the tensor that lies at their address if the rows have sizes of their own."""
+    """Pack the sizes and words of a ring. Also return the table of sizes, if each row has its own."""
     if ring is None:
         return _RING.pack(*(0,) * 8), None
     sizes = ring.window, ring.least, ring.drop, ring.budget
@@ -284,7 +284,7 @@ def attend_prefill(
     statistic: Statistic,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """`Backend.attend` of several tokens; ``None`` if the kernel cannot do it. `AttentionOptions.top` is ignored.
+    """Run `Backend.attend` for several tokens; ``None``: the kernel cannot. `AttentionOptions.top` is ignored.
 
     A padded query (position -1), and a query that sees nothing, give zeros.
     """
@@ -301,7 +301,7 @@ def attend_twice(
     options: AttentionOptions,
     again: Float[Tensor, "B Hq T D"] | None,
 ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]] | None:
-    """`Backend.attend_twice` of several tokens; ``None`` if the kernel cannot do it. See `attend`.
+    """Run `Backend.attend_twice` for several tokens; ``None`` if the kernel cannot do it. See `attend`.
 
     Args:
         query: queries of the first reading.
@@ -348,7 +348,7 @@ def attend_twice(
 
 
 def _piece(slots: Slots) -> bytes:
-    """Keys and values that lie together, with their positions: per head, or one row of them for all heads."""
+    """Pack one contiguous part of the keys and values, with positions per head or one row of them for all heads."""
     keys, values, positions = slots
     step = positions.stride(1) if positions.shape[1] > 1 else 0
     return _PIECE.pack(
@@ -378,7 +378,7 @@ def write(
     starts: Int[Tensor, "B Hk"] | None = None,
     codes: bindings.Coding | None = None,
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """`Backend.append`, where the new token has the dtype of the slots.
+    """Run `Backend.append` for a new token of the slots' dtype; ``None`` if the kernel cannot do it.
 
     With ``starts``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
     numbers.
@@ -405,7 +405,7 @@ def write(
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
-    """`Backend.expire`."""
+    """Run `Backend.expire`; ``None`` if the kernel cannot do it."""
     library = library_for(positions, seen)
     if library is None or not bindings.countable(positions, seen):
         return None
@@ -414,7 +414,7 @@ def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: in
 
 
 def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
-    """The number of heads that hold more tokens than their limit."""
+    """Count the heads that hold more tokens than their limit; ``None`` if the kernel cannot do it."""
     library = library_for(positions)
     if library is None or not bindings.countable(positions, limit=limit):
         return None
@@ -432,7 +432,7 @@ def evict(
     recent: Budget,
     limit: Budget,
 ) -> bool | None:
-    """`Backend.evict`."""
+    """Run `Backend.evict`; ``None`` if the kernel cannot do it."""
     library = library_for(positions, scores, seen)
     if library is None or not bindings.countable(positions, seen, recent, limit):
         return None

@@ -87,7 +87,7 @@ def _by_kernels(
     statistic: Statistic,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """`Backend.attend` in kernels; ``None``, with a notice in the log, if no kernel can do it."""
+    """Run `Backend.attend` in kernels. If no kernel can do it, log a notice and return ``None``."""
     if not launch.runs(query):
         return None
     if query.shape[2] > 1:

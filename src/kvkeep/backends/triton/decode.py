@@ -26,7 +26,7 @@ from kvkeep.backends.triton.slots import LAST, earlier, first, free_slot, number
 @triton.jit
 @no_type_check
 def product(a, b, WIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """``a @ b``, added up in float32; `PRECISION` is that of float32 factors.
+    """Multiply ``a @ b`` with sums in float32; `PRECISION` is the precision of float32 factors.
 
     `WIDE`: multiply in float32, for the interpreter, which would multiply the bits of bfloat16 as integers. Products
     of two halves are exact in float32, so only the order of the sum can differ.
@@ -39,7 +39,7 @@ def product(a, b, WIDE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def weighed(p, values, WIDE: tl.constexpr):
-    """``p @ values`` for float32 ``p`` in [0, 1]. Halves are multiplied by the upper and the lower part of ``p``.
+    """Compute ``p @ values`` for float32 ``p`` in [0, 1]. Half-precision values meet ``p`` in two parts.
 
     The two parts together miss at most 2^-18 of ``p`` in bfloat16; in float16, 2^-22 of ``p`` or 2^-25.
     """
@@ -53,7 +53,7 @@ def weighed(p, values, WIDE: tl.constexpr):
 @triton.jit
 @no_type_check
 def binary_logits(dots, scaling, softcap, CAPPED: tl.constexpr):
-    """Logits to base 2, scaled and soft-capped, from dot products."""
+    """Turn dot products into logits to base 2, scaled and soft-capped."""
     x = dots * scaling
     if CAPPED:
         size = tl.exp2(tl.abs(x) * (-2.0 * 1.4426950408889634 / softcap))
@@ -65,7 +65,7 @@ def binary_logits(dots, scaling, softcap, CAPPED: tl.constexpr):
 @triton.jit
 @no_type_check
 def finite(x):
-    """``x``, with 0 for minus infinity: a peak to subtract where nothing was seen."""
+    """Return ``x`` with minus infinity replaced by 0, so that it can be subtracted where nothing was seen."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
@@ -83,7 +83,7 @@ def attend_split(
     SCAN: tl.constexpr, CAPPED: tl.constexpr, KEEPS: tl.constexpr, APPENDS: tl.constexpr, WIDE: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Attention over one split of a head's slots, for all query heads that share them; grid ``(B·Hk, splits)``.
+    """Compute attention over one split of a head's slots, for all its query heads; grid ``(B·Hk, splits)``.
 
     The last split takes a rest of at most a tile as well: with a new token there is one slot more than the budget.
     `APPENDS`: the row's new token is first written into the head's free slot. Its key and value take part from
@@ -182,7 +182,7 @@ def merged(
     mixes, bounds, sinks, splits, head, Hk,
     G: tl.constexpr, E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """All splits of a head together: the mixed values, the largest logit, the larger of it and the sink, 1 / total.
+    """Merge all splits of a head: mixed values, largest logit, the larger of it and the sink, 1 / total.
 
     1 / total is 0 for a query that sees nothing, and for heads that are padding.
     """
@@ -222,7 +222,7 @@ def group_mean(logits, slot, shown, past, S, base, scale, gain, G: tl.constexpr,
 def power_sums(
     logits, positions, at, window, S, base, gain, own, G: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """1 / Σ 2^(gain·(x - base)) of each query head over the slots that it sees."""
+    """Return 1 / Σ 2^(gain·(x - base)) for each query head, over the slots that it sees."""
     total = tl.zeros((BLOCK_G,), tl.float32)
     for begin in range(0, S, TILE):
         slot = begin + tl.arange(0, TILE)
@@ -243,7 +243,7 @@ def _powers(logits, slot, shown, past, S, base, gain, G: tl.constexpr, BLOCK_G: 
 @triton.jit
 @no_type_check
 def seen(positions, slot, S, own, at, window):
-    """Positions of slots, the new token's included; which are not after the query; which the query sees."""
+    """Load the positions of slots, the new token's included, and tell which are past and which the query sees."""
     position = tl.load(positions + slot, mask=slot < S, other=-1).to(tl.int32)
     position = tl.where(slot == own, at, position)
     past = (position >= 0) & (position <= at)
@@ -253,7 +253,7 @@ def seen(positions, slot, S, own, at, window):
 @triton.jit
 @no_type_check
 def row_weight(row, at, counted, counts, newest, last, log_decay, COUNTED: tl.constexpr, NEWEST: tl.constexpr):
-    """The weight of a row, 0 or the decay to the power of its distance from the newest row; and this distance."""
+    """Return a row's weight, 0 or the decay to the power of its distance from the newest row, and this distance."""
     if COUNTED:
         counts = tl.load(counted + row).to(tl.int32)
     if NEWEST:
@@ -322,7 +322,7 @@ def merge(
 @triton.jit
 @no_type_check
 def count_past(positions, at, S, TILE: tl.constexpr):
-    """The number of slots that hold a token not after the query."""
+    """Count the slots that hold a token not after the query."""
     n = tl.zeros((TILE,), tl.int32)
     for begin in range(0, S, TILE):
         _position, past, _shown = seen(positions, begin + tl.arange(0, TILE), S, -1, at, 0)
@@ -343,7 +343,7 @@ def merge_evict(
     COUNTED: tl.constexpr, GAINS: tl.constexpr, NEWEST: tl.constexpr, RECENTS: tl.constexpr, LIMITS: tl.constexpr,
     SLIDES: tl.constexpr, LOSES: tl.constexpr,
 ):  # fmt: skip
-    """`merge`, then ``state = keep·state + mass``, then `slots.evict`; grid ``(B·Hk,)``.
+    """Run `merge`, then ``state = keep·state + mass``, then `slots.evict`; grid ``(B·Hk,)``.
 
     Runs after `decode.attend_split` with `APPENDS`: the new token is in slot `slots`, but not yet in the positions.
 

@@ -61,7 +61,7 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels:
-    """Where the kernels run: on CUDA if Triton is installed, on a CPU only in its interpreter, which is for tests."""
+    """Tell on which devices the kernels run: CUDA with Triton, and the CPU in Triton's interpreter (for tests)."""
     if importlib.util.find_spec("triton") is None:
         return Kernels(frozenset(), f"Triton is not installed: {pip_install('gpu')}")
     if _numbers(version := _installed()) < OLDEST:
@@ -73,7 +73,7 @@ def kernels() -> Kernels:
 
 
 def _installed() -> str:
-    """The version of Triton. Builds under another name have none here and are taken for new."""
+    """Return the version of Triton. Builds under another package name count as new enough."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -81,17 +81,17 @@ def _installed() -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def interprets() -> bool:
-    """Whether Triton runs kernels in its interpreter."""
+    """Return whether Triton runs kernels in its interpreter."""
     return os.environ.get(INTERPRET, "0") == "1"
 
 
 def runs(*tensors: Tensor) -> bool:
-    """Whether the tensors are ordinary ones on a device with kernels, dense in the last axis, without gradients."""
+    """Return whether kernels can read the tensors: a device with kernels, dense in the last axis, no gradients."""
     if tensors[0].device.type not in kernels().devices or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
@@ -103,7 +103,7 @@ def runs(*tensors: Tensor) -> bool:
 
 
 def misfit(*tensors: Tensor) -> str | None:
-    """The reason why no kernel takes the dtypes or head dims of these tensors; ``None`` if kernels take them."""
+    """Return why no kernel takes these dtypes or head dims; ``None`` if kernels take them."""
     dtypes, dim = {tensor.dtype for tensor in tensors}, max(tensor.shape[-1] for tensor in tensors)
     if len(dtypes) > 1 or tensors[0].dtype not in TYPES:
         return f"dtypes {', '.join(sorted(map(str, dtypes)))}"
@@ -155,7 +155,7 @@ SCAN_WARPS = 4
 
 
 def decode_sizes(device: torch.device, key_bytes: int, S: int, bits: int = 16) -> Decode:
-    """Sizes on a device, for keys of so many bytes, in codes of ``bits`` if fewer than 16, and ``S`` slots."""
+    """Return tile sizes for a device, a key's bytes and ``S`` slots; ``bits`` below 16: the slots are quantized."""
     rows = DECODE.get(_capability(device), DECODE[""])
     sizes = next((sizes for limit, sizes in rows.items() if key_bytes <= limit), rows[max(rows)])
     if _capability(device) == "9" and key_bytes <= 256:
@@ -165,18 +165,18 @@ def decode_sizes(device: torch.device, key_bytes: int, S: int, bits: int = 16) -
 
 
 def scan_tile(S: int, group: int = 1) -> int:
-    """Slots that a program looks at together if it holds numbers of ``group`` query heads for each in registers."""
+    """Return how many slots a program reads at once if it holds numbers of ``group`` query heads in registers."""
     return min(power(S), max(16, min(SCAN, 4096 // group)))
 
 
 def power(n: int, least: int = 16) -> int:
-    """The smallest power of two that is at least ``n`` and ``least``; a product of matrices needs 16."""
+    """Return the smallest power of two that is at least ``n`` and ``least``; matrix products need at least 16."""
     return max(least, 1 << (n - 1).bit_length())
 
 
 @functools.cache
 def _capability(device: torch.device) -> str:
-    """The major compute capability; empty for a device that has none."""
+    """Return the major compute capability; an empty string for a device that has none."""
     return str(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else ""
 
 
@@ -237,17 +237,17 @@ COLUMNS: Table = {
 
 
 def forward_tile(dim: int, like: Tensor) -> Tile:
-    """Sizes of `prefill.forward`, by the larger head dim."""
+    """Return the tile sizes of `prefill.forward`, by the larger head dim."""
     return _tile(FORWARD, dim, like)
 
 
 def columns_tile(dim: int, like: Tensor) -> Tile:
-    """Sizes of `prefill.columns`."""
+    """Return the tile sizes of `prefill.columns`, by the larger head dim."""
     return _tile(COLUMNS, dim, like)
 
 
 def splits(programs: int, like: Tensor) -> int:
-    """How many programs share the work of one, so that every multiprocessor has two.
+    """Count the programs that share one program's work, so that every multiprocessor has two of them.
 
     Args:
         programs: number of programs for one row of the batch, as a row's bits must not depend on the other rows.
@@ -266,7 +266,7 @@ def _tile(table: Table, dim: int, like: Tensor) -> Tile:
 
 @functools.cache
 def _is_roomy(device: torch.device) -> bool:
-    """Whether it has 160 KiB of shared memory, by compute capability: data centre GPUs from A100 on, and Orin."""
+    """Return whether the GPU has 160 KiB of shared memory: data centre GPUs from A100 on, and Orin."""
     major, minor = torch.cuda.get_device_capability(device)
     return (major, minor) in ((8, 0), (8, 7)) or 9 <= major < 12
 
@@ -280,7 +280,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def row(wanted: WantedReport, now: Tensor) -> dict[str, Any]:
-    """The weights of query rows in a statistic's sums, as arguments of a kernel."""
+    """Return the weights of query rows in a statistic's sums, as arguments of a kernel."""
     return {
         **either("counted", "counts", wanted.counts, now, dtype=torch.int64),
         **either("gains", "gain", 1.0 if wanted.gain is None else wanted.gain, now, dtype=torch.float32),
@@ -291,7 +291,7 @@ def row(wanted: WantedReport, now: Tensor) -> dict[str, Any]:
 
 
 def limits(limits: SlotLimits) -> dict[str, Any]:
-    """Limits as the kernels take them."""
+    """Return the slot limits as arguments of the kernels."""
     recent, stay = limits.recent, limits.stay
     return {
         "ages": limits.seen,
@@ -306,21 +306,21 @@ def limits(limits: SlotLimits) -> dict[str, Any]:
 
 
 def _per_head(name: str, value: int | Tensor) -> dict[str, int]:
-    """Strides of a table of rows and heads; one number for all has none."""
+    """Return the strides of a table of rows and heads; one number for all has strides of 0."""
     return heads(name, value) if isinstance(value, Tensor) else {f"{name}_row": 0, f"{name}_head": 0}
 
 
 def either(
     table: str, number: str, value: int | float | Tensor, unread: Tensor, *, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """A table, dense if a dtype is given, or one number for all; then ``unread`` takes the place of the table."""
+    """Return a table or one number for all as kernel arguments; ``unread`` stands in for a missing table."""
     if not isinstance(value, Tensor):
         return {table: unread, number: value, table.upper(): False}
     return {table: value if dtype is None else value.to(dtype).contiguous(), number: 0, table.upper(): True}
 
 
 def store(slots: Slots) -> dict[str, Any]:
-    """Slots, their strides and sizes; `BLOCK_D` and `BLOCK_E` are the powers of two that head dims are padded to."""
+    """Return the slots, strides and sizes as kernel arguments; `BLOCK_D`, `BLOCK_E` are padded head dims."""
     (keys, *_), (values, *_) = lying(slots)
     Hk, S, (D, E) = keys.shape[1], keys.shape[2], dims(slots)
     return {
@@ -336,21 +336,21 @@ def store(slots: Slots) -> dict[str, Any]:
 
 
 def lying(slots: Slots) -> tuple[Codes, Codes]:
-    """Keys and values as they lie in memory; numbers that are no codes have 16 bits, and stand for scales as well."""
+    """Return keys and values as they are stored. Slots that are not quantized have 16 bits and dummy scales."""
     if isinstance(slots, CodedSlots):
         return slots.coded_keys, slots.coded_values
     return Codes(slots.keys, slots.keys, 16), Codes(slots.values, slots.values, 16)
 
 
 def dims(slots: Slots) -> tuple[int, int]:
-    """Channels of a key and of a value."""
+    """Return the number of channels of a key and of a value."""
     if isinstance(slots, CodedSlots):
         return slots.coded_keys.dim, slots.coded_values.dim
     return slots.keys.shape[-1], slots.values.shape[-1]
 
 
 def codes(slots: Slots) -> dict[str, Any]:
-    """Scales, their strides, bits, and channels that share a scale."""
+    """Return the scales, their strides, the bits, and the channels per scale, as kernel arguments."""
     found: dict[str, Any] = {}
     for name, (_, scales, bits), dim in zip(("key", "value"), lying(slots), dims(slots), strict=True):
         found |= {
@@ -364,10 +364,10 @@ def codes(slots: Slots) -> dict[str, Any]:
 
 
 def new(keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """A token's key and value, and their strides."""
+    """Return a token's key and value with their strides, as kernel arguments."""
     return {"new_keys": keys, **heads("new_key", keys), "new_values": values, **heads("new_value", values)}
 
 
 def heads(name: str, tensor: Tensor) -> dict[str, int]:
-    """Strides from row to row and from head to head; the latter is 0 where one is for all heads."""
+    """Return the strides of rows and heads; the head stride is 0 where all heads share one entry."""
     return {f"{name}_row": tensor.stride(0), f"{name}_head": tensor.stride(1) if tensor.shape[1] > 1 else 0}

@@ -30,7 +30,7 @@ def attend(
     options: AttentionOptions,
     wanted: WantedReport | None,
 ) -> list[Tensor] | None:
-    """Attention of one token per row; the results are those of `kvkeep.backends.native.ops.attend`.
+    """Compute attention of one token per row; the results are those of `kvkeep.backends.native.ops.attend`.
 
     Cost:
         two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with
@@ -75,7 +75,7 @@ def step(
     added: Added,
     limits: SlotLimits,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """`Backend.step`; ``wanted`` says how the rows count, ``None`` if there are no sums.
+    """Run `Backend.step`; ``wanted`` says how the rows count, ``None`` if there are no sums.
 
     Cost:
         two kernels: `decode.attend_split` and `decode.merge_evict`.
@@ -116,7 +116,7 @@ def step(
 def write(
     store: Slots, new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """`Backend.append`, where the new token has the dtype of the slots, or is coded."""
+    """Run `Backend.append` for a new token that has the dtype of the slots, or is quantized into them."""
     if isinstance(store, CodedSlots):
         return _write_codes(store, new, now)
     keys, values, positions = store
@@ -166,7 +166,7 @@ def _write_codes(
 
 
 def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | None, limits: SlotLimits) -> bool | None:
-    """`Backend.expire` if the limits have a window, then `Backend.evict` if there are scores."""
+    """Run `Backend.expire` if the limits have a window, then `Backend.evict` if there are scores."""
     scored = positions if scores is None else scores
     if not launch.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):
         return None
@@ -241,7 +241,7 @@ class Scratch:
         )
 
     def tensors(self, out: Tensor) -> dict[str, Any]:
-        """Arguments of the second kernel."""
+        """Return the arguments of the second kernel."""
         sinks, group = self.options.sinks, launch.power(self.G, 1)
         return {
             **self.both,
@@ -255,7 +255,7 @@ class Scratch:
 
 
 def _takes(query: Tensor, *others: Tensor) -> bool:
-    """Whether there are kernels for these dtypes and head dims and this group; if not, log why."""
+    """Return whether kernels take these dtypes, head dims and group size; if not, log why."""
     reason, group = launch.misfit(query, *others), query.shape[1] // others[0].shape[1]
     if reason is None and group > launch.MAX_GROUP:
         reason = f"{group} query heads for each KV head, more than {launch.MAX_GROUP}"
@@ -271,7 +271,7 @@ def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
 
 
 def turned(query: Float[Tensor, "B Hq 1 D"]) -> Float[Tensor, "B Hq 1 D"]:
-    """`kvkeep.kv.slot_codec.hadamard` as one product of matrices, which has fewer kernels."""
+    """Compute `kvkeep.kv.slot_codec.hadamard` as one matrix product, which launches fewer kernels."""
     found: Tensor = query.float() @ _matrix(query.shape[-1], query.device)
     return found.to(query.dtype)
 

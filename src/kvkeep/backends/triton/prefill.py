@@ -29,7 +29,7 @@ PRECISION = tl.constexpr("tf32x3")
 @triton.jit
 @no_type_check
 def load_rows(start, rows, stride, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """A tile of vectors, one per line, padded with zeros."""
+    """Load a tile of vectors, one per line, padded with zeros."""
     dims = tl.arange(0, BLOCK_DIM)
     inside = (rows < n)[:, None] & (dims < DIM)[None, :]
     lines = rows.to(tl.int64) * stride  # a prompt of 64 heads passes 2^31 elements at 262 144 tokens
@@ -39,7 +39,7 @@ def load_rows(start, rows, stride, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BL
 @triton.jit
 @no_type_check
 def load_positions(start, slots, S):
-    """Positions of keys. Empty slots lie in every row's future, so that one comparison decides visibility."""
+    """Load the positions of keys. An empty slot gets a position after every query's, so that no query sees it."""
     positions = tl.load(start + slots, mask=slots < S, other=-1).to(tl.int32)
     return tl.where(positions < 0, NEVER, positions)
 
@@ -49,14 +49,14 @@ def load_positions(start, slots, S):
 def visible_logits(
     q, k, queries, keys, inner, outer, window, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Logits of a tile in base 2; minus infinity where the key is hidden from the row."""
+    """Compute the logits of a tile to base 2, with minus infinity where the key is hidden from the query."""
     return shown(logits(q, k, inner, outer, CAPPED, WIDE), queries, keys, window, WINDOWED)
 
 
 @triton.jit
 @no_type_check
 def logits(q, k, inner, outer, CAPPED: tl.constexpr, WIDE: tl.constexpr):
-    """Logits of a tile in base 2, hidden or not."""
+    """Compute the logits of a tile to base 2, without masking hidden keys."""
     x = product(q, tl.trans(k), WIDE, PRECISION) * inner
     if CAPPED:  # tanh by exp2; beyond 15 it is 1 in float32
         twice = tl.minimum(tl.maximum(x, -15.0), 15.0) * (2.0 * LOG2E)
@@ -67,7 +67,7 @@ def logits(q, k, inner, outer, CAPPED: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 @no_type_check
 def shown(x, queries, keys, window, WINDOWED: tl.constexpr):
-    """``x`` where the row sees the key, minus infinity elsewhere."""
+    """Return ``x`` where the query sees the key, and minus infinity elsewhere."""
     seen = keys[None, :] <= queries[:, None]
     if WINDOWED:
         seen = seen & (keys[None, :] > queries[:, None] - window)
@@ -77,7 +77,7 @@ def shown(x, queries, keys, window, WINDOWED: tl.constexpr):
 @triton.jit
 @no_type_check
 def strengthened(inner, outer, gain, CAPPED: tl.constexpr):
-    """The factors of `visible_logits` for logits that are multiplied by ``gain``."""
+    """Return the factors of `visible_logits` for logits that are multiplied by ``gain``."""
     if CAPPED:
         outer = outer * gain
     else:
@@ -166,7 +166,7 @@ def probabilities(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one query head's probabilities, recomputed from the stored log-sum-exp."""
+    """Recompute a tile of one query head's probabilities from the stored log-sum-exp."""
     q = load_rows(q_at, rows, q_t, T, BLOCK_T, D, BLOCK_D)
     x = visible_logits(q, k, queries, keys, inner, outer, window, CAPPED, WINDOWED, WIDE)
     lse = tl.load(lse_at + rows, mask=rows < T, other=0.0)

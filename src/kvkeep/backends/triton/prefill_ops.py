@@ -37,7 +37,7 @@ MOST_WRONG = 1e-3
 def causal(
     query: Float[Tensor, "B Hq T D"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T D"], scaling: float
 ) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"] | None]:
-    """Attention of a whole prompt by torch, which chooses among its kernels; and the log-sum-exp in base 2, if known.
+    """Compute a whole prompt's attention with torch. Also return the log-sum-exp to base 2, if it is known.
 
     Returns:
         the output, and for each row the logarithm in base 2 of its sum of exponentials.
@@ -50,7 +50,7 @@ def causal(
 
 
 def gives_sums(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> bool:
-    """Whether `causal` gives the log-sum-exp, too, from a kernel that is faster than ours."""
+    """Return whether `causal` also gives the log-sum-exp, from a kernel that is faster than kvkeep's."""
     kind = _kind(query, keys, values, scaling)
     return kind == SDPBackend.CUDNN_ATTENTION.value and _is_right(kind, query.device, query.dtype)
 
@@ -61,7 +61,7 @@ def _plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tenso
 
 
 def _kind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> int | None:
-    """The kernel that torch would take, if it is one of those that know the log-sum-exp."""
+    """Return the kernel that torch would choose; ``None`` if that kernel does not give the log-sum-exp."""
     choice = getattr(torch, "_fused_sdp_choice", None)
     if choice is None or not query.is_cuda:
         return None
@@ -92,7 +92,7 @@ _CALLS: dict[int, Callable[[Tensor, Tensor, Tensor, float], tuple[Any, Any]]] = 
 
 @functools.cache
 def _is_right(kind: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel's log-sum-exp is that of the definition, in natural logarithms; the host waits, once."""
+    """Check once whether a kernel's log-sum-exp is right and in natural logarithms. The host waits for it."""
     with torch.inference_mode(), torch.random.fork_rng([]):
         generator = torch.Generator().manual_seed(0)
         query, keys, values = (
@@ -126,7 +126,7 @@ def attend(
     options: AttentionOptions,
     output: Output = "auto",
 ) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """`Backend.attend`; ``None`` if no kernel can do it, see `unknown`.
+    """Run `Backend.attend` for a prefill; ``None`` if no kernel can do it, see `unknown`.
 
     ``output`` says who computes the output. ``triton``: our kernel. ``torch``: torch's attention where it can, for a
     whole prompt without padding, soft cap, sinks and window. ``auto``: torch's where it can, the prompt is long and few
@@ -150,7 +150,7 @@ def attend(
 
 
 def unknown(query: Tensor, slots: Slots, statistic: Statistic, options: AttentionOptions) -> str | None:
-    """The reason why the kernels cannot do it; ``None`` if they can."""
+    """Return why the kernels cannot compute this attention; ``None`` if they can."""
     if options.top is not None:
         return "attention to the largest probabilities only"
     if type(statistic) not in (Nothing, Low, LowRows, Mass, MassAndLast):
@@ -163,7 +163,7 @@ def unknown(query: Tensor, slots: Slots, statistic: Statistic, options: Attentio
 
 
 def _sums(work: Prefill, statistic: Statistic, lse: Tensor | None) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """The fields of the statistic; ``lse`` is the log-sum-exp of all rows under the model's softmax, if known."""
+    """Compute the statistic's fields; ``lse`` is the log-sum-exp of all rows under the model's softmax, if known."""
     if isinstance(statistic, Nothing):
         return {}
     queries = work.query_positions
@@ -188,7 +188,7 @@ def _sums(work: Prefill, statistic: Statistic, lse: Tensor | None) -> dict[str, 
 
 
 def _gain(statistic: Mass, queries: Int[Tensor, "B T"]) -> Float[Tensor, " B"] | None:
-    """One factor per row of the batch; ``None`` for the model's own softmax."""
+    """Return one factor on the logits per row of the batch; ``None`` for the model's own softmax."""
     if isinstance(statistic.gain, float) and statistic.gain == 1.0:
         return None
     return torch.as_tensor(statistic.gain, dtype=torch.float32, device=queries.device).expand(len(queries)).contiguous()
@@ -197,14 +197,14 @@ def _gain(statistic: Mass, queries: Int[Tensor, "B T"]) -> Float[Tensor, " B"] |
 def _rows(
     work: Prefill, statistic: LowRows, lse: Tensor, *, shares: Float[Tensor, "B #Hk T"]
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """The fields, each from its own rows. A word is a sum of different bits, which is exact in any order."""
+    """Compute the fields, each from its own rows. A word sums different bits, so any order of the sum is exact."""
     weights = statistic.weights(statistic.selects(work.query_positions), work.query_positions)
     found = {name: work.columns(lse, rows, bounds_of(rows != 0), shares=shares) for name, rows in weights.items()}
     return {name: sums[0] if name in ("mass", "due") else sums[1] for name, sums in found.items()}
 
 
 def bounds_of(selected: Bool[Tensor, "B T"]) -> Int[Tensor, "B 2"]:
-    """The first of the counted rows and the one after the last; ``(T, 0)`` if none counts."""
+    """Return the first of the counted rows and the one after the last; ``(T, 0)`` if none counts."""
     T = selected.shape[1]
     rows = torch.arange(T, dtype=torch.int32, device=selected.device)
     first = torch.where(selected, rows, T).amin(dim=1)
@@ -235,7 +235,7 @@ class Prefill:
     fresh: bool = False
 
     def prefers_torch(self, statistic: Statistic) -> bool:
-        """Whether torch's attention is likely to be faster, with what the report needs on top."""
+        """Return whether torch's attention is likely faster, including the extra work for the report."""
         T, rows = self.query.shape[2], 0 if isinstance(statistic, Nothing) else statistic.rows
         few = isinstance(rows, int) and 0 <= rows * TORCH_SHARE <= T
         if T < TORCH_ROWS or not self.query.is_cuda or not self._flashes():
@@ -244,11 +244,11 @@ class Prefill:
         return (few or sums) and self.fits_torch()
 
     def _flashes(self) -> bool:
-        """Whether torch has flash attention for it; otherwise torch would make the whole matrix of probabilities."""
+        """Return whether torch has flash attention for this prompt; else it would build the whole matrix."""
         return self.query.dtype in (torch.bfloat16, torch.float16) and self.query.shape[-1] == self.values.shape[-1]
 
     def fits_torch(self) -> bool:
-        """Whether columns are positions, as the only mask that torch's attention has is causal over columns."""
+        """Return whether torch can mask this prompt: its mask is causal over columns, which must be positions."""
         plain = self.options.window is None and self.options.softcap is None and self.options.sinks is None
         if not plain or self.query.shape[2] != self.keys.shape[2]:
             return False
@@ -265,7 +265,7 @@ class Prefill:
         return out, lse
 
     def log_sum_exp(self, bounds: Int[Tensor, "B 2"], gain: Float[Tensor, " B"] | None) -> Float[Tensor, "B Hq T"]:
-        """Log-sum-exp of the rows within bounds, infinite elsewhere; with a gain, the sinks are left out."""
+        """Compute the log-sum-exp of the rows within bounds, infinity elsewhere. With a gain, sinks are left out."""
         lse = torch.full(self.query.shape[:3], torch.inf, dtype=torch.float32, device=self.query.device)
         self._run_forward(None, lse, sinks=self.options.sinks if gain is None else None, gain=gain, bounds=bounds)
         return lse
@@ -303,7 +303,7 @@ class Prefill:
         return sums[0] if splits == 1 else sums.sum(dim=0)
 
     def visible(self) -> Int[Tensor, "B #Hk T"]:
-        """The number of keys that each row sees, sliding windows aside."""
+        """Count the keys that each query row sees, sliding windows aside."""
         ordered = self.key_positions.sort(dim=-1).values.long()
         rows = self.query_positions[:, None].expand(-1, ordered.shape[1], -1).long().contiguous()
         return torch.searchsorted(ordered, rows, right=True) - (ordered < 0).sum(dim=-1, keepdim=True)
@@ -337,7 +337,7 @@ class Prefill:
             )
 
     def _shapes(self, tile: launch.Tile, **more: int) -> dict[str, Any]:
-        """Arguments that the kernels are compiled for."""
+        """Return the arguments that the kernels are compiled for."""
         return {
             "G": self.query.shape[1] // self.keys.shape[1],
             "D": self.query.shape[-1],
@@ -353,7 +353,7 @@ class Prefill:
         }
 
     def _factors(self) -> tuple[float, float]:
-        """``inner`` and ``outer`` of `prefill.logits`."""
+        """Return ``inner`` and ``outer`` of `prefill.logits`."""
         scaling, cap = self.options.scaling, self.options.softcap
         return (scaling * LOG2E, 1.0) if cap is None else (scaling / cap, cap * LOG2E)
 
@@ -367,7 +367,7 @@ class Prefill:
         return (found + self.keys.shape[2] - self.query.shape[2]).to(torch.int32)
 
     def _oldest(self, rows: int) -> Int[Tensor, "B tiles"]:
-        """The first position in each tile of rows; beyond all positions if it has none."""
+        """Return the first position in each tile of rows; a tile without one gets a number above all positions."""
         q, T = self.query_positions, self.query_positions.shape[1]
         padded = pad(q.masked_fill(q < 0, 2**31 - 1), (0, -T % rows), value=2**31 - 1)
         return padded.view(len(q), -1, rows).amin(dim=-1)
@@ -382,10 +382,10 @@ class Prefill:
 
 
 def _rising(queries: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Positions that never fall: padding repeats the row before it."""
+    """Return positions that never fall: a padded query repeats the position of the query before it."""
     return queries.long().cummax(dim=1).values.contiguous()
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or another one for an argument that the kernel does not read."""
+    """Return the tensor, or another one as a stand-in for an argument that the kernel does not read."""
     return other if tensor is None else tensor

@@ -16,7 +16,7 @@ def vectors(
     numbers, scales, slot, slot_stride, scale_stride, d, shown, like,
     D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The vectors of some slots, in the dtype of `like`: ``(TILE, BLOCK_D)``, with 0 where `shown` is false.
+    """Load the vectors of some slots in the dtype of `like`: ``(TILE, BLOCK_D)``, 0 where `shown` is false.
 
     With 16 `BITS` the numbers are the vectors. Codes are multiplied with their scales in float32, and rounded.
     """
@@ -36,7 +36,7 @@ def vectors(
 @triton.jit
 @no_type_check
 def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """The codes of all channels, ``(TILE, BLOCK_D)``. Each byte is read once where groups fill the block."""
+    """Load the quantized channels, ``(TILE, BLOCK_D)``. Each byte is read once where groups fill the block."""
     BLOCK: tl.constexpr = d.shape[0]
     TILE: tl.constexpr = shown.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
@@ -58,7 +58,7 @@ def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl
 @triton.jit
 @no_type_check
 def spread(scales, d, shown, D: tl.constexpr, GROUP: tl.constexpr):
-    """The scale of every channel, ``(TILE, BLOCK_D)``, in float32. Where groups fill the block, each is read once."""
+    """Load each channel's scale, ``(TILE, BLOCK_D)`` in float32. Each is read once where groups fill the block."""
     BLOCK: tl.constexpr = d.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
     TILE: tl.constexpr = shown.shape[0]
@@ -142,7 +142,7 @@ def coded(
 @triton.jit
 @no_type_check
 def rounded(x, by, whole, most: tl.constexpr):
-    """``x / by`` as whole numbers of at most `most`, ties to even."""
+    """Return ``x / by`` rounded to whole numbers (ties to even), limited to ±`most`."""
     quotient = tl.div_rn(tl.where(whole, x, 0.0), tl.where(by > 0.0, by, 1.0))
     quotient = tl.minimum(tl.maximum(quotient, -most), most)
     return ((quotient + 12582912.0) - 12582912.0).to(tl.int32)

@@ -21,7 +21,7 @@ LAST = tl.constexpr(2**31 - 1)
 @triton.jit
 @no_type_check
 def free_slot(positions, S, SCAN: tl.constexpr):
-    """The first slot with the smallest position."""
+    """Return the first slot with the smallest position."""
     best = tl.full((SCAN,), LAST, tl.int32)
     slot = tl.full((SCAN,), LAST, tl.int32)
     for begin in range(0, S, SCAN):
@@ -35,7 +35,7 @@ def free_slot(positions, S, SCAN: tl.constexpr):
 @triton.jit
 @no_type_check
 def shielded(score, position, recent_from, sinks):
-    """`kvkeep.kv.ranking.protect`."""
+    """Compute `kvkeep.kv.ranking.protect` in a kernel."""
     score = tl.where(score != score, float("-inf"), tl.where(score == float("inf"), 3.4028234663852886e38, score))
     return tl.where((position >= recent_from) | (position < sinks), float("inf"), score)
 
@@ -43,7 +43,7 @@ def shielded(score, position, recent_from, sinks):
 @triton.jit
 @no_type_check
 def unexpired(position, age, window, SLIDES: tl.constexpr):
-    """`kvkeep.kv.ranking.expire`, if the layer has a window."""
+    """Compute `kvkeep.kv.ranking.expire` in a kernel, if the layer has a window."""
     return tl.where(position <= age - window, -1, position) if SLIDES else position
 
 
@@ -67,7 +67,7 @@ def first(best, position, slot):
 @triton.jit
 @no_type_check
 def number(one, each, row, column, EACH: tl.constexpr):
-    """`one`, a number for all; with `EACH` an entry of the table `each`."""
+    """Return the number `one`, which holds for all; with `EACH`, load an entry of the table `each` instead."""
     if EACH:
         one = tl.load(each + row * column).to(tl.int32)
     return one

@@ -128,15 +128,15 @@ class Arguments:
         return cls(**read)
 
     def protocol(self) -> dict[str, str]:
-        """The arguments of the protocol."""
+        """Return the arguments of the evaluation protocol."""
         return {name: getattr(self, name) for name in ("question", "examples", "question_mark", "examples_mark")}
 
     def described(self) -> dict[str, Any]:
-        """The arguments, for results."""
+        """Return the arguments as results record them."""
         return {f"kvkeep_{key}": value for key, value in asdict(self).items() if key != "pretrained"}
 
     def in_windows(self, bounded: BoundedModel) -> BoundedModel:
-        """The same memory for rolling log-likelihoods."""
+        """Return the same bounded model for rolling log-likelihoods."""
         return replace(bounded, stride=self.window_stride)
 
     @staticmethod
@@ -174,7 +174,7 @@ def bounded_of(asked: Arguments) -> BoundedModel:
 
 
 def budget_of(text: str) -> RequestedBudget:
-    """A budget in tokens, or in percent of each text.
+    """Read a budget in tokens, or in percent of each text.
 
     Raises:
         BudgetError: it is out of range.
@@ -191,7 +191,7 @@ def budget_of(text: str) -> RequestedBudget:
 
 
 def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[tuple[str, ...], SamplingParams]:
-    """The texts that end an answer, and how its tokens are chosen, from a task's ``generation_kwargs``.
+    """Read a task's ``generation_kwargs``: the texts that end an answer, and how its tokens are sampled.
 
     Raises:
         InputError: an option is out of range.

@@ -59,18 +59,18 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Return the id of the token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
+        """Return the id of the token that is put before a text without a context."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a text; longer ones lose their beginning, as in lm-eval's own model types."""
+        """Return the most tokens that a text may have. Longer texts lose their beginning, as usual in lm-eval."""
         return self._asked.max_length or self._checkpoint.trained_length or 2048
 
     @property
@@ -80,23 +80,23 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """The name under which lm-eval caches requests."""
+        """Return the name under which lm-eval caches requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     @property
     def batch_size(self) -> int:
-        """Contexts that are read at once, and rows of the engine."""
+        """Return the number of contexts that are read at once, which is also the number of rows of the engine."""
         return self._bounded.rows
 
     def get_model_info(self) -> dict[str, Any]:
-        """The protocol and everything else that makes results comparable; lm-eval writes it into every result."""
+        """Return the protocol and all else that makes results comparable; lm-eval writes it into every result."""
         about = {"kvkeep": __version__, "model_sha": fingerprint(self._writer), "model_dtype": self._writer.dtype}
         return {**about, "protocol": str(self._protocol), **self._asked.described()}
 
     # -- texts and tokens
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text; without a second begin token if the text has one."""
+        """Encode a text as token ids; without a second begin token if the text has one."""
         begin = str(self.tokenizer.decode(self.prefix_token_id))
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
@@ -104,7 +104,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return list(self.tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation in the tokenizer's chat template."""
+        """Render a conversation in the tokenizer's chat template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -123,7 +123,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return self._scored(self._bounded, pairs, [request[0] for request in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, window by window. Each window is fed in pieces of ``window_stride``."""
+        """Compute the log-likelihood of whole texts, window by window, in pieces of ``window_stride`` tokens."""
         windows = [self._windows(request.args[0]) for request in requests]
         pieces = self._asked.in_windows(self._bounded)
         found = iter(self._scored(pieces, list(itertools.chain(*windows)), None, disable_tqdm))
@@ -133,7 +133,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts that follow prompts, generated in continuous batches."""
+        """Generate the texts that follow prompts, in continuous batches."""
         if not requests:
             return []
         wishes = [self._wish(*request.args) for request in requests]
@@ -151,14 +151,14 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     # -- the way there
 
     def _pair(self, texts: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> ContextPair:
-        """A request in which the beginning of a context that is too long is left out."""
+        """Return a request; the beginning of a context that is too long is left out."""
         room = self.max_length + 1 - len(continuation)
         self._asked.check_room(room, len(continuation), self.max_length)
         prompt, first, length = self._cut(texts[0], context, room)
         return ContextPair(prompt, tuple(continuation), first, length)
 
     def _cut(self, text: str, ids: Sequence[int], room: int) -> tuple[tuple[int, ...], int, int]:
-        """The last tokens of a prompt, how many of them are read first, and how many a budget refers to."""
+        """Return a prompt's last tokens, how many are read before the eviction, and how many a budget refers to."""
         lost = max(0, len(ids) - room)
         kept = tuple(ids[lost:])
         if self._protocol.inside:

@@ -49,7 +49,7 @@ class Rule(Protocol):
     """How many tokens are kept of a text, such as `kvkeep.evals.grid.RequestedBudget`."""
 
     def of(self, length: int) -> int:
-        """The budget for a text of a length."""
+        """Return the budget for a text of this length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class BoundedModel:
     on_memory: Callable[[MemoryUsage], object] = lambda memory: None
 
     def tokens(self, length: int, most: int) -> int:
-        """The budget in tokens for a text of a length; ``most`` if nothing is evicted."""
+        """Return the budget in tokens for a text of this length; ``most`` if nothing is evicted."""
         return self.budget.of(length) if self.policy.evicts else most
 
 
@@ -96,7 +96,7 @@ def scores(bounded: BoundedModel, pairs: Sequence[ContextPair]) -> Iterator[tupl
 
 
 def _grouped(pairs: Sequence[ContextPair]) -> list[_Group]:
-    """Pairs with the same context, the longest first."""
+    """Group pairs with the same context, the longest context first."""
     groups: dict[tuple[tuple[int, ...], int, int], _Group] = {}
     for place, pair in enumerate(pairs):
         key = (pair.context, pair.first, pair.length)
@@ -105,7 +105,7 @@ def _grouped(pairs: Sequence[ContextPair]) -> list[_Group]:
 
 
 def _batches(groups: Sequence[_Group], rows: int) -> Iterator[list[_Group]]:
-    """Contexts for one batch; all of them have tokens after the cut, or none."""
+    """Yield the contexts of each batch; either all of them have tokens after the eviction, or none has."""
     for whole in (False, True):
         part = [group for group in groups if (group.first == len(group.context)) is whole]
         while part:
@@ -165,7 +165,7 @@ def _follow(
 def _pieces(
     rows: Sequence[tuple[int, ...]], stride: int
 ) -> Iterator[tuple[int, Int[Tensor, "B n"], Bool[Tensor, "B n"], list[tuple[int, ...]]]]:
-    """The tokens of continuations without their last ones, in pieces, with the tokens that follow each."""
+    """Yield the continuations without their last tokens in pieces, with the tokens that follow each."""
     longest = max(map(len, rows))
     for start in range(0, max(1, longest - 1), stride):
         fed = [row[start : min(start + stride, len(row) - 1)] for row in rows]
@@ -237,7 +237,7 @@ def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterat
 
 
 def _request(engine: Engine, number: int, wish: GenerationPrompt, budget: int) -> Request:
-    """The request that continues a prompt's memory. Its first part is read, and cut, when a row is free for it."""
+    """Return the request that continues a prompt's snapshot; its prefix is read once a row is free for it."""
     options: dict[str, Any] = {"stop": wish.until, "sampling": wish.sampling, "sequence": number}
     if not 0 < wish.first < len(wish.ids):
         return Request(prompt=wish.ids, budget=budget, **options)
@@ -286,17 +286,17 @@ class EvaluationProtocol:
 
     @property
     def inside(self) -> bool:
-        """Whether the whole prompt is read before the cut."""
+        """Return whether the whole prompt is read before the eviction."""
         return self.question == self.examples == "inside"
 
     def place(self, prompt: str) -> int:
-        """The number of characters of a prompt that are read and cut before the rest follows; 0 without a mark."""
+        """Count the characters of a prompt that are read and evicted before the rest follows; 0 without a mark."""
         if self.question == "later":
             return max(0, prompt.rfind(self.question_mark))
         return max(0, prompt.rfind(self.examples_mark))
 
     def first(self, prompt: str, ids: Sequence[int], encode: Encode) -> int:
-        """The number of tokens of a prompt that are read and cut before the rest follows; 0 without a mark.
+        """Count the tokens of a prompt that are read and evicted before the rest follows; 0 without a mark.
 
         Args:
             prompt: the text.
@@ -310,7 +310,7 @@ class EvaluationProtocol:
         return min(same, len(ids) - 1)
 
     def no_cut(self, prompt: str, lost: int) -> InputError:
-        """The error about a prompt without a text that could be cut before its question."""
+        """Return the error about a prompt without a text before its question, from which tokens could be evicted."""
         name = "question_mark" if self.question == "later" else "examples_mark"
         mark = getattr(self, name)
         if lost and self.place(prompt):

@@ -47,11 +47,11 @@ class Recipe:
     figures: Mapping[str, tuple[float, ...]]
 
     def options(self, *, quick: bool) -> dict[str, str]:
-        """The options of its run, or of its quick one."""
+        """Return the options of the recipe's full run, or of its quick one."""
         return {**self.run, **(self.quick if quick else {})}
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
-        """What keeps our figures apart from the paper's."""
+        """Tell how our figures differ from the paper's in how they were measured."""
         models = ", ".join(dict.fromkeys(str(row.get("model", "unknown")) for row in rows))
         about = [f"{self.source}; measured on {self.model}, ours on {models}.", *self.apart]
         counts = [int(row["score"]["n"]) for row in of_task(rows, self.run["tasks"])]
@@ -60,7 +60,7 @@ class Recipe:
         return about
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """The paper's figures, ours, and the differences; a dash where the folder has no such row."""
+        """Tabulate the paper's figures, ours, and the differences; a dash where the folder has no such row."""
         own = of_task(rows, self.run["tasks"])
         title = f"{self.title} (paper | ours | difference)"
         cells = {
@@ -74,13 +74,13 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """All recipes."""
+    """Return the names of all recipes."""
     files = (entry.name for entry in resources.files(_FOLDER).iterdir())
     return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name.
+    """Load the recipe of this name.
 
     Raises:
         InputError: there is no such recipe.
@@ -105,14 +105,14 @@ def find(name: str) -> Recipe:
 
 
 def read_line(line: str) -> tuple[str, str, str | None]:
-    """The policy, the setup and the budget of a line of figures; ``None`` for the first budget that was run."""
+    """Return the policy, setup and budget that a line of figures names; ``None``: the first budget that was run."""
     name, _, budget = line.partition(" at ")
     ((policy, bits),) = split_arms(name)
     return spec(policy), f"kv-bits={bits}" if check_bits(bits) else "", budget or None
 
 
 def _ours(rows: Sequence[Row], line: str, parts: tuple[str, ...]) -> float | None:
-    """The mean score of a line over the cases of some parts, in percent; all seeds together."""
+    """Average the scores of a line over the cases of some parts, in percent, with all seeds together."""
     wanted, setup, budget = read_line(line)
     own = [row for row in rows if row["policy"] == wanted and row.get("setup", "") == setup]
     if budget is not None:

@@ -30,7 +30,7 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
 
 
 def find(names: str) -> list[type[Task]]:
-    """The tasks of a comma-separated list.
+    """Return the tasks of a comma-separated list.
 
     Raises:
         InputError: the list is empty, or names an unknown task.

@@ -76,13 +76,13 @@ class Agreement(Task):
         return {"text": self.text, "prompts": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
-        """One case, named by the lengths of prompt and continuation."""
+        """Return the only case, named by the lengths of prompt and continuation."""
         rows, length = self.ids.shape
         return {f"prompt={length},new={self.new}": [length] * rows}
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of the continuation."""
+        """Return the number of tokens of the continuation."""
         return self.new
 
     def prepare(self, writer: Writer) -> None:
@@ -121,7 +121,7 @@ class Agreement(Task):
         return batches([self.ids.shape[1]] * len(self.ids))
 
     def _steps(self) -> Int[Tensor, " n"]:
-        """The part of the continuation of each comparison, batch after batch and step after step."""
+        """Return the part of the continuation that each comparison falls into, by batch and then by step."""
         steps = [torch.arange(self.new).repeat_interleave(len(r.tokens)) for r in self.references]
         return torch.cat(steps) * _PARTS // self.new
 

@@ -48,12 +48,12 @@ class Choice:
 
     @property
     def solved(self) -> str:
-        """The question with its answer, as an example."""
+        """Return the question with its answer, as a solved example."""
         return self.contexts[self.right] + self.choices[self.right]
 
 
 def questions(name: str, data: str | None) -> list[Choice]:
-    """All questions of a data set.
+    """Read all questions of a data set.
 
     Args:
         name: the data set, one of `NAMES`.
@@ -68,7 +68,7 @@ def questions(name: str, data: str | None) -> list[Choice]:
 
 
 def _adapted(name: str, row: Mapping[str, str]) -> Choice:
-    """An entry of LLM-Adapters: question and choices stand in one text."""
+    """Read an entry of LLM-Adapters, where question and choices are one text."""
     if name == "mathqa":
         question, _, options = row["instruction"].rpartition("The options:")
         return _mathqa({"Problem": question, "options": options, "correct": row["answer"]})
@@ -84,13 +84,13 @@ def _adapted(name: str, row: Mapping[str, str]) -> Choice:
 
 
 def _asked(name: str, question: str, choices: list[str], right: int) -> Choice:
-    """lm-eval's wording: OpenBookQA continues the question, the others answer it."""
+    """Build a question in lm-eval's wording: OpenBookQA's choices continue the question, others answer it."""
     context = question if name == "openbookqa" else f"Question: {question}\nAnswer:"
     return Choice((context,) * len(choices), tuple(f" {choice}" for choice in choices), right)
 
 
 def _filled(sentence: str, options: list[str], right: int) -> Choice:
-    """WinoGrande: the same end of a sentence after each option."""
+    """Build a question of WinoGrande: the same end of the sentence follows each option."""
     before, blank, after = sentence.partition("_")
     if not blank:
         raise ValueError("the sentence has no blank")
@@ -108,7 +108,7 @@ def _copa(row: Mapping[str, Any]) -> Choice:
 
 
 def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
-    """ARC and OpenBookQA: each choice is an object with label and text, or labels and texts are two lists (the hub)."""
+    """Return a reader of ARC or OpenBookQA: each choice is an object, or labels and texts are two lists (the hub)."""
 
     def read(row: Mapping[str, Any]) -> Choice:
         if isinstance(asked := row.get("question"), Mapping):
@@ -134,7 +134,7 @@ def _winogrande(row: Mapping[str, Any]) -> Choice:
 
 
 def _mathqa(row: Mapping[str, Any]) -> Choice:
-    """The options stand in one text, as in ``a ) 38 , b ) 27 , c ) 30``, or as a list of such texts."""
+    """Read an entry of MathQA. Its options are one text, as in ``a ) 38 , b ) 27``, or a list of such texts."""
     options, question = _OPTION.split(text(row, "options")), row["Problem"].strip()
     letters, choices = options[1::2], [part.strip(" ,[]'\"") for part in options[2::2]]
     if not question or not all(choices):
@@ -146,7 +146,7 @@ _RTE = ("premise", "hypothesis"), ("sentence1", "sentence2")
 
 
 def _rte(row: Mapping[str, Any]) -> Choice:
-    """An entry of GLUE (``sentence1``, 0 for entailment) or of SuperGLUE (``premise``, the label as a word)."""
+    """Read an entry of GLUE (``sentence1``, 0 for entailment) or of SuperGLUE (``premise``, the label as a word)."""
     said, asked = (text(row, name) for name in _RTE[0 if "premise" in row else 1])
     label = row["label"] if isinstance(row["label"], int) else _among(row["label"], ("entailment", "not_entailment"))
     context = f"{said.strip()}\nQuestion: {asked.strip()} True or False?\nAnswer:"
@@ -168,7 +168,7 @@ def _plain(text: str) -> str:
 
 
 def _texts(row: Mapping[str, Any], name: str) -> list[str]:
-    """A field that has to be a list of texts."""
+    """Return a field that has to be a list of texts."""
     if not isinstance(row[name], list):
         raise ValueError(f"{name!r} is {row[name]!r:.20}, no list")
     return [text({name: one}, name) for one in row[name]]
@@ -223,7 +223,7 @@ SOURCES: Mapping[str, Source] = {
 
 
 def known_in(data: str | None) -> list[str]:
-    """The data sets that are there."""
+    """Return the data sets that are available."""
     return [name for name in NAMES if datasets.has(data, SOURCES[name])]
 
 
@@ -282,17 +282,17 @@ class MultipleChoice(Task):
         return cls(options, asked, tuple(past_training(checkpoint, longest, cls.name)))
 
     def settings(self) -> dict[str, Any]:
-        """The number of questions, and a hash of the files."""
+        """Return the number of questions, and a hash of the files."""
         data = datasets.fingerprint(self.options.data, list(SOURCES.values()))
         return {"questions": self.options.limit or QUESTIONS, "data": data}
 
     def cases(self) -> dict[str, list[int]]:
-        """Each data set, with the length of every context, or of its examples if the question comes later."""
+        """Return each data set with the length of every context, or of its examples if the question comes later."""
         return {name: [pair.length for one in found for pair in one.pairs] for name, found in self.asked.items()}
 
     @property
     def new_tokens(self) -> int:
-        """Tokens after the cut of the longest context and choice."""
+        """Return the most tokens that a context and a choice have after the eviction."""
         return max(
             len(pair.context) - pair.first + len(pair.continuation)
             for found in self.asked.values()
@@ -322,7 +322,7 @@ class MultipleChoice(Task):
 
 
 def _all(checkpoint: Checkpoint, options: Options, name: str) -> list[_Asked]:
-    """The questions of a data set, each with examples of its own."""
+    """Return the questions of a data set, each with solved examples of its own."""
     found = questions(name, options.data)
     if len(found) <= options.shots:
         raise InputError(f"{name} has {len(found)} questions, too few for shots={options.shots} and one to ask.")

@@ -60,16 +60,16 @@ class Continuation(Task):
         return cls(ids, min(new, max(1, ids.shape[1] // 8)), texts.describe(options))
 
     def settings(self) -> dict[str, Any]:
-        """The source, and the number of texts."""
+        """Return the source and the number of the texts."""
         return {"text": self.text, "texts": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
-        """One case, named by the lengths of the texts and of what follows."""
+        """Return the only case, named by the lengths of the texts and of their continuations."""
         return {f"text={self._before},new={self.new}": [self._before] * len(self.ids)}
 
     @property
     def new_tokens(self) -> int:
-        """The tokens after the cut."""
+        """Return the number of tokens after the eviction."""
         return self.new + 1
 
     @property
@@ -97,7 +97,7 @@ class Continuation(Task):
 
 
 def _score(losses: Float[Tensor, "B new"]) -> dict[str, Any]:
-    """Perplexity over all tokens, and the mean loss of each text, by which policies are compared text by text."""
+    """Compute perplexity over all tokens, and each text's mean loss, by which policies are compared text by text."""
     mean = losses.double().mean().item()
     by_text = [round(loss, 6) for loss in losses.double().mean(dim=1).tolist()]
     return {"perplexity": math.exp(min(mean, 700.0)), "nll": mean, "n": losses.numel(), "nll_by_text": by_text}

@@ -39,7 +39,7 @@ class Conversation(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """A case for each context, with as many turns as facts; asked turns are spread evenly."""
+        """Make a case for each context, with as many turns as facts; asked turns are spread evenly."""
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         n, made = options.limit or cls.items, {}
         for length in dict.fromkeys(options.contexts):
@@ -91,7 +91,7 @@ def _maker(options: Options, number: int, depth: float) -> Any:
 
 
 def _edges(checkpoint: Checkpoint, prompt: ItemPrompt) -> list[int]:
-    """The number of tokens before each turn but the first, as far as they lie in the first part of a prompt."""
+    """Count the tokens before each turn except the first, as far as they lie in the prompt's first part."""
     found, text = [], ""
     for turn in prompt.item.text.split(_TURN)[1:]:
         text += f"{_TURN}{turn}"

@@ -24,7 +24,7 @@ _ORDER = 4
 
 
 def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n: int, about: str) -> list[Item]:
-    """Texts to continue, of at most ``length`` tokens with their continuation; each begins at another sentence."""
+    """Make texts to continue, each from another sentence; with the continuation they have ≤ ``length`` tokens."""
     items = []
     for number in range(n):
         seed = options.seed * n + number
@@ -51,7 +51,7 @@ class Diversity(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """A case for each context."""
+        """Make a case for each context."""
         about["text"] = describe(options)
         n, made = options.limit or cls.items, {}
         for length in dict.fromkeys(options.contexts):
@@ -64,7 +64,7 @@ class Diversity(QATask):
         return made
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Self-BLEU, and distinct-1 to distinct-3 over all continuations; null for a single one."""
+        """Compute self-BLEU, and distinct-1 to distinct-3 over all continuations; no self-BLEU for a single one."""
         words = [grading.tokens_of(text) for text in texts]
         found: dict[str, Any] = {f"distinct_{n}": grading.distinct(words, n) for n in (1, 2, 3)}
         return {**found, "self_bleu": grading.self_bleu(words, _ORDER) if len(words) > 1 else None}

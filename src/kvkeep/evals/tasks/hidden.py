@@ -26,7 +26,7 @@ _Maker = Callable[[random.Random, float, int], Item]
 def _cases(
     checkpoint: Checkpoint, options: Options, task: type[QATask], make: _Maker, least: int
 ) -> dict[str, TaskCase]:
-    """A case for each context, with items at depths in turn."""
+    """Make a case for each context, with items whose depths take turns."""
     made = {}
     for length in dict.fromkeys(options.contexts):
         n = options.limit or task.items
@@ -60,7 +60,7 @@ class Needle(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """A case for each context."""
+        """Make a case for each context."""
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         haystack = Haystack(options.text, options.seed)
 
@@ -91,7 +91,7 @@ class Passkey(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """A case for each context."""
+        """Make a case for each context."""
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:
@@ -122,7 +122,7 @@ class KeyValue(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """A case for each context."""
+        """Make a case for each context."""
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:

@@ -39,7 +39,7 @@ class LongGeneration(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """A case for each context."""
+        """Make a case for each context."""
         about["text"] = describe(options)
         made = {}
         for length in dict.fromkeys(options.contexts):
@@ -58,11 +58,11 @@ class LongGeneration(QATask):
             self.references[name] = [text for batch in done for text in batch.texts]
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
-        """ROUGE-L of each continuation with the full cache's; two empty ones are equal."""
+        """Compute ROUGE-L of each continuation with the full cache's; two empty texts count as equal."""
         return [float(a == b) or grading.rouge_l(a, b) for a, b in zip(texts, self.references[case], strict=True)]
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """The share of words before the first difference, of equal texts, and the ratio of lengths."""
+        """Compute the share of words before the first difference, the share of equal texts, and the length ratio."""
         pairs = [(a.split(), b.split()) for a, b in zip(texts, self.references[case], strict=True)]
         n = len(pairs)
         return {
@@ -74,6 +74,6 @@ class LongGeneration(QATask):
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """The number of equal words before the first difference."""
+    """Count the equal words before the first difference."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

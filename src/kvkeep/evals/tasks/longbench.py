@@ -32,13 +32,13 @@ _METRICS: Mapping[str, Callable[[str, str], float]] = {
 
 @cache
 def described() -> dict[str, dict[str, Any]]:
-    """The tasks: wording, reply length and metric of each."""
+    """Read the tasks of LongBench: wording, reply length and metric of each."""
     text = (resources.files("kvkeep.evals.tasks") / "longbench.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def source(name: str) -> Source:
-    """The file of a task. The hub has the authors' files in an archive only; copies in tables have other fields."""
+    """Return the file of a task. The hub has the original only in an archive; copies in tables have other fields."""
     return Source((f"{name}.jsonl",), "LongBench (THUDM/LongBench, data.zip): a JSON object per line", name, None)
 
 
@@ -54,7 +54,7 @@ class LongBench(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """A case for each task, by default for each whose file is there.
+        """Make a case for each chosen task, by default for each whose file is there.
 
         Raises:
             InputError: a file is missing, or a line has another format or no answer.
@@ -80,7 +80,7 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
 
 
 def read(name: str, data: str | None) -> list[Item]:
-    """All items of a task.
+    """Read all items of a task.
 
     Raises:
         InputError: its file is missing, or a line has another format or no answer that a reply can be graded by.
@@ -111,7 +111,7 @@ def _some(answers: list[Any]) -> list[Any]:
 
 
 def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
-    """An answer that a reply can be graded by."""
+    """Return an answer, or raise a `ValueError` if no reply can be graded by it."""
     said = datasets.text({"answers": answer}, "answers")
     if metric == "retrieval" and not re.search(r"Paragraph \d", said):
         raise ValueError(f"its answer {said!r:.30} names no paragraph, as in 'Paragraph 7'")
@@ -123,7 +123,7 @@ def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
 
 
 def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:
-    """An item of at most ``room`` tokens; the middle of a text that is too long is left out."""
+    """Shorten an item to at most ``room`` tokens; the middle of a text that is too long is left out."""
     if (size := len(tokens_of(checkpoint, item))) <= room:
         return item
     ids = checkpoint.tokenizer.encode(item.text, add_special_tokens=False)
@@ -144,7 +144,7 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
 
 
 def grade(task: Mapping[str, Any], item: Item, reply: str) -> float:
-    """The grade of a reply by a task's metric, for the best of its answers."""
+    """Grade a reply by a task's metric, for the best of its answers."""
     if task.get("first_line"):
         reply = reply.lstrip("\n").split("\n")[0]
     if task["metric"] == "classification":

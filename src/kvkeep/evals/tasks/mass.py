@@ -69,16 +69,16 @@ class RetainedMass(Task):
         return cls(ids, max(1, ids.shape[1] * ROWS // (PROMPT + ROWS)), texts.describe(options))
 
     def settings(self) -> dict[str, Any]:
-        """The source of the texts, and their number."""
+        """Return the source and the number of the texts."""
         return {"text": self.text, "texts": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
-        """One case: the prompt and the measured rows."""
+        """Return the only case, named by the length of the prompt and the number of measured rows."""
         return {f"prompt={self._prompt},rows={self.rows}": [self._prompt] * len(self.ids)}
 
     @property
     def new_tokens(self) -> int:
-        """The measured rows."""
+        """Return the number of measured rows."""
         return self.rows
 
     @property

@@ -62,18 +62,18 @@ class Perplexity(Task):
         return {"text": self.text, "windows": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
-        """One case, named by window and stride."""
+        """Return the only case, named by window and stride."""
         rows, length = self.ids.shape
         return {f"window={length},stride={self.stride}": [length] * rows}
 
     @property
     def new_tokens(self) -> int:
-        """None: nothing follows a window."""
+        """Return 0, since no token follows a window."""
         return 0
 
     @property
     def notes(self) -> list[str]:
-        """A note about windows longer than the model was trained for."""
+        """Return the notes about windows longer than the model was trained for."""
         return list(self.notes_)
 
     def run(
@@ -99,7 +99,7 @@ def feed_in_pieces(drive: Drive, ids: Int[Tensor, "B T"], stride: int) -> Float[
 
 
 def _score(losses: Float[Tensor, "B n"]) -> dict[str, Any]:
-    """Perplexity of all tokens, and the mean loss by the position of the predicted token."""
+    """Compute the perplexity of all tokens, and the mean loss by the position of the predicted token."""
     mean = losses.double().mean().item()
     buckets = [
         {"from": start, "to": stop, "n": part.numel(), "nll": part.double().mean().item()}

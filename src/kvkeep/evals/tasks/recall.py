@@ -66,7 +66,7 @@ class Prompted:
 
 
 def wording_of(checkpoint: Checkpoint) -> Wording:
-    """How to ask a model: in the embedded model's chat if it has that template, else as its tokenizer allows."""
+    """Choose how to ask a model: in the embedded model's chat, by instruction, or as plain text."""
     template = checkpoint.tokenizer.chat_template
     if template is None:
         return "plain"
@@ -77,7 +77,7 @@ def wording_of(checkpoint: Checkpoint) -> Wording:
 def ask(
     checkpoint: Checkpoint, options: Options, context: int, n: int, *, documents: int = LEAST_DOCUMENTS
 ) -> list[Prompted]:
-    """``n`` questions, text by text, with prompts of about ``context`` tokens and never more.
+    """Make ``n`` questions, text by text, with prompts of about ``context`` tokens and never more.
 
     A text is asked about all its facts, or about fewer if ``n`` questions would come from fewer than ``documents``
     texts.
@@ -99,7 +99,7 @@ def ask(
 
 
 def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, each: int) -> list[Prompted]:
-    """The questions about one text."""
+    """Make the questions about one text."""
     wording = wording_of(checkpoint)
     made = document(
         options.seed * 1_000_003 + number,
@@ -122,7 +122,7 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
 
 
 def right(wording: Wording, asked: Question, reply: str) -> bool:
-    """Whether a reply answers the question.
+    """Return whether a reply answers the question.
 
     The embedded model has to give exactly the answer. For other models the first line counts: it has to contain the
     answer, and no other value that the text gives for such a thing.
@@ -136,7 +136,7 @@ def right(wording: Wording, asked: Question, reply: str) -> bool:
 
 
 def ending_of(asked: Question) -> str:
-    """The question itself, without the text before it."""
+    """Return the question itself, without the text before it."""
     fact = asked.facts[-1]
     return next(said for template in fact.kind.questions if asked.prompt.endswith(said := fact.say(template)))
 
@@ -155,13 +155,13 @@ def _text_tokens(
 
 
 def _shared(one: Int[torch.Tensor, " n"], two: Int[torch.Tensor, " m"]) -> int:
-    """The length of the common beginning of two prompts, which part before their ends."""
+    """Return the length of the common beginning of two prompts, which must differ before their ends."""
     size = min(len(one), len(two))
     return int((one[:size] != two[:size]).nonzero()[0])
 
 
 def encoded(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
-    """The prompt of a text and a question."""
+    """Encode the prompt of a text and a question."""
     if wording == "embedded":
         return encode(checkpoint, f"{text} {ending}")[0]
     if wording == "instruction":
@@ -223,12 +223,12 @@ class Recall(Task):
         }
 
     def cases(self) -> dict[str, list[int]]:
-        """Each context, with the lengths of its prompts, or of its texts if questions are asked later."""
+        """Return each context with the lengths of its prompts, or of its texts if questions are asked later."""
         return {case: [self._length(asked) for asked in questions] for case, questions in self.questions.items()}
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of the longest reply, and of the longest question if it is asked later."""
+        """Return the length of the longest reply, plus that of the longest question if it is asked later."""
         questions = [asked for part in self.questions.values() for asked in part]
         return NEW_TOKENS[self.wording] + max(len(asked.ids) - self._length(asked) for asked in questions)
 
@@ -249,7 +249,7 @@ class Recall(Task):
         return TaskOutcome(score, sum((batch.memory for batch in done), MemoryUsage()))
 
     def _length(self, asked: Prompted) -> int:
-        """The number of tokens that a budget in percent refers to."""
+        """Return the number of tokens that a budget in percent refers to."""
         return asked.first if self.options.ask == "later" else len(asked.ids)
 
     def _ask(
@@ -267,7 +267,7 @@ class Recall(Task):
 
 
 def _early(options: Options, turns: int) -> Options:
-    """The same options with asked facts in those turns only that are followed by enough others.
+    """Restrict the asked facts to turns that are followed by enough others; the other options stay.
 
     Raises:
         InputError: there are no such turns, questions do not come later, or a text has fewer tokens than turns.

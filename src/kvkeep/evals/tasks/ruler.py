@@ -37,7 +37,7 @@ class Ruler(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """The cases of every task and context. Without a choice, tasks that cannot be made are left out with a note.
+        """Make the cases of every task and context. By default, impossible tasks are left out with a note.
 
         Raises:
             InputError: an unknown task, a missing file, or a context that is too short.

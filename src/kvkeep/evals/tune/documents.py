@@ -40,13 +40,13 @@ class UserQuestion:
     answers: tuple[str, ...]
 
     def right(self, reply: str) -> bool:
-        """Whether the first line of a reply contains an answer as whole words."""
+        """Return whether the first line of a reply contains an answer as whole words."""
         line = next(filter(None, (line.strip() for line in reply.splitlines())), "")
         return any(_words(one) in _words(line) if _words(one) else one in line for one in self.answers)
 
 
 def read_questions(content: str, source: str, text: str | None) -> list[UserQuestion]:
-    """The questions of a file.
+    """Read the questions of a file.
 
     Args:
         content: its content.
@@ -100,7 +100,7 @@ def _text(entry: dict[str, Any], field: str, place: str) -> str:
 
 
 def _words(text: str) -> str:
-    """The words of a text in lower case, each between spaces; empty if it has none."""
+    """Return the words of a text in lower case, each between spaces; empty if it has none."""
     found = re.findall(r"\w+", text.lower())
     return f" {' '.join(found)} " if found else ""
 
@@ -158,7 +158,7 @@ class Documents:
 
 
 def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: int, seed: int) -> Documents:
-    """Documents of sentences of a text with facts between them; every fact is asked for.
+    """Make documents of sentences of a text with facts between them; every fact is asked for.
 
     Args:
         checkpoint: the model.
@@ -189,7 +189,7 @@ def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: in
 
 
 def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) -> Documents:
-    """The user's questions: a unit for each text, or for each question if there are few texts.
+    """Group the user's questions into units: one for each text, or for each question if there are few texts.
 
     Raises:
         InputError: a prompt cannot be encoded.
@@ -216,13 +216,13 @@ def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) ->
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text; lines, and pieces of lines, where it has none."""
+    """Split a text into sentences; where it has none, into lines and pieces of lines."""
     found = [part.strip() for part in _PART.split(text)]
     return [piece for part in found if part for piece in _pieces(part)]
 
 
 def _pieces(sentence: str) -> Iterator[str]:
-    """A sentence, or parts of it that are not too long."""
+    """Yield a sentence, or parts of it that are not too long."""
     start = 0
     while start < len(sentence):
         stop = start + LONGEST_SENTENCE
@@ -250,14 +250,14 @@ def _planted(
 
 
 def _from(parts: Sequence[str], start: int) -> Iterator[str]:
-    """The parts from one of them on; after the last comes the first."""
+    """Yield the parts from one of them on; after the last comes the first."""
     return islice(cycle(parts), start, None)
 
 
 def _asked(
     checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
 ) -> Unit:
-    """A unit: the questions about one text, with the number of tokens that all prompts have in common."""
+    """Build a unit: the questions about one text, with the number of tokens that all prompts share."""
     prompts = [encoded(checkpoint, wording, text, ending) for ending, _ in pairs]
     other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])
     first = min(_common(prompt, other) for prompt in prompts)

@@ -58,7 +58,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """The policy, and the options that differ from its own."""
+        """Return the policy, with the options that differ from the policy's own."""
         return f"{self.policy} ({self.differences})" if self.differences else self.policy
 
 
@@ -89,12 +89,12 @@ Ladder: TypeAlias = tuple[Candidate, ...]
 
 
 def budgets_of(length: int, shares: Sequence[float] = SHARES) -> list[int]:
-    """Shares of a text as numbers of tokens, each once, the smallest first."""
+    """Convert shares of a text to numbers of tokens, each once, the smallest first."""
     return sorted({max(1, round(share * length)) for share in shares})
 
 
 def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int]) -> Ladder:
-    """The candidates of an arm; budgets that its policy or the model refuses are left out.
+    """Return the candidates of an arm; budgets that its policy or the model refuses are left out.
 
     Args:
         arm: the arm.
@@ -141,12 +141,12 @@ class KeptQuality:
     weight: float
 
     def passes(self, target: float) -> bool:
-        """Whether the share is at least the target, with confidence."""
+        """Return whether the share is at least the target, with confidence."""
         return self.low >= target
 
 
 def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
-    """The quality that tallies show."""
+    """Compute the kept quality that tallies show."""
     weight = float(sum(n for _, n in tallies))
     if not weight:
         return KeptQuality(math.nan, math.nan, math.nan, 0.0)
@@ -159,18 +159,18 @@ def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
 
 
 def most(questions: int, documents: int) -> float:
-    """The largest share that so many questions about so many documents can show with confidence: all answers stay."""
+    """Return the largest share that so many questions can show with confidence, which is when all answers stay."""
     return of_clusters(questions, questions, documents)[0] / 100 if questions and documents > 1 else 0.0
 
 
 def needed(target: float, each: float) -> tuple[int, int]:
-    """The number of questions that can show a target if all answers stay, and of documents with ``each`` of them."""
+    """Return how many questions can show a target if all answers stay, and how many documents hold them."""
     documents = bisect_left(range(_MOST), target, key=lambda n: most(round(n * each), n))
     return round(documents * each), documents
 
 
 def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> float:
-    """The lower end of the interval if all answers to the questions that are still to be asked stay.
+    """Return the interval's lower end if all answers to the questions that are still to be asked stay.
 
     Args:
         tallies: of the documents so far.
@@ -182,7 +182,7 @@ def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> floa
 
 
 def _ratio(excess: float) -> float:
-    """The full cache's perplexity relative to one with so many more nats per token."""
+    """Return the full cache's perplexity relative to one that is higher by this many nats per token."""
     return excess if math.isnan(excess) else math.exp(-min(max(excess, -700.0), 700.0))
 
 
@@ -217,7 +217,7 @@ class Measure(abc.ABC):
 
     @property
     def room(self) -> int:
-        """The budget that holds every text and everything that follows it."""
+        """Return the budget that holds every text and everything that follows it."""
         return self.length + self.new_tokens
 
 
@@ -324,7 +324,7 @@ class Losses(Measure):
         return found
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Nats beyond the full cache's over the pieces after the budget, and the number of their tokens."""
+        """Sum the nats beyond the full cache's in the pieces after the budget, and count their tokens."""
         check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
         assert not isinstance(outcome, str)
         assert not isinstance(full, str)
@@ -348,7 +348,7 @@ def check(fits: bool) -> None:
 
 
 def _sums(losses: Float[Tensor, " n"]) -> list[float]:
-    """Sums over pieces."""
+    """Sum the losses of each piece."""
     return [round(piece.double().sum().item(), 6) for piece in losses.split(PIECE)]
 
 

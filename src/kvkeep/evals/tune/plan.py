@@ -138,7 +138,7 @@ def _case(name: str) -> Case:
 
 
 def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm]:
-    """The policies with the setup; of the default ones, those that run with it on this model."""
+    """Combine the policies with the setup; of the default policies, keep those that run with it on this model."""
     chosen = split_arms(",".join(POLICIES[case]) if wanted.policies is None else wanted.policies)
     arms = []
     for policy, bits in chosen:
@@ -158,7 +158,7 @@ def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm
 
 
 def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
-    """The options that differ from the policy's own; a file of head budgets with a hash of its content."""
+    """Return the options that differ from the policy's own; a head budget file is shown with a content hash."""
     found = setup.differences(checkpoint, policy)
     file = (setup.head_budget or "").partition("profile:")[2]
     return f"{found}, {_hash(in_full(file).read_text('utf-8', 'replace'))[7:15]}" if file else found
@@ -185,7 +185,7 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments, options:
 def _ladders(
     checkpoint: Checkpoint, arms: Sequence[Arm], wanted: TuneArguments, measure: Measure, dtype: torch.dtype | None
 ) -> tuple[list[Ladder], int]:
-    """The candidates of every arm, and the bytes of a full cache."""
+    """Return the candidates of every arm, and the bytes of a full cache."""
     shape = outline(checkpoint.name)
 
     def setting(arm: Arm, budget: int) -> Setting:
@@ -225,7 +225,7 @@ def _ladders(
 
 
 def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
-    """The budgets in tokens. A stream has to go on beyond them."""
+    """Return the budgets in tokens. A stream has to go on beyond each of them."""
     given = wanted.budgets or SHARES
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
     most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room
@@ -240,7 +240,7 @@ def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
 
 
 def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, Any]:
-    """The part of ``run.json`` that is known without weights."""
+    """Return the part of ``run.json`` that is known without weights."""
     asked = [(one.text, one.question, one.answers) for one in wanted.questions]
     return {
         "model": name,

@@ -25,7 +25,7 @@ _NOUN: dict[Kind, str] = {"answers": "questions", "loss": "tokens"}
 
 
 def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
-    """The table: the confirmation, and the smallest budget at which each other arm reached the target in the search."""
+    """Return the table: confirmed candidates, and for each other arm its smallest budget on target in the search."""
     confirmed = dict(sorted(result.found.confirmed.items(), key=lambda item: item[0].row_bytes))
     rows = [_line(one, found, full_bytes, _verdict(result, one, found)) for one, found in confirmed.items()]
     named = {one.arm for one in confirmed}
@@ -37,7 +37,7 @@ def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
 
 
 def _place(result: TuneResult, ladder: tuple[Candidate, ...]) -> Candidate:
-    """The smallest measured candidate that reached the target, or else the largest one."""
+    """Return the smallest measured candidate that reached the target, or else the largest one."""
     measured = [one for one in ladder if one in result.searched]
     return next((one for one in measured if result.searched[one].share >= result.target), measured[-1])
 
@@ -66,7 +66,7 @@ def _percent(share: float) -> str:
 
 
 def title(result: TuneResult, case: Case, kind: Kind) -> str:
-    """The heading of the table."""
+    """Return the heading of the table."""
     first, last = result.sizes.confirm
     left = result.asked - result.answered
     out = f"; {left} that the full cache cannot answer are left out" if kind == "answers" and left else ""
@@ -75,7 +75,7 @@ def title(result: TuneResult, case: Case, kind: Kind) -> str:
 
 
 def answer(result: TuneResult, full_bytes: int) -> str:
-    """The answer in a sentence."""
+    """Return the answer in one sentence."""
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
@@ -87,7 +87,7 @@ def answer(result: TuneResult, full_bytes: int) -> str:
 
 
 def failure(result: TuneResult) -> str:
-    """The error about a target that nothing reaches."""
+    """Return the error about a target that no budget reaches."""
     best = result.found.best
     found = result.found.confirmed[best]
     return (
@@ -98,7 +98,7 @@ def failure(result: TuneResult) -> str:
 
 
 def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
-    """The picture: the kept quality over the memory."""
+    """Plot the kept quality over the memory."""
     series = [
         _series(name, [one for one in ladder if one in result.searched], result, full_bytes)
         for ladder in result.ladders
@@ -126,7 +126,7 @@ def _series(name: str, measured: list[Candidate], result: TuneResult, full_bytes
 
 
 def config(found: SearchResult, model: str | None) -> Config:
-    """The settings of the chosen candidate."""
+    """Return the settings of the chosen candidate."""
     one = found.chosen
     assert one is not None
     setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
@@ -137,7 +137,7 @@ def config(found: SearchResult, model: str | None) -> Config:
 
 
 def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | int | float]:
-    """How the settings were found, for the table in the file."""
+    """Tell how the settings were found, for the table in the file."""
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
@@ -153,7 +153,7 @@ def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | in
 
 
 def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
-    """All numbers, for programs."""
+    """Return all numbers, for programs."""
     chosen = result.found.chosen
     return {
         "target": result.target,

@@ -101,7 +101,7 @@ class TuneRecords(RowFolder):
 
     @property
     def safe(self) -> str:
-        """A sentence with the number of measured units."""
+        """Return a sentence with the number of measured documents; empty if there is none."""
         return f"The measurements of {len(self.outcomes)} documents written before are safe." if self.outcomes else ""
 
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -154,13 +154,13 @@ class Study(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What tallies count."""
+        """Return what tallies count."""
 
     def tallies(self, candidate: Candidate, first: int, last: int) -> list[Tally]:
-        """The tallies of the documents ``first`` to ``last - 1``."""
+        """Return the tallies of the documents ``first`` to ``last - 1``."""
 
     def expected(self, first: int, last: int) -> float:
-        """The number of questions, or tokens, of these documents that count."""
+        """Count the questions, or tokens, that these documents contribute to tallies."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Sizes:
 
     @property
     def fresh(self) -> bool:
-        """Whether the confirmation uses documents that had no part in the choice."""
+        """Return whether the confirmation uses documents that had no part in the choice."""
         return self.confirm[0] >= self.rounds[-1]
 
 
@@ -198,7 +198,7 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate:
-        """The candidate that keeps most."""
+        """Return the candidate that keeps the most quality."""
         return max(self.confirmed, key=lambda one: (self.confirmed[one].share, -one.row_bytes))
 
 
@@ -233,7 +233,7 @@ _Reaches = Callable[[Candidate], bool]
 
 
 def _by_share(study: Study, documents: int, target: float) -> _Reaches:
-    """Whether a candidate's measured share reaches the target on the first documents."""
+    """Return a function that tells whether a candidate's share on the first documents reaches the target."""
 
     def reaches(candidate: Candidate) -> bool:
         return kept(study.tallies(candidate, 0, documents), study.kind).share >= target
@@ -242,7 +242,7 @@ def _by_share(study: Study, documents: int, target: float) -> _Reaches:
 
 
 def _halve(ladder: Ladder, place: int, reaches: _Reaches) -> int:
-    """The first step of a ladder that reaches the target, by bisection; ``place``, the end, if none does."""
+    """Bisect for the first step of a ladder that reaches the target; return ``place``, the end, if none does."""
     low, high = 0, place
     while low < high:
         middle = (low + high) // 2
@@ -251,7 +251,7 @@ def _halve(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 
 
 def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
-    """The same, step by step from an earlier guess."""
+    """Find the first step of a ladder that reaches the target, step by step from an earlier guess."""
     if place < len(ladder) and reaches(ladder[place]):
         while place > 0 and reaches(ladder[place - 1]):
             place -= 1
@@ -262,7 +262,7 @@ def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 
 
 def _best(arms: list[Ladder], places: list[int], n: int) -> tuple[list[Ladder], list[int]]:
-    """The arms that need least memory; arms that do not reach the target come last."""
+    """Return the arms that need the least memory; arms that do not reach the target come last."""
 
     def memory(pair: tuple[Ladder, int]) -> tuple[bool, int]:
         ladder, place = pair
@@ -291,7 +291,7 @@ class Confirmation:
         self.seen: dict[Candidate, KeptQuality] = {}
 
     def __call__(self, candidate: Candidate) -> bool:
-        """Whether a candidate passes."""
+        """Return whether a candidate passes."""
         if candidate not in self.seen:
             self.seen[candidate] = self._measure(candidate)
         return self.seen[candidate].passes(self._target)
@@ -310,7 +310,7 @@ class Confirmation:
 
 
 def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) -> Candidate | None:
-    """The last candidate that passes on the way down from a step above the guess; ``None`` if the largest one fails.
+    """Return the last candidate that passes on the way down from above the guess; ``None`` if the largest fails.
 
     Where the first step fails, the way begins higher, twice as far each time.
     """
@@ -379,21 +379,21 @@ class CachedMeasure:
 
     @property
     def kind(self) -> Kind:
-        """What tallies count."""
+        """Return what tallies count."""
         return self._measure.kind
 
     def tallies(self, candidate: Candidate, first: int, last: int) -> list[Tally]:
-        """The tallies of some units, compared with the full cache's."""
+        """Return the tallies of some documents, compared with the full cache's."""
         pairs = zip(self._outcomes(candidate.arm, candidate.budget, first, last), self.full(first, last), strict=True)
         return [self._measure.tally(one, full, candidate.budget) for one, full in pairs]
 
     def expected(self, first: int, last: int) -> float:
-        """The number of questions that the full cache answers, or of tokens."""
+        """Count the questions that the full cache answers, or the tokens."""
         found = self.full(first, last)
         return float(sum(self._measure.tally(one, one, 0)[1] for one in found))
 
     def full(self, first: int, last: int) -> list[Outcome]:
-        """The full cache's outcomes."""
+        """Return the full cache's outcomes."""
         return self._outcomes(FULL, self._measure.room, first, last)
 
     def _outcomes(self, arm: Arm, budget: int, first: int, last: int) -> list[Outcome]:
@@ -412,7 +412,7 @@ class CachedMeasure:
 
 
 def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
-    """The documents of the rounds and of the confirmation.
+    """Return the documents of the rounds and of the confirmation.
 
     Args:
         measure: the documents.
@@ -443,7 +443,7 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
 
 
 def too_few(questions: int, documents: int, target: float, said: str) -> InputError:
-    """The error about questions, in so many documents, that cannot show a target."""
+    """Return the error about questions, in so many documents, that cannot show a target."""
     enough, among = needed(target, questions / documents if documents else 1.0)
     about = f" about {among} texts" if enough > among else ""
     return InputError(
@@ -469,7 +469,7 @@ def _split(searched: int, end: int) -> Sizes:
 
 
 def _rounds(searched: int) -> tuple[int, ...]:
-    """A quarter of the documents, half of them, all."""
+    """Return the numbers of documents of the rounds: a quarter, half and all of them."""
     return tuple(dict.fromkeys(max(1, -(-searched // part)) for part in (4, 2, 1)))
 
 
@@ -532,7 +532,7 @@ def _asked(outcomes: Sequence[Outcome]) -> int:
 def _all(
     study: CachedMeasure, records: TuneRecords, measure: Measure, ladders: Sequence[Ladder]
 ) -> dict[Candidate, KeptQuality]:
-    """The quality of every measured candidate, on all documents that it was measured on."""
+    """Return the quality of every measured candidate, on all documents that it was measured on."""
     found = {}
     for candidate in (step for ladder in ladders for step in ladder):
         units = [

@@ -18,7 +18,7 @@ CHECKSUM = "model.safetensors.sha256"
 
 
 def path() -> Path:
-    """The folder of the embedded model, after a check of its weights' checksum.
+    """Check the checksum of the embedded model's weights, and return the model's folder.
 
     Returns:
         A folder that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load.

@@ -45,7 +45,7 @@ def _plain(rng: random.Random, facts: Sequence[Fact]) -> Iterable[str]:
 
 
 def _others(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
-    """Facts about other owners and things, so that they contradict none; ends if all names or things are taken."""
+    """Yield facts about other owners and things, so that none contradicts the given ones, until all are used."""
     kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
     names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
     things = sorted(set(HELD_OUT.things) - {fact.thing for fact in facts})
@@ -56,18 +56,18 @@ def _others(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
 
 
 def _stated(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    """Statements of other facts: nothing tells those apart that will be asked about."""
+    """Yield statements of other facts. Nothing in them tells which facts will be asked about."""
     return (fact.say(rng.choice(fact.kind.statements)) for fact in _others(rng, facts))
 
 
 def _spoken(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    """Sentences that somebody says; the speakers have the names that facts are about."""
+    """Yield sentences that somebody says. The speakers have the names that facts are about."""
     for sentence in own_filler(rng):
         yield f'"{sentence[:-1]}," said {rng.choice(HELD_OUT.names)}.'
 
 
 def _foreign(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    """Sentences in Cyrillic letters."""
+    """Yield sentences in Cyrillic letters."""
     for sentence in own_filler(rng):
         yield sentence.lower().translate(_CYRILLIC)
 
@@ -84,7 +84,7 @@ _ROW = "{owner} | {thing} | {kind} | {value}"
 
 
 def _program(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    """Comments that state other facts, each with lines of a program below it."""
+    """Yield comments that state other facts, each with lines of a program below it."""
     for comment in _stated(rng, facts):
         names = {"owner": rng.choice(HELD_OUT.names).lower(), "thing": rng.choice(HELD_OUT.things)}
         yield "\n".join([comment, *(line.format(**names, n=rng.randrange(10)) for line in rng.choice(_PROGRAMS))])
@@ -135,7 +135,7 @@ def document(  # noqa: PLR0913  each decides about the text
     filler: Iterable[str] | None = None,
     count: Callable[[str], int],
 ) -> Document:
-    """A text in which the facts are spread evenly, and questions about some of them or all.
+    """Generate a text in which facts are spread evenly, and questions about some or all of them.
 
     Args:
         seed: chooses everything that is not given; the same seed gives the same document.
@@ -181,13 +181,13 @@ def _links(rng: random.Random, facts: Sequence[Fact]) -> list[Fact]:
 
 
 def _named_by(links: Sequence[Fact], facts: Sequence[Fact]) -> list[Fact]:
-    """The facts, with each owner named by what belongs to them."""
+    """Return the facts with each owner described by what belongs to the owner."""
     names = {link.value: f"the owner of the {link.owner} {link.thing}" for link in links}
     return [replace(fact, owner=names[fact.owner]) for fact in facts]
 
 
 def _facts(rng: random.Random, n: int, first_kind: int, kinds: Sequence[str]) -> list[Fact]:
-    """Facts with distinct keys, of these kinds in turn and then shuffled, over a small grid of owners and things."""
+    """Draw facts with distinct keys from a small grid of owners and things, of the kinds in turn, then shuffled."""
     width = side(n)
     owners, things = rng.sample(HELD_OUT.names, width), rng.sample(HELD_OUT.things, width)
     materials = rng.sample(HELD_OUT.materials, min(width, len(HELD_OUT.materials)))
@@ -202,7 +202,7 @@ def _facts(rng: random.Random, n: int, first_kind: int, kinds: Sequence[str]) ->
 
 
 def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float) -> Question:
-    """The question about one fact, which stands last among the facts."""
+    """Build the question about one fact, and put this fact last among the question's facts."""
     asked = facts[at]
     same = tuple(fact.value for fact in facts if fact.kind.name == asked.kind.name)
     ordered = (*facts[:at], *facts[at + 1 :], asked)
@@ -210,7 +210,7 @@ def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float)
 
 
 def _woven(filler: Sequence[str], said: Sequence[str], places: Iterable[float], joint: str) -> tuple[str, list[int]]:
-    """Facts between sentences that are spread evenly; returns the text and where in it each fact begins."""
+    """Insert facts between evenly spread sentences. Return the text, and where in it each fact begins."""
     parts = [((i + 0.5) / len(filler), -1, sentence) for i, sentence in enumerate(filler)]
     parts += [(place, number, said[number]) for number, place in enumerate(places)]
     starts, at = [0] * len(said), 0

@@ -29,7 +29,7 @@ class Fact:
     value: str
 
     def say(self, template: str) -> str:
-        """The fact in the words of a template, as a sentence."""
+        """Return the fact as a sentence in the words of a template."""
         text = template.format(owner=self.owner, thing=self.thing, value=self.value)
         return text[0].upper() + text[1:]
 
@@ -51,23 +51,23 @@ class Question:
     choices: tuple[str, ...] = field(repr=False)
 
     def messages(self) -> list[dict[str, str]]:
-        """The prompt as a chat, for ``tokenizer.apply_chat_template``."""
+        """Return the prompt as a chat, for ``tokenizer.apply_chat_template``."""
         return [{"role": "user", "content": self.prompt}]
 
     def right(self, reply: str) -> bool:
-        """Whether a reply is exactly the answer, white space and a final stop aside."""
+        """Return whether a reply is exactly the answer, white space and a final stop aside."""
         return reply.strip().rstrip(".").lower() == self.answer.lower()
 
 
 def draw_value(kind: Kind, lexicon: Lexicon, rng: random.Random) -> str:
-    """A value for a fact of this kind: a four-digit number, a name, or a word of the kind's pool."""
+    """Draw a value for a fact of this kind: a four-digit number, a name, or a word of the kind's pool."""
     if kind.name == "number":
         return str(rng.randrange(1000, 10000))
     return rng.choice(lexicon.names if kind.name == "owner" else kind.values)
 
 
 def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str]) -> list[Fact]:
-    """``n`` facts with distinct keys, most of which share their owner or their thing with another.
+    """Draw ``n`` facts with distinct keys, most of which share their owner or their thing with another.
 
     Owners and things come from a small grid (about 1.5 times the square root of ``n`` each), so distractors
     with the same owner and distractors with the same thing are there by construction.
@@ -88,13 +88,13 @@ def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str
 
 
 def most_facts(lexicon: Lexicon) -> int:
-    """How many facts one text of `question` can hold: names and things give keys for no more."""
+    """Return how many facts one text of `question` can hold: names and things give keys for no more."""
     longest = min(len(lexicon.names), len(lexicon.things))
     return 1 + max(n for n in range(longest**2) if side(n) <= longest)
 
 
 def side(n: int) -> int:
-    """How many owners, and how many things, ``n`` facts share."""
+    """Return how many owners, and how many things, ``n`` facts share."""
     return min(n, 2 + int(1.5 * n**0.5))
 
 
@@ -109,7 +109,7 @@ def question(
     count: Callable[[str], int] | None = None,
     corrected: bool = False,
 ) -> Question:
-    """One question at the end of a text about one of its facts.
+    """Generate a text with facts, and at its end a question about one of them.
 
     Args:
         seed: Chooses everything that is not given; the same seed gives the same question.
@@ -138,13 +138,13 @@ def question(
 
 
 def own_filler(rng: random.Random) -> Iterable[str]:
-    """An endless run of this package's own neutral sentences, shuffled anew in every round."""
+    """Yield this package's own neutral sentences without end, shuffled anew in every round."""
     while True:
         yield from rng.sample(SENTENCES, len(SENTENCES))
 
 
 def _new_fact(kind: str, facts: Sequence[Fact], rng: random.Random) -> Fact:
-    """A further fact of a kind whose keys come from the others' grid but are not taken."""
+    """Draw another fact of a kind, whose key comes from the other facts' grid but is not taken."""
     spec = HELD_OUT.kind(kind)
     taken = {(f.kind.name, f.owner, f.thing) for f in facts}
     is_material = kind == "owner"
@@ -167,7 +167,7 @@ def _estimate(text: str) -> int:
 
 
 def take(filler: Iterable[str], room: int, count: Callable[[str], int]) -> list[str]:
-    """Sentences from the filler until the room is used up; a sentence that does not fit is left out."""
+    """Take sentences from the filler until the room is used up. A sentence that does not fit is left out."""
     taken: list[str] = []
     misses = 0
     for sentence in filler:

@@ -31,12 +31,12 @@ class Lexicon:
     kinds: tuple[Kind, ...]
 
     def kind(self, name: str) -> Kind:
-        """The kind of this name."""
+        """Return the kind of this name."""
         return next(kind for kind in self.kinds if kind.name == name)
 
 
 def pool(words: str) -> tuple[str, ...]:
-    """Words separated by spaces, as a tuple."""
+    """Split words separated by spaces into a tuple."""
     return tuple(words.split())
 
 
