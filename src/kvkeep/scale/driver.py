@@ -17,7 +17,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvkeep.errors import InputError
 from kvkeep.models import threads as threads_of
-from kvkeep.models.load import Checkpoint, embedded, find, quiet, read_weights
+from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.tokenization import Writer
 from kvkeep.scale.cluster import joined, own_cpus
 from kvkeep.scale.worker_pool import Source, Stopped, WorkerFacts, WorkerPool, WorkResult

@@ -14,7 +14,7 @@ from kvkeep.cli import console
 from kvkeep.cli.cluster import PROCESS_BYTES, interruptible, room_for, whole
 from kvkeep.cli.progress import counted
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.planning.plan import plan
 from kvkeep.scale.driver import ModelRecipe, pool_size, run_pieces, running
 from kvkeep.scale.worker import MEASUREMENTS, ModelFacts
