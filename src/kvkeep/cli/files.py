@@ -123,9 +123,9 @@ def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
         raise InputError(f"A {what} is written to a file, not to standard output; give a name such as {example}.")
     try:
         path.lstat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError) as error:  # a name that is too long, has a zero byte, or lies below a file
+    except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
         raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from error
     if path.is_dir() or (os.path.lexists(path) and not path.is_file()):
         raise InputError(f"{path} is a folder, or no regular file. Give the name of a file for the {what}.")
