@@ -18,8 +18,8 @@ from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
 from kvkeep.cli.loading import writer_of
 from kvkeep.cli.progress import BatchBar
-from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.engine import Engine
 from kvkeep.engine.prompt_encoding import ConversationHistory, question_of
 from kvkeep.engine.request import Request as Asked
 from kvkeep.engine.sampling_params import SamplingParams

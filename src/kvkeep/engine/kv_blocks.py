@@ -29,8 +29,7 @@ from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents
-from kvkeep.snapshot.contents import check_together, put_beside, take_beside
+from kvkeep.snapshot.contents import Contents, check_together, put_beside, take_beside
 from kvkeep.snapshot.state_copy import StateCopy
 from kvkeep.types import Slots
 

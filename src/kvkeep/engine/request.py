@@ -22,7 +22,7 @@ from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import Span, spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 # Checks of the texts, conversations and token ids that a request is made of.
 

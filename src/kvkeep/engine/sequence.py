@@ -21,7 +21,7 @@ from kvkeep.kv.lost_mass import LostMass
 from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import Contents
 
 _FREE = {
     *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),

@@ -20,7 +20,9 @@ from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, Fingerprint, Snapshot
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.fingerprint import Fingerprint
+from kvkeep.snapshot.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
