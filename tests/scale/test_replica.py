@@ -10,8 +10,7 @@ pytest.importorskip("fastapi")
 from kvkeep.errors import InputError
 from kvkeep.scale import ray_serve
 from kvkeep.scale.ray_serve import Replica, ReplicaRecipe
-from kvkeep.server.placement import RESPONSE, SESSION
-from kvkeep.server.replicas import Received
+from kvkeep.server.replicas import RESPONSE, SESSION, Received
 from kvkeep.server.settings import ServerSettings
 
 OWNER = "everybody"

@@ -31,7 +31,6 @@ from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Result, checked_guard, json_structure
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, SnapshotError
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models import tensor_parallel, threads, tokenization
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
@@ -44,6 +43,7 @@ from kvkeep.policies.registry import parse, spec
 from kvkeep.result_files import in_full
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_policy, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.types import MemoryUsage
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from kvkeep.config import Config
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.async_stream import AsyncEvents
 from kvkeep.engine.budget_guard import measure
-from kvkeep.engine.dispatcher import Box, Dispatcher, Guard, Uninterrupted
+from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Guard, Uninterrupted
 from kvkeep.engine.host_copies import staging_for
 from kvkeep.engine.kv_blocks import keeps_states
 from kvkeep.engine.kv_manager import KVManager
@@ -35,7 +34,6 @@ from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.engine.swapping import Swapper
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
@@ -47,6 +45,7 @@ from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.types import MemoryUsage
 
 _log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.store import inference
 from kvkeep.snapshot.contents import Contents
+from kvkeep.types import MemoryUsage
 
 # Copies between a device and main memory that take place beside the steps of a model.
 #

@@ -9,8 +9,7 @@ from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, replace
 
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.async_stream import AsyncEvents
-from kvkeep.engine.dispatcher import Box, Dispatcher, Uninterrupted
+from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Uninterrupted
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event, Request, Result, Turn, last_result, turn_of
 from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within

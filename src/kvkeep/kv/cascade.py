@@ -9,8 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.kv.memory_usage import bytes_of
-from kvkeep.types import Report
+from kvkeep.types import Report, bytes_of
 
 _LATER = torch.iinfo(torch.int64).max
 _TABLES = (("tokens", _LATER, torch.int64), ("importance", 0, torch.float32), ("held", _LATER, torch.int64))

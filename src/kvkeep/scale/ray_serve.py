@@ -20,8 +20,7 @@ from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.ray_serve_replicas import ReplicaFacts
 from kvkeep.server.app import make_app, use_threads
 from kvkeep.server.model import ServedModel, tool_use_of
-from kvkeep.server.placement import SESSION
-from kvkeep.server.replicas import Received, replay
+from kvkeep.server.replicas import SESSION, Received, replay
 from kvkeep.server.router import make_router
 from kvkeep.server.run import settle
 from kvkeep.server.session_leases import SharedFolder

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias, TypeVar
 
-from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.engine.dispatcher import AsyncEvents
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.grammar import TOO_COMPLEX, FormError
 from kvkeep.engine.request import Event, Result

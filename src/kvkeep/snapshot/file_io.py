@@ -19,7 +19,7 @@ from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
-from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.contents import Contents, Place, StateCopy
 from kvkeep.snapshot.file_format import (
     KEY,
     LAYER,
@@ -44,7 +44,6 @@ from kvkeep.snapshot.file_format import (
     whole,
 )
 from kvkeep.snapshot.fingerprint import Fingerprint
-from kvkeep.snapshot.state_copy import Place, StateCopy
 from kvkeep.types import EMPTY
 
 
