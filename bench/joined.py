@@ -18,8 +18,8 @@ import torch
 from lib import arguments, finish, positive, show, speed_model
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.input_batch import InputBatch, ModelRun
 from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence
 from kvkeep.models.prepare import prepare
 from kvkeep.types import Phase

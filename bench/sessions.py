@@ -27,7 +27,7 @@ from lib import arguments, finish, interleaved, median_ms, positive, show, speed
 
 import kvkeep
 from kvkeep.engine import scheduler
-from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.engine.dispatcher import AsyncEvents
 
 QUESTION = 16
 """Tokens of a question."""

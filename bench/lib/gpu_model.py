@@ -13,10 +13,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import kvkeep
 from kvkeep.cache.hf_layers import handed
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.input_batch import InputBatch, ModelRun
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence
 from kvkeep.types import Phase
 from lib.gpu import RUN_OUT, Bench, Step, fill, middle

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import kvkeep
-from kvkeep.engine.input_batch import ModelRun
+from kvkeep.engine.scheduler import ModelRun
 from kvkeep.types import Phase
 from kvkeep_lab.fleet.load import Turn
 from kvkeep_lab.fleet.steps import Fitted, fit

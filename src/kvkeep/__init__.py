@@ -36,17 +36,15 @@ if TYPE_CHECKING:
         UnsupportedOperationError,
     )
     from kvkeep.explain.explain import explain
-    from kvkeep.kv.memory_usage import MemoryUsage
     from kvkeep.models.attention import attach
-    from kvkeep.models.compile import compile_layers
     from kvkeep.models.fused_modules import pack_weights
     from kvkeep.models.load import load_with_tokenizer as load
-    from kvkeep.models.prepare import fuse_modules
+    from kvkeep.models.prepare import compile_layers, fuse_modules
     from kvkeep.policies.base import Policy, option
     from kvkeep.policies.registry import available as available_policies
     from kvkeep.policies.registry import parse, spec
     from kvkeep.snapshot.snapshot import Snapshot
-    from kvkeep.types import AttentionOptions, Budget, Report, State, View
+    from kvkeep.types import AttentionOptions, Budget, MemoryUsage, Report, State, View
 
 _HOME = {
     "AttentionOptions": "types:AttentionOptions",

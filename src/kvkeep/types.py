@@ -1,4 +1,4 @@
-"""The vocabulary of the library: axis letters, and the records that rooms pass to each other. No logic.
+"""The vocabulary of the library: axis letters, and the records that packages pass to each other. No logic beyond sums.
 
 Axis letters, the same in every signature:
 
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -92,7 +92,7 @@ class Top:
 
 @runtime_checkable
 class OutputProjection(Protocol):
-    """The projection of what a layer's heads put out into the layer's output: `kvkeep.models.output_projection`."""
+    """The projection of what a layer's heads put out into the layer's output: `kvkeep.models.attention`."""
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
         """Return the Euclidean norm of the layer's output if all query heads of a group put out ``x``."""
@@ -264,3 +264,37 @@ class Stepper(Protocol):
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
         """Return the attention output for new tokens; see `kvkeep.Layer.step`."""
+
+
+# Bytes, counted on real tensors.
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Sum of the tensors' sizes in bytes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class MemoryUsage:
+    """What a cache holds, in bytes; reports of layers add up.
+
+    Attributes:
+        allocated_bytes: everything: keys, values, positions, policy state, counters.
+        occupied_bytes: the part of keys, values, positions and state that belongs to slots with a token.
+        state_bytes: the policy's state and the counters, a part of ``allocated_bytes``.
+        full_bytes: keys and values of every token seen, which a full cache would hold (padding not counted), and the
+            states of layers without slots.
+    """
+
+    allocated_bytes: int = 0
+    occupied_bytes: int = 0
+    state_bytes: int = 0
+    full_bytes: int = 0
+
+    def __add__(self, other: MemoryUsage) -> MemoryUsage:
+        return MemoryUsage(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    @property
+    def compression(self) -> float:
+        """Full bytes per allocated byte, e.g. 4.0 for a quarter of the memory."""
+        return self.full_bytes / self.allocated_bytes if self.allocated_bytes else 1.0

@@ -15,7 +15,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvkeep.backends.triton import decode, launch, prefill, slot_codec, slots
+from kvkeep.backends.triton import decode, launch, prefill, slots
 
 SMALL = {"G": 3, "E": 32, "BLOCK_E": 32}
 FLAGS = ("CAPPED", "KEEPS", "APPENDS", "SINKS", "TEMPERED", "COUNTED", "GAINS", "NEWEST", "LIVE", "REPORTS", "BY_SUM")
@@ -48,7 +48,7 @@ def compiled(kernel, arch, half, **constants):
         kinds |= {name: kind for names, kind in PREFILL.items() for name in names.split()}
     if constants.get("KEY_BITS", 16) != 16:
         kinds |= {"keys": "*i8", "values": "*u8", "key_scales": "*fp16", "value_scales": "*fp16"}
-    if kernel is slot_codec.append_codes:
+    if kernel is slots.append_codes:
         kinds |= {"new_keys": "*fp32", "slots": "*i64"}
     constants = dict.fromkeys(FLAGS, True) | constants
     for index, name in enumerate(kernel.arg_names):
@@ -82,7 +82,7 @@ def main(arch, half):
         (decode.merge_evict, {**tile, "STATES": 2}),
         (slots.append, {**keys, **SMALL}),
         (slots.evict, {"SCAN": 64}),
-        (slot_codec.append_codes, {**CODED, "D": 64, "E": 32, "SCAN": 64, "KEY_BLOCK": 32, "VALUE_BLOCK": 16}),
+        (slots.append_codes, {**CODED, "D": 64, "E": 32, "SCAN": 64, "KEY_BLOCK": 32, "VALUE_BLOCK": 16}),
         (prefill.forward, {**tile, **keys, **rows}),
         (prefill.columns, {**keys, **rows, "G": 3}),
     ):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import typer.main
 
-from kvkeep.cli import plugins
+from kvkeep.cli import main
 from kvkeep.cli.main import app
 
 SHORTEN = '''
@@ -19,7 +19,7 @@ import typer
 
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug
-from kvkeep.cli.plugins import MEASURE, Plugin
+from kvkeep.cli.main import MEASURE, Plugin
 from kvkeep.errors import InputError
 
 
@@ -66,7 +66,7 @@ def installed(tmp_path, monkeypatch):
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         lines = [f"{name} = {package}:{attribute}\n" for name, attribute in points.items()]
-        (info / "entry_points.txt").write_text(f"[{plugins.ENTRY_POINT_GROUP}]\n" + "".join(lines))
+        (info / "entry_points.txt").write_text(f"[{main.ENTRY_POINT_GROUP}]\n" + "".join(lines))
         packages.append(package)
 
     packages = []
@@ -149,7 +149,7 @@ def test_a_broken_package_gives_one_line_and_breaks_nothing_else(installed, run,
 def test_names_of_kvkeeps_own_commands_are_taken_and_never_looked_up(installed, run, monkeypatch):
     installed("shortening", SHORTEN, policies="shorten")
     assert "scissorhands" in run("policies").out
-    monkeypatch.setattr(plugins, "entry_points", None)
+    monkeypatch.setattr(main, "entry_points", None)
     assert run("policies", "--json").code == 0
 
 
@@ -180,7 +180,7 @@ def test_shells_complete_commands_and_options_of_other_packages(installed, monke
 
 @pytest.mark.parametrize("name", ["analyze", "bench-server", "fleet", "theory"])
 def test_without_the_lab_its_commands_say_how_to_install_it(run, monkeypatch, name):
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [])
+    monkeypatch.setattr(main, "entry_points", lambda group: [])
     said = run(name, "--help")
     assert (said.code, said.out) == (2, "")
     assert said.err.startswith(f"error: kvkeep {name} is a command of kvkeep-lab, which is not installed: pip install ")
@@ -189,5 +189,5 @@ def test_without_the_lab_its_commands_say_how_to_install_it(run, monkeypatch, na
 
 
 def test_the_commands_that_are_told_apart_are_those_of_the_lab():
-    points = metadata.distribution("kvkeep-lab").entry_points.select(group=plugins.ENTRY_POINT_GROUP)
-    assert {point.name for point in points} == set(plugins.LAB_COMMANDS)
+    points = metadata.distribution("kvkeep-lab").entry_points.select(group=main.ENTRY_POINT_GROUP)
+    assert {point.name for point in points} == set(main.LAB_COMMANDS)

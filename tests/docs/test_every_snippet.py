@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GENERATED = "docs/reference/command-line.md"
-"""Its commands are those of `kvkeep.cli.examples`, which ``tests/first_contact/test_snippets.py`` runs."""
+"""Its commands are those of `kvkeep.cli.help`, which ``tests/first_contact/test_snippets.py`` runs."""
 
 RUNNERS = {
     "README.md": "tests/docs/test_docs.py",

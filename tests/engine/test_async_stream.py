@@ -6,7 +6,7 @@ import time
 import pytest
 
 import kvkeep
-from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.engine.dispatcher import AsyncEvents
 
 from .models import model
 

@@ -16,8 +16,7 @@ from kvkeep.engine import Engine, Request, scheduler, swapping
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.joint_block import PartBlock, divide
-from kvkeep.kv.memory_usage import MemoryUsage
-from kvkeep.types import Phase
+from kvkeep.types import MemoryUsage, Phase
 
 from .models import DEVICE, model
 from .test_equal import prompt_of

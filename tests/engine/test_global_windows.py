@@ -15,10 +15,9 @@ from kvkeep.engine import Engine, Request, swapping
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.joint_block import PartBlock
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.kv.store import DenseStore
-from kvkeep.types import Phase
+from kvkeep.types import MemoryUsage, Phase
 
 from .models import CONFIGS, DEVICE, model
 from .test_equal import prompt_of

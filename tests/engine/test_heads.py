@@ -9,9 +9,9 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import PolicyError
-from kvkeep.kv.memory_usage import bytes_of
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
+from kvkeep.types import bytes_of
 
 from .models import alone, model
 from .test_equal import prompt_of

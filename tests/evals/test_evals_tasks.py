@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvkeep import BoundedCache, parse
 from kvkeep.errors import InputError
-from kvkeep.evals import qa_task, texts
+from kvkeep.evals import qa_task, task
 from kvkeep.evals.forward import Drive, left_padded
 from kvkeep.evals.grid import RequestedBudget
 from kvkeep.evals.task import Options, kept_by_tenth
@@ -31,8 +31,7 @@ from kvkeep.models import load as loading
 from kvkeep.models import tiny
 from kvkeep.models.load import quiet
 from kvkeep.models.tiny.documents import STYLES, document
-from kvkeep.models.tiny.recall import question
-from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tiny.recall import HELD_OUT, question
 from kvkeep.models.tokenization import Writer
 
 OPTIONS = Options(limit=3, window=50, contexts=(300,), facts=2)
@@ -74,7 +73,7 @@ def prepared(kind):
 
 def test_own_text_is_the_same_for_a_seed_and_differs_between_rows_and_seeds():
     first, again, other = (
-        texts.windows(writer().checkpoint, Options(seed=seed), rows=2, length=200) for seed in (0, 0, 1)
+        task.windows(writer().checkpoint, Options(seed=seed), rows=2, length=200) for seed in (0, 0, 1)
     )
     assert first.shape == (2, 200)
     assert torch.equal(first, again)
@@ -85,7 +84,7 @@ def test_own_text_is_the_same_for_a_seed_and_differs_between_rows_and_seeds():
 
 def test_a_file_is_cut_into_windows_that_follow_each_other():
     text = "the quick brown fox jumps over the lazy dog and the cat " * 20
-    found = texts.windows(writer().checkpoint, Options(text=text), rows=3, length=21)
+    found = task.windows(writer().checkpoint, Options(text=text), rows=3, length=21)
     ids = torch.tensor(writer().checkpoint.tokenizer(text)["input_ids"])
     assert torch.equal(found[:, 1:].flatten(), ids[:60])
 
@@ -95,11 +94,11 @@ def test_seeds_take_windows_in_turn():
     ids = torch.tensor(writer().checkpoint.tokenizer(text)["input_ids"])
     n = len(ids) // 20  # windows of the whole text
     for seed in range(n):
-        found = texts.windows(writer().checkpoint, Options(text=text, seed=seed), rows=4, length=21)
+        found = task.windows(writer().checkpoint, Options(text=text, seed=seed), rows=4, length=21)
         assert found[:, 1:].tolist() == [
             ids[20 * (place % n) : 20 * (place % n) + 20].tolist() for place in range(4 * seed, 4 * seed + 4)
         ]
-    few = [texts.windows(writer().checkpoint, Options(text=text, seed=seed), rows=n + 1, length=21) for seed in (0, 1)]
+    few = [task.windows(writer().checkpoint, Options(text=text, seed=seed), rows=n + 1, length=21) for seed in (0, 1)]
     assert torch.equal(*few)
     assert len(few[0]) == n
 
@@ -110,15 +109,15 @@ def test_own_sentences_are_enough_for_tokens_of_any_size():
     inner.pre_tokenizer = pre_tokenizers.Split(".", "merged_with_previous")
     coarse = PreTrainedTokenizerFast(tokenizer_object=inner)
     checkpoint = dataclasses.replace(writer().checkpoint, tokenizer=coarse)
-    assert texts.windows(checkpoint, Options(), rows=2, length=30).tolist() == [[0] * 30] * 2
+    assert task.windows(checkpoint, Options(), rows=2, length=30).tolist() == [[0] * 30] * 2
 
 
 def test_a_short_file_is_one_short_window_and_a_very_short_one_is_refused():
     text = "the quick brown fox jumps over the lazy dog and the cat " * 2
     n = len(writer().checkpoint.tokenizer(text)["input_ids"])
-    assert texts.windows(writer().checkpoint, Options(text=text), rows=3, length=500).shape == (1, n + 1)
+    assert task.windows(writer().checkpoint, Options(text=text), rows=3, length=500).shape == (1, n + 1)
     with pytest.raises(InputError, match="only 1 tokens"):
-        texts.windows(writer().checkpoint, Options(text="the"), rows=3, length=500)
+        task.windows(writer().checkpoint, Options(text="the"), rows=3, length=500)
 
 
 # perplexity

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import help as help_pages
 from kvkeep.cli.eval_run import parts
-from kvkeep.cli.examples import EXAMPLES
+from kvkeep.cli.help import EXAMPLES
 from kvkeep.cli.main import app
 from kvkeep.evals.report import Table
 

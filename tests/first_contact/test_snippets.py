@@ -20,7 +20,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvkeep.cli import help as help_pages
-from kvkeep.cli.examples import EXAMPLES
+from kvkeep.cli.help import EXAMPLES
 from kvkeep.cli.main import app
 from kvkeep.head_profile import Profile
 from kvkeep.models.load import load, quiet

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvkeep.errors import ModelFileError
 from kvkeep.models import tiny
 from kvkeep.models.tiny import recall
-from kvkeep.models.tiny.recall import Question, draw_facts, own_filler, question
-from kvkeep.models.tiny.wordings import HELD_OUT, SENTENCES
+from kvkeep.models.tiny.recall import HELD_OUT, SENTENCES, Question, draw_facts, own_filler, question
 
 FOLDER = Path(tiny.__file__).parent
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from kvkeep.models import tiny
-from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tiny.recall import HELD_OUT
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "tools" / "train_tiny").is_dir():

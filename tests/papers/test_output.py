@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from kvkeep import AttentionOptions
+from kvkeep.models.attention import OutputOf
 from kvkeep.models.fused_modules import PackedLinear
-from kvkeep.models.output_projection import OutputOf
 from kvkeep.policies.restkv import ReSTKV
 
 from .cases import CHAT, DECODE, Case, E, make_streams, masks

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config, Qwen3
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.kv_manager import KVManager
-from kvkeep.kv.memory_usage import bytes_of
+from kvkeep.types import bytes_of
 
 NEW = 10
 

@@ -8,10 +8,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 from kvkeep.errors import InputError
-from kvkeep.scale import ray_serve_replica
-from kvkeep.scale.ray_serve_replica import Replica, ReplicaRecipe
-from kvkeep.server.placement import RESPONSE, SESSION
-from kvkeep.server.replicas import Received
+from kvkeep.scale import ray_serve
+from kvkeep.scale.ray_serve import Replica, ReplicaRecipe
+from kvkeep.server.replicas import RESPONSE, SESSION, Received
 from kvkeep.server.settings import ServerSettings
 
 OWNER = "everybody"
@@ -19,7 +18,7 @@ OWNER = "everybody"
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_serve_replica, "settle", lambda: None)  # it is for processes that serve until they end
+    monkeypatch.setattr(ray_serve, "settle", lambda: None)  # it is for processes that serve until they end
     recipe = ReplicaRecipe(
         model=None,
         settings=ServerSettings(name="tiny", session_dir=str(tmp_path)),

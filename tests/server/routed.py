@@ -16,8 +16,7 @@ if sys.platform != "win32":
 import kvkeep
 from kvkeep.server.app import make_app
 from kvkeep.server.model import ServedModel
-from kvkeep.server.placement import SESSION
-from kvkeep.server.replicas import LostError, replay
+from kvkeep.server.replicas import SESSION, LostError, replay
 from kvkeep.server.router import make_router
 from kvkeep.server.run import ServerAddress
 from kvkeep.server.session_leases import SharedFolder

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from kvkeep.server import router
-from kvkeep.server.placement import RESPONSE, SESSION, PlacementRequest, Places, beginnings, wish_of
+from kvkeep.server.replicas import RESPONSE, SESSION, PlacementRequest, Places, beginnings, wish_of
 
 CHAT = "/v1/chat/completions"
 
@@ -110,9 +110,9 @@ def test_what_ended_replicas_held_is_unknown():
 
 
 def test_places_are_bounded(monkeypatch):
-    from kvkeep.server import placement
+    from kvkeep.server import replicas
 
-    monkeypatch.setattr(placement, "_MOST_KNOWN", 2)
+    monkeypatch.setattr(replicas, "_MOST_KNOWN", 2)
     places = Places()
     for name in "abc":
         places.note((SESSION, "o", name), "one")

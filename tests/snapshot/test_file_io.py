@@ -15,9 +15,9 @@ from snapshot_models import POLICIES, bounded, feed, ids, model
 from sweeps import sweep
 
 from kvkeep import BoundedCache, Snapshot, SnapshotError
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.result_files import write_whole
 from kvkeep.snapshot.file_io import packed_bits, unpacked_bits
+from kvkeep.types import MemoryUsage
 
 HERE = Path(__file__).parent
 

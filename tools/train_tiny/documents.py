@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvkeep.models.tiny.recall import Fact, draw_facts, draw_value
-from kvkeep.models.tiny.wordings import Lexicon
+from kvkeep.models.tiny.recall import Fact, Lexicon, draw_facts, draw_value
 
 from .corpus import Corpus
 from .drills import Drill

@@ -14,8 +14,7 @@ from itertools import product
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvkeep.models.tiny.recall import draw_value
-from kvkeep.models.tiny.wordings import Lexicon
+from kvkeep.models.tiny.recall import Lexicon, draw_value
 
 Row = tuple[np.ndarray, np.ndarray]
 LEVELS = 4

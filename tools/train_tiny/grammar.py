@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvkeep.models.tiny.wordings import pool
+from kvkeep.models.tiny.recall import pool
 
 HELD_OUT_PHRASES = (
     *(

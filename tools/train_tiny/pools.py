@@ -1,6 +1,6 @@
 """What recall documents of the training are made of: names, things, values and wordings.
 
-None of the evaluation's names and things (``kvkeep.models.tiny.wordings.HELD_OUT``) may come in here; pools
+None of the evaluation's names and things (``kvkeep.models.tiny.recall.HELD_OUT``) may come in here; pools
 are filtered against them, and names are mostly put together from syllables so that copying has to generalise.
 """
 
@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvkeep.models.tiny.wordings import COLOURS, HELD_OUT, PLACES, Kind, Lexicon, pool
+from kvkeep.models.tiny.recall import COLOURS, HELD_OUT, PLACES, Kind, Lexicon, pool
 
 from . import grammar
 from .words import Words

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tiny.recall import HELD_OUT
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvkeep.evals.texts import own_sentences
+from kvkeep.evals.task import own_sentences
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 
 HEADS = 4

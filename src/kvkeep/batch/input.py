@@ -25,7 +25,7 @@ from kvkeep.openai.messages import MAX_DEPTH, ParameterError, decoded
 from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_words_of
 from kvkeep.parameters import REQUEST_CACHE_PARAMETERS, SAMPLING_PARAMETERS
 from kvkeep.pins import Spans, spans
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 # Lines of OpenAI's batch files: ``custom_id``, ``method``, ``url`` and ``body`` in the input, answers in the output.
 #

@@ -22,7 +22,7 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai.messages import decoded
 from kvkeep.pins import Spans, spans
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 _BAD_FIELDS = {"line", "reason", "text"}
 _MOST_MODELS = 3

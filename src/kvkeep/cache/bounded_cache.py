@@ -38,14 +38,13 @@ from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.cache.token_history import Decodes, Ids, TokenHistory, device_of, padded, rows_of
 from kvkeep.errors import InputError, PolicyError, UnsupportedOperationError
 from kvkeep.kv.lost_mass import LostShares, shares
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 from kvkeep.snapshot.fingerprint import policy_named
 from kvkeep.snapshot.snapshot import Snapshot
-from kvkeep.types import Phase
+from kvkeep.types import MemoryUsage, Phase
 
 _Cache = TypeVar("_Cache", bound="BoundedCache")
 

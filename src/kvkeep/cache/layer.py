@@ -29,14 +29,25 @@ from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, Unsupported
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, beside, view_of
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.slot_codec import at
 from kvkeep.kv.store import Store, inference
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary import Rotation
-from kvkeep.types import AttentionOptions, Earlier, Fresh, OutputProjection, Phase, Queries, Report, Slots, State, View
+from kvkeep.types import (
+    AttentionOptions,
+    Earlier,
+    Fresh,
+    MemoryUsage,
+    OutputProjection,
+    Phase,
+    Queries,
+    Report,
+    Slots,
+    State,
+    View,
+)
 
 # The parts of a prompt's step: its chunks, its second reading, and the queries that a policy may ask for.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvkeep.attention_probe import keeps_states
 from kvkeep.calibration.head_losses import Head, Loss, LossMeter, NearWindow, Passage
 from kvkeep.errors import InputError
-from kvkeep.evals import texts
+from kvkeep.evals import task
 from kvkeep.evals.forward import Drive, batches, left_padded
 from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.run import fingerprint, versions
@@ -106,7 +106,7 @@ def windows(checkpoint: Checkpoint, text: str | None, *, n: int, tokens: int, se
     Raises:
         InputError: the text is too short.
     """
-    rows = texts.windows(checkpoint, Options(text=text, seed=seed), rows=n, length=tokens)
+    rows = task.windows(checkpoint, Options(text=text, seed=seed), rows=n, length=tokens)
     return [Passage(row, len(row), (), (min(TAIL, len(row) - 1),)) for row in rows]
 
 

@@ -18,7 +18,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.result_files import Lock, in_full, remove_leftovers
 
 if TYPE_CHECKING:
-    from kvkeep.snapshot import Snapshot
+    from kvkeep.snapshot.snapshot import Snapshot
 
 VARIABLE = "KVKEEP_SESSIONS"
 """The environment variable that names the folder of saved conversations."""
@@ -141,7 +141,7 @@ class ChatPlace:
 
     def before(self, snapshot: Snapshot) -> Snapshot | None:
         """Return the memory before the last turn of a memory; ``None`` if it was not kept."""
-        from kvkeep.snapshot import Snapshot
+        from kvkeep.snapshot.snapshot import Snapshot
 
         try:
             found = Snapshot.load(self._before)

@@ -22,8 +22,8 @@ from kvkeep.cli.chat_sessions import MOST_BACK, ChatSession
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
-from kvkeep.engine import Engine
 from kvkeep.engine.dispatcher import Uninterrupted
+from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint

@@ -11,14 +11,15 @@ from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
 from kvkeep.cli.memory import turns_of
-from kvkeep.engine import Engine, Result
-from kvkeep.engine import Request as Asked
 from kvkeep.engine.dispatcher import Uninterrupted
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import Request as Asked
+from kvkeep.engine.request import Result
 from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.session import Session
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.snapshot import Snapshot
 from kvkeep.snapshot.file_format import described_layers, fingerprint_of, opened, read_header
+from kvkeep.snapshot.snapshot import Snapshot
 
 # A conversation in progress: its session, the place where it is saved, and the turns that can be taken back.
 

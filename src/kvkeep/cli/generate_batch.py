@@ -28,8 +28,8 @@ from kvkeep.cli.generate_batch_workers import Read, engine_of, reader, show_with
 from kvkeep.cli.generate_run import SavedMemory, sampling_of, with_file_settings, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.progress import BatchBar, batch_progress
-from kvkeep.engine import Engine, Result
-from kvkeep.engine.request import checked_guard
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import Result, checked_guard
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
 from kvkeep.kv.slot_codec import check_bits

@@ -18,8 +18,8 @@ from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
 from kvkeep.cli.loading import writer_of
 from kvkeep.cli.progress import BatchBar
-from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.engine import Engine
 from kvkeep.engine.prompt_encoding import ConversationHistory, question_of
 from kvkeep.engine.request import Request as Asked
 from kvkeep.engine.sampling_params import SamplingParams
@@ -27,11 +27,10 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.compile import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.fused_modules import pack_weights
 from kvkeep.models.load import embedded, find, quiet
-from kvkeep.models.prepare import chosen, prepare
+from kvkeep.models.prepare import chosen, compile_layers, prepare
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.openai.requests import Prompt

@@ -24,14 +24,13 @@ from kvkeep.cli.files import refuse_device
 from kvkeep.cli.generate import GenerateOptions, GenerationOptions, word_of_prompt
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.config import NAME, Config
-from kvkeep.engine import Engine, Result
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.budget_guard import levels
+from kvkeep.engine.engine import Engine
 from kvkeep.engine.prompt_encoding import ConversationHistory
-from kvkeep.engine.request import checked_guard, json_structure
+from kvkeep.engine.request import Result, checked_guard, json_structure
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, SnapshotError
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models import tensor_parallel, threads, tokenization
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
@@ -42,8 +41,9 @@ from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec
 from kvkeep.result_files import in_full
-from kvkeep.snapshot import Fingerprint, Snapshot
-from kvkeep.snapshot.fingerprint import hash_of_config, name_of_policy, policy_named, rule
+from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_policy, policy_named, rule
+from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.types import MemoryUsage
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from torch import Tensor
 
-    from kvkeep.snapshot import Snapshot
+    from kvkeep.snapshot.snapshot import Snapshot
 
 _MOST_CELLS, _BESIDE = 48, 28
 """Cells of a drawing, and columns that the rest of its line takes."""

@@ -23,7 +23,7 @@ from rich.table import Column
 
 from kvkeep.batch.progress import Pace, TokenCounts
 from kvkeep.cli import console
-from kvkeep.engine import Engine
+from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result
 from kvkeep.evals.grid import Cell, Planned
 from kvkeep.models.load import watched

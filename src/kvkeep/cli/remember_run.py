@@ -19,8 +19,9 @@ from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.progress import ProgressBar
 from kvkeep.cli.remember import RememberOptions
-from kvkeep.engine import Engine, Result
 from kvkeep.engine.admission import check_room
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import Result
 from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device

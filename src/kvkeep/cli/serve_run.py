@@ -24,8 +24,8 @@ from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
-from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_cache import check_prefix_memory
 from kvkeep.engine.request import checked_guard
 from kvkeep.engine.sampling_params import SamplingParams, whole_within
@@ -40,8 +40,7 @@ from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.result_files import in_full
 from kvkeep.scale.cluster import Need, check_ray, joined, last_words, own_cpus
-from kvkeep.scale.ray_serve import deployment, need_serve
-from kvkeep.scale.ray_serve_replica import ReplicaRecipe
+from kvkeep.scale.ray_serve import ReplicaRecipe, deployment, need_serve
 from kvkeep.scale.ray_serve_replicas import ReplicaFacts
 from kvkeep.server.app import make_app
 from kvkeep.server.middleware import log

@@ -33,8 +33,8 @@ from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, end, spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import spec
-from kvkeep.snapshot import Fingerprint, Snapshot
-from kvkeep.snapshot.fingerprint import hash_of_config, name_of_config, policy_named, rule
+from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, policy_named, rule
+from kvkeep.snapshot.snapshot import Snapshot
 
 # Room for a request's tokens in its budget, and for one row in bytes.
 

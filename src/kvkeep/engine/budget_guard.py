@@ -25,8 +25,8 @@ from kvkeep.budget import Number, largest
 from kvkeep.cache.eviction import head_budgets, kept, scored, shielded
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cache.shared_budget import positions_of, shared_budgets
-from kvkeep.engine.input_batch import InputBatch
 from kvkeep.engine.kv_manager import KVManager, Segment
+from kvkeep.engine.scheduler import InputBatch
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BudgetError, InputError, PolicyError, one_line
 from kvkeep.kv import lost_mass, ranking

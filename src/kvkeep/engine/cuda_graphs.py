@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeep.cache.hf_layers import handed
-from kvkeep.engine.input_batch import InputBatch
 from kvkeep.engine.kv_manager import KVManager, Owner
+from kvkeep.engine.scheduler import InputBatch
 from kvkeep.models.checkpoint import Model
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from kvkeep.config import Config
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.async_stream import AsyncEvents
 from kvkeep.engine.budget_guard import measure
-from kvkeep.engine.dispatcher import Box, Dispatcher, Guard, Uninterrupted
+from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Guard, Uninterrupted
 from kvkeep.engine.host_copies import staging_for
-from kvkeep.engine.input_batch import ModelRun
 from kvkeep.engine.kv_blocks import keeps_states
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.model_runner import ModelRunner
@@ -28,7 +26,7 @@ from kvkeep.engine.prefix_cache import PrefixCache, begin, check_prefix_memory
 from kvkeep.engine.request import Asked, Event, Result, check_numbers, listed, request_of, usable
 from kvkeep.engine.sampler import Sampler, whole
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.engine.scheduler import DuplicatePrompts, Scheduler, most_mixed_tokens, pace
+from kvkeep.engine.scheduler import DuplicatePrompts, ModelRun, Scheduler, most_mixed_tokens, pace
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import Parked, SessionStore
@@ -36,7 +34,6 @@ from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.engine.swapping import Swapper
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
@@ -46,7 +43,9 @@ from kvkeep.models.support import generator
 from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, Snapshot
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.types import MemoryUsage
 
 _log = logging.getLogger(__name__)
 

@@ -19,10 +19,9 @@ from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvkeep.engine.kv_manager import KVManager
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.store import inference
-from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import Contents
+from kvkeep.types import MemoryUsage
 
 # Copies between a device and main memory that take place beside the steps of a model.
 #
@@ -229,6 +228,13 @@ class Pinned:
         return arrived
 
 
+class Rows(Protocol):
+    """Rows whose memory can be copied, as `kvkeep.engine.kv_manager.KVManager` has them."""
+
+    def take(self, row: int, device: torch.device | None = ..., /) -> Contents:
+        """Copy the memory of a row to a device; by default into main memory. ``None``: where it is."""
+
+
 class _Leaving(NamedTuple):
     """A copy of a row on the device whose way to main memory has begun, and its end."""
 
@@ -264,7 +270,7 @@ class Staging:
         return (leaving.nbytes if leaving else 0) + (len(staged[0]) if staged else 0)
 
     @inference
-    def take(self, rows: KVManager, row: int, memory: MemoryUsage) -> Pinned | Contents:
+    def take(self, rows: Rows, row: int, memory: MemoryUsage) -> Pinned | Contents:
         """Copy the memory of a row into main memory. The row may be overwritten at once.
 
         Args:
@@ -279,7 +285,7 @@ class Staging:
             found = None
         return rows.take(row) if found is None else found
 
-    def _leave(self, rows: KVManager, row: int, memory: MemoryUsage) -> Pinned | None:
+    def _leave(self, rows: Rows, row: int, memory: MemoryUsage) -> Pinned | None:
         """Begin to copy a row into main memory; return ``None`` if it must be done in the blocking way."""
         self.settle(wait=True)
         if not self._fits(bound(memory.allocated_bytes)):

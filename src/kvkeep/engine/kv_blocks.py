@@ -21,17 +21,14 @@ from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.block import Block, add_state, lacks, shared
 from kvkeep.kv.joint_block import JointBlock
-from kvkeep.kv.memory_usage import MemoryUsage, bytes_of
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents
-from kvkeep.snapshot.contents import check_together, put_states, take_states
-from kvkeep.snapshot.state_copy import StateCopy
-from kvkeep.types import Slots
+from kvkeep.snapshot.contents import Contents, StateCopy, check_together, put_states, take_states
+from kvkeep.types import MemoryUsage, Slots, bytes_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from kvkeep.cache.layer_layout import Layout, caches_latents
 from kvkeep.cache.shared_budget import SharedBudget
 from kvkeep.engine.kv_blocks import Blocks, RecurrentState, probed, states_of
 from kvkeep.kv.block import Block
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.row_copy import has_room
 from kvkeep.kv.store import inference
 from kvkeep.models.checkpoint import Model
@@ -25,7 +24,7 @@ from kvkeep.pins import Spans, spans
 from kvkeep.policies._head_budgets import refusal
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside, mine, whole
-from kvkeep.types import AttentionOptions, Phase, Stepper
+from kvkeep.types import AttentionOptions, MemoryUsage, Phase, Stepper
 
 # Neighbouring rows of several owners: one run of the model, and in each layer one step for each owner.
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from kvkeep.cache.hf_layers import HandingLayer, PhasedCache, handed
 from kvkeep.engine.budget_guard import Trial
 from kvkeep.engine.cuda_graphs import Graphs
-from kvkeep.engine.input_batch import InputBatch, ModelRun
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampler import is_scored, score
+from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of

@@ -17,7 +17,7 @@ from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError
-from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import Contents
 
 
 def check_prefix_memory(most_bytes: object, chunk: int | None) -> int:

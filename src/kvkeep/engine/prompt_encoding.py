@@ -16,7 +16,8 @@ from kvkeep.models import tokenization
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer
 from kvkeep.models.document_prompt import Opening, opened, opening_of
 from kvkeep.pins import Spans
-from kvkeep.snapshot import Contents, Snapshot
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.snapshot import Snapshot
 
 _LARGEST = 2**31 - 1
 

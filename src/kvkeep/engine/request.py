@@ -18,11 +18,11 @@ from kvkeep import budget as budgets
 from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import Span, spans
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.types import MemoryUsage
 
 # Checks of the texts, conversations and token ids that a request is made of.
 

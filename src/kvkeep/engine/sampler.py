@@ -16,9 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.engine.grammar import failure, masked
-from kvkeep.engine.input_batch import InputBatch, ModelRun
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling_params import Biases, SamplingParams
+from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.errors import KVKeepError, NoNumbersError
 from kvkeep.head_sharding import ALONE, Heads

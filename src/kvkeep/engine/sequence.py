@@ -18,10 +18,10 @@ from kvkeep.engine.host_copies import Pinned
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
 from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.kv.lost_mass import LostMass
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import Contents
+from kvkeep.types import MemoryUsage
 
 _FREE = {
     *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),

@@ -9,8 +9,7 @@ from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, replace
 
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.async_stream import AsyncEvents
-from kvkeep.engine.dispatcher import Box, Dispatcher, Uninterrupted
+from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Uninterrupted
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event, Request, Result, Turn, last_result, turn_of
 from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within
@@ -20,7 +19,9 @@ from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, Fingerprint, Snapshot
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.fingerprint import Fingerprint
+from kvkeep.snapshot.snapshot import Snapshot
 
 
 @dataclass(frozen=True)

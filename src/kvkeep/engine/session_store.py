@@ -22,8 +22,8 @@ from kvkeep.errors import InputError
 from kvkeep.models.device import reason_of
 from kvkeep.pins import Spans
 from kvkeep.result_files import Lock, in_full, sync_folder
-from kvkeep.snapshot import Snapshot
 from kvkeep.snapshot.file_io import check_target, not_saved
+from kvkeep.snapshot.snapshot import Snapshot
 
 # The folder of an engine's idle sessions: a file for each memory, whole or not there at all.
 

@@ -20,7 +20,7 @@ from kvkeep.engine.prefix_cache import PrefixCache, begin
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.scheduler import Scheduler, Swap
 from kvkeep.engine.sequence import Hosted, Sequence
-from kvkeep.kv.memory_usage import MemoryUsage
+from kvkeep.types import MemoryUsage
 
 SHARE = 0.05
 """The largest share of the time of steps that copies take in the long run."""

@@ -22,7 +22,7 @@ import torch
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError, UnsupportedOperationError
 from kvkeep.head_sharding import sharing
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 Description: TypeAlias = dict[str, Any]
 """What a request or an engine was given, by name: token ids of a prompt, and texts."""

@@ -19,11 +19,11 @@ from kvkeep.errors import InputError
 from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.load import ends_of
 from kvkeep.models.tokenization import Writer, encode, encode_rest
 from kvkeep.policies.base import Policy
+from kvkeep.types import MemoryUsage
 
 # Replies to prompts: each prompt's text is read and cut to the budget, then the reply is decoded greedily.
 #

@@ -15,11 +15,10 @@ from kvkeep import budget as budgets
 from kvkeep import pins as spans
 from kvkeep.errors import PolicyError, ShapeError
 from kvkeep.head_sharding import ALONE, Heads
-from kvkeep.kv.memory_usage import MemoryUsage, bytes_of
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.slot_codec import Beside, LazySlots, LazyView, Tokens
 from kvkeep.kv.store import DenseStore, Store
-from kvkeep.types import EMPTY, Budget, Earlier, Phase, Slots, State, Turning, View
+from kvkeep.types import EMPTY, Budget, Earlier, MemoryUsage, Phase, Slots, State, Turning, View, bytes_of
 
 # A policy's state of each head: one tensor for all of a head's slots, and for the tokens that have left them.
 

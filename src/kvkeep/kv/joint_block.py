@@ -13,9 +13,8 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.kv.pooled_store import PooledStore
-from kvkeep.types import EMPTY
+from kvkeep.types import EMPTY, MemoryUsage
 
 _OF_HEADS = ("store.starts", "store.sizes", "lost", "budget")
 _OF_LAYERS = ("seen", "prompt")

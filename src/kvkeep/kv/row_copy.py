@@ -13,9 +13,8 @@ from kvkeep import pins as spans
 from kvkeep.budget import Number, by_head
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
-from kvkeep.kv.memory_usage import bytes_of
 from kvkeep.kv.pooled_store import OpenedPool, PooledStore
-from kvkeep.types import EMPTY
+from kvkeep.types import EMPTY, bytes_of
 
 NUMBERS = ("budget", "pins")
 """Tensors of `Block.per_row` that not every block has. A copy holds them as numbers."""

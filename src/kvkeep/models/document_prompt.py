@@ -15,7 +15,7 @@ from kvkeep.errors import InputError
 from kvkeep.models.chat_templates import fill
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import encode, encode_rest
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 SEPARATOR = "\n\n"
 """Stands between the text and a question."""

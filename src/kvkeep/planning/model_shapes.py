@@ -1,14 +1,21 @@
-"""A model's shapes from its configuration alone: it is built and run on one token, without memory for weights."""
+"""A model's shapes, and the bytes of its weights, from its configuration alone.
+
+The model is built and run on one token, without memory for weights.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed
@@ -18,7 +25,235 @@ from kvkeep.models.checkpoint import trained_length
 from kvkeep.models.files import cached_if_unreachable, locate
 from kvkeep.models.load import build_empty, position_limit, read_config
 from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
-from kvkeep.planning.weight_bytes import Scheme, is_quantized, pack, scheme_of
+
+# Bytes of quantised weights, from the ``quantization_config`` of a model's configuration.
+#
+# ``docs/plan.md`` says what is assumed, and compares the formula with published files.
+
+_MOST = 10**6
+_WHOLE = 0
+"""Size of a group that is a whole row or column."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How the weights of linear layers are stored.
+
+    Attributes:
+        method: its name in the configuration.
+        bits: of a weight.
+        group: rows (outputs) and columns (inputs) of a block of weights with a scale of its own; 0 means all.
+        group_bits: of a block's scale and zero point.
+        column_bits: of each input of a layer.
+        kept: names or patterns of modules that stay in the model's dtype.
+        head: whether the output layer is quantised too, unless it is among ``kept``.
+        experts_only: whether other linear layers stay in the model's dtype.
+    """
+
+    method: str
+    bits: int
+    group: tuple[int, int] = (1, _WHOLE)
+    group_bits: int | float = 0
+    column_bits: int = 0
+    kept: tuple[str, ...] = ()
+    head: bool = False
+    experts_only: bool = False
+
+    def size(self, outputs: int, inputs: int) -> float:
+        """Return the bytes of a matrix."""
+        rows, columns = self.group
+        blocks = math.ceil(outputs / (rows or outputs)) * math.ceil(inputs / (columns or inputs))
+        return (outputs * inputs * self.bits + blocks * self.group_bits + inputs * self.column_bits) / 8
+
+    def keeps(self, name: str) -> bool:
+        """Return whether the module of this name stays in the model's dtype."""
+        return any(_names(pattern, name) for pattern in self.kept)
+
+    def __str__(self) -> str:
+        blocks = {(1, _WHOLE): "row", (_WHOLE, _WHOLE): "matrix"}.get(self.group)
+        if blocks is None:
+            blocks = f"{self.group[1]} weights of a row" if self.group[0] == 1 else f"block of {self.group}"
+        scales = f" and {self.group_bits:g} more for every {blocks}" if self.group_bits else ""
+        return f"{self.method}, {self.bits:g} bits{scales}"
+
+
+def is_quantized(config: PreTrainedConfig) -> bool:
+    """Whether a configuration says that weights are stored in fewer bits than their dtype has."""
+    return _fields(config) is not None
+
+
+def scheme_of(config: PreTrainedConfig) -> Scheme | None:
+    """Read how the weights are stored; ``None`` if they are not quantized, or if the bytes are not known."""
+    fields = _fields(config)
+    if not isinstance(fields, Mapping):
+        return None
+    method = fields.get("quant_method")
+    if method is None and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+        method = "bitsandbytes"
+    read = _READERS.get(method) if isinstance(method, str) else None
+    return None if read is None else read(fields)
+
+
+def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
+    """Count the weights that are quantized under a scheme, with their scales.
+
+    Args:
+        model: the model in full precision; its weights need no memory.
+        scheme: how its linear layers are stored.
+    """
+    parameters = expert_parameters = 0
+    size = expert_size = 0.0
+    for tensor, is_expert in _quantized(model, scheme):
+        count = math.prod(tensor.shape[:-2])
+        taken = count * scheme.size(*tensor.shape[-2:])
+        parameters, size = parameters + tensor.numel(), size + taken
+        if is_expert:
+            expert_parameters, expert_size = expert_parameters + tensor.numel(), expert_size + taken
+    return Packed(parameters, math.ceil(size), expert_parameters, math.ceil(expert_size))
+
+
+def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor, bool]]:
+    """The matrices that a scheme quantises, and whether each belongs to experts of a fused layer."""
+    head = model.get_output_embeddings()
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, module in model.named_modules():
+        if scheme.keeps(name):
+            continue
+        if isinstance(module, nn.Linear | Conv1D):
+            inside = ".experts." in name
+            spared = id(module.weight) in tied or (module is head and not scheme.head)
+            if not spared and (inside or not scheme.experts_only):
+                yield module.weight, False
+        elif name.endswith(".experts"):
+            yield from ((one, True) for one in module._parameters.values() if one is not None and one.ndim == 3)
+
+
+def _fields(config: PreTrainedConfig) -> Any:
+    for part in (config, config.get_text_config(decoder=True)):
+        if (found := getattr(part, "quantization_config", None)) is not None:
+            return found
+    return None
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Return whether a pattern means a module: by its beginning, its end, or as an expression (``re:…``)."""
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], name) is not None
+        except re.error:
+            return False
+    return f".{pattern}." in f".{name}." or (bool(pattern) and name.endswith(pattern))
+
+
+def _number(fields: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a number of the configuration; the default where it is missing or makes no sense."""
+    found = fields.get(key)
+    return found if type(found) is int and -1 <= found <= _MOST else default
+
+
+def _group(fields: Mapping[str, Any], default: int) -> tuple[int, int]:
+    return (1, max(_WHOLE, _number(fields, "group_size", default)))
+
+
+def _kept(fields: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    found = [fields.get(key) for key in keys]
+    return tuple(name for names in found if isinstance(names, list) for name in names if isinstance(name, str))
+
+
+def _awq(fields: Mapping[str, Any]) -> Scheme:
+    bits = _number(fields, "bits", _number(fields, "w_bit", 4))
+    group = (1, max(_WHOLE, _number(fields, "group_size", _number(fields, "q_group_size", 128))))
+    return Scheme(
+        method="awq", bits=bits, group=group, group_bits=16 + bits, kept=_kept(fields, "modules_to_not_convert")
+    )
+
+
+def _gptq(fields: Mapping[str, Any]) -> Scheme:
+    bits = _number(fields, "bits", 4)
+    return Scheme(
+        method="gptq",
+        bits=bits,
+        group=_group(fields, 128),
+        group_bits=16 + bits,
+        column_bits=32,  # the group of each input
+        kept=_kept(fields, "modules_to_not_convert"),
+        head=fields.get("lm_head") is True,
+    )
+
+
+def _bitsandbytes(fields: Mapping[str, Any]) -> Scheme:
+    kept = _kept(fields, "llm_int8_skip_modules")
+    if fields.get("load_in_8bit") is True:
+        return Scheme(method="bitsandbytes", bits=8, group_bits=32, kept=kept)
+    twice = fields.get("bnb_4bit_use_double_quant") is True
+    scale = 8 + 32 / 256 if twice else 32  # scales are quantised, too, in blocks of 256
+    return Scheme(method="bitsandbytes", bits=4, group=(1, 64), group_bits=scale, kept=kept)
+
+
+def _fp8(fields: Mapping[str, Any]) -> Scheme:
+    block = fields.get("weight_block_size")
+    whole = not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < _MOST for n in block))
+    group = (_WHOLE, _WHOLE) if whole else (block[0], block[1])  # type: ignore[index]
+    method = str(fields.get("quant_method", "fp8"))
+    return Scheme(method=method, bits=8, group=group, group_bits=32, kept=_kept(fields, "modules_to_not_convert"))
+
+
+def _fbgemm(fields: Mapping[str, Any]) -> Scheme:
+    return Scheme(method="fbgemm_fp8", bits=8, group_bits=32, kept=_kept(fields, "modules_to_not_convert"))
+
+
+def _mxfp4(fields: Mapping[str, Any]) -> Scheme:
+    kept = _kept(fields, "modules_to_not_convert")
+    return Scheme(method="mxfp4", bits=4, group=(1, 32), group_bits=8, kept=kept, experts_only=True)
+
+
+def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
+    """Read the scheme of compressed-tensors from its first group of layers; checkpoints mostly have just one."""
+    groups = fields.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = first.get("weights") if isinstance(first, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return None
+    bits = _number(weights, "num_bits", 8)
+    by = {"tensor": (_WHOLE, _WHOLE), "channel": (1, _WHOLE)}
+    block = by.get(str(weights.get("strategy")), _group(weights, _WHOLE))
+    zero = 0 if weights.get("symmetric", True) else bits
+    return Scheme(
+        method="compressed-tensors",
+        bits=bits,
+        group=block,
+        group_bits=16 + zero,
+        kept=_kept(fields, "ignore"),
+        head=True,
+    )
+
+
+def _torchao(fields: Mapping[str, Any]) -> Scheme | None:
+    kind = fields.get("quant_type")
+    text = re.sub(r"[^a-z0-9]", "", str(kind).lower())
+    kept = _kept(fields, "modules_to_not_convert")
+    if "int4weightonly" in text:
+        return Scheme(method="torchao", bits=4, group=(1, 128), group_bits=32, kept=kept)
+    if "int8" in text and "int4" not in text:
+        return Scheme(method="torchao", bits=8, group_bits=16, kept=kept)
+    if "float8" in text:
+        return Scheme(method="torchao", bits=8, group_bits=32, kept=kept)
+    return None
+
+
+_READERS = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed,
+    "torchao": _torchao,
+}
+
+
+# Shapes.
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from kvkeep.models.device import DTYPES, parse_dtype
 from kvkeep.models.load import embedded
 from kvkeep.planning import cost
 from kvkeep.planning.cost import Cost, LayerShape, Packed
-from kvkeep.planning.model_shapes import Outline, outline
-from kvkeep.planning.weight_bytes import Scheme
+from kvkeep.planning.model_shapes import Outline, Scheme, outline
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec

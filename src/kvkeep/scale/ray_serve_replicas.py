@@ -56,7 +56,7 @@ def by_free_rows(context: Any) -> tuple[int | float, dict[str, Any]]:
 
     Args:
         context: a ``ray.serve.config.AutoscalingContext`` with the numbers of
-            `kvkeep.scale.ray_serve_replica.Replica.record_autoscaling_stats`.
+            `kvkeep.scale.ray_serve.Replica.record_autoscaling_stats`.
     """
     told = context.aggregated_metrics or {}
     rows, busy = (list(told.get(name, {}).values()) for name in ("rows", "busy"))

@@ -20,7 +20,7 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
     """Sends a request to the replica that its ``multiplexed_model_id`` names, and otherwise to any.
 
     A request for a replica that has ended reaches another one, which says so; see
-    `kvkeep.scale.ray_serve_replica.Replica.ask`.
+    `kvkeep.scale.ray_serve.Replica.ask`.
     """
 
     def __init__(self, deployment_id: Any, *args: Any, **options: Any) -> None:
@@ -54,7 +54,7 @@ class RayReplicas:
     """The replicas of a deployment of Ray Serve, see `kvkeep.server.replicas.Replicas`.
 
     Args:
-        handle: of the deployment, whose replicas are `kvkeep.scale.ray_serve_replica.Replica`.
+        handle: of the deployment, whose replicas are `kvkeep.scale.ray_serve.Replica`.
     """
 
     def __init__(self, handle: Any) -> None:

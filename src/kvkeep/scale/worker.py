@@ -25,7 +25,7 @@ from kvkeep.engine.request import Result
 from kvkeep.errors import KVKeepError
 from kvkeep.openai.responses import Show
 from kvkeep.scale.worker_pool import Layout, WorkerFacts, WorkKind, WorkResult
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 
 @dataclass(frozen=True)

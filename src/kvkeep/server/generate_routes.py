@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.engine.dispatcher import AsyncEvents
 from kvkeep.engine.request import Event, Logprob, Result
 from kvkeep.openai import responses
 from kvkeep.openai.requests import CHAT, COMPLETIONS

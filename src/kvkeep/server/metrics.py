@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvkeep.engine import Engine
+from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result
 from kvkeep.server.errors import RefusalError
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeep.engine import Engine
+from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
 from kvkeep.models.chat_templates import fill

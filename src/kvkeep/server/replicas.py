@@ -6,9 +6,14 @@ A replica may live in another process. So a request is received whole, and a rep
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+import hashlib
+import itertools
+import json
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -161,3 +166,160 @@ def headers_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, byt
     """Return the headers to forward with a request, whose body is whole and whose connection is another one."""
     dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in dropped)
+
+
+# Which replica takes a request: the one that holds its session or answer, one that has read its beginning, or the one
+# with the most free rows.
+
+Key: TypeAlias = tuple[str, str, str]
+"""A kind of thing, its owner, and its name."""
+SESSION, RESPONSE = "session", "response"
+_MOST_KNOWN, _LONGEST = 2**16, 128
+"""Things of which the router remembers the replica, and characters of a name."""
+_PIECE, _MOST_PIECES = 512, 64
+"""Characters between two beginnings of a prompt that are compared, and the number of beginnings."""
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """What a request needs of its replica.
+
+    Attributes:
+        held: the session or the answer that it goes on with.
+        fresh: the name of the session that it makes.
+        beginnings: fingerprints of the prompt's beginnings, the longest first.
+        rows: rows that it takes.
+    """
+
+    held: tuple[str, str] | None = None
+    fresh: str | None = None
+    beginnings: Sequence[bytes] = ()
+    rows: int = 0
+
+
+def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> PlacementRequest:
+    """Return the needs of a request as its path and body show. The replica reports what is wrong with a body.
+
+    Args:
+        method, path, body: of the request.
+        prefixes: whether beginnings of prompts are wanted.
+    """
+    parts = [part[:_LONGEST] for part in path.strip("/").split("/")]
+    fresh = _text(body, "id")
+    if parts[:2] == ["v1", "sessions"]:
+        if len(parts) == 2:
+            return PlacementRequest() if fresh is None else PlacementRequest(held=(SESSION, fresh), fresh=fresh)
+        return PlacementRequest(held=(SESSION, parts[2]), fresh=fresh if parts[3:] == ["fork"] else None)
+    if parts[:2] == ["v1", "responses"]:
+        name = parts[2] if len(parts) > 2 else _text(body, "previous_response_id")
+        if name is not None:
+            return PlacementRequest(held=(RESPONSE, name), rows=int(method == "POST"))
+    if (name := _text(body, "session_id")) is not None and path.endswith("/chat/completions"):
+        return PlacementRequest(held=(SESSION, name), rows=1)
+    if method != "POST" or parts[:1] != ["v1"]:
+        return PlacementRequest()
+    return PlacementRequest(beginnings=beginnings(body) if prefixes else (), rows=_rows(body))
+
+
+def beginnings(body: Mapping[str, Any]) -> list[bytes]:
+    """Return hashes of a prompt's beginnings in steps of 512 characters, the longest beginning first.
+
+    Only prompts under the same policy and budget share memory.
+    """
+    prompt = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), "")
+    text = prompt if isinstance(prompt, str) else _written(prompt)
+    running, digests = hashlib.sha256(repr((body.get("policy"), body.get("budget"))).encode("utf-8", "replace")), []
+    for start in range(0, min(len(text) - _PIECE + 1, _PIECE * _MOST_PIECES), _PIECE):
+        running.update(text[start : start + _PIECE].encode("utf-8", "surrogatepass"))
+        digests.append(running.copy().digest()[:16])
+    return digests[::-1]
+
+
+def _written(prompt: object) -> str:
+    """Return a prompt as JSON, without those parts of a list that no beginning reaches."""
+    text = ""
+    for message in prompt if isinstance(prompt, list) else [prompt]:
+        text += f"{json.dumps(message)}, "
+        if len(text) > _PIECE * _MOST_PIECES:
+            break
+    return text
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    """Return the name in a body's field, or ``None`` if no replica accepts it as a name."""
+    value = body.get(name)
+    return value if isinstance(value, str) and len(value) <= _LONGEST else None
+
+
+def _rows(body: Mapping[str, Any]) -> int:
+    """Return the number of rows that a body asks for: one for each choice of each prompt."""
+    n, prompt = body.get("n"), body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return prompts * n if isinstance(n, int) and 0 < n <= 128 else prompts
+
+
+class Places:
+    """What a router knows of replicas: who holds what, and how many rows are taken.
+
+    Sessions, answers and beginnings that were not used for long are forgotten; replicas are asked again then.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, str] = OrderedDict()
+        self.busy: Counter[str] = Counter()
+        self._makers: dict[Key, str] = {}
+        self._making: Counter[Key] = Counter()
+        self._turn: dict[str, int] = {}
+        self._count = itertools.count(1)
+
+    def find(self, key: Key, here: Mapping[str, int]) -> str | None:
+        """Return the replica that is known to hold something, if it still runs."""
+        holder = self._known.get(key)
+        if holder is None or holder not in here:
+            return None
+        self._known.move_to_end(key)
+        return holder
+
+    def note(self, key: Any, replica: str) -> None:
+        """Remember the replica that holds something."""
+        self._known[key] = replica
+        self._known.move_to_end(key)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def forget(self, key: Key) -> None:
+        """Forget the replica that was thought to hold something."""
+        self._known.pop(key, None)
+
+    @contextmanager
+    def made(self, key: Key, replica: str) -> Iterator[bool]:
+        """Keep a name for a replica while it makes something; ``False`` if another one is making it."""
+        mine = self._makers.setdefault(key, replica) == replica
+        self._making[key] += mine
+        try:
+            yield mine
+        finally:
+            self._making[key] -= mine
+            if not self._making[key]:
+                del self._making[key], self._makers[key]
+
+    def choose(self, wish: PlacementRequest, here: Mapping[str, int]) -> str:
+        """Choose a replica for a request that can run anywhere: a warm one with a free row, or the emptiest one."""
+        emptiest = min(here, key=lambda name: (self.busy[name] / max(1, here[name]), self._turn.get(name, 0)))
+        warm = next((name for key in wish.beginnings if (name := self._known.get(key)) in here), None)
+        chosen = warm if warm is not None and self.busy[warm] < max(1, here[warm]) else emptiest
+        for key in wish.beginnings:
+            self.note(key, chosen)
+        self._turn = {name: turn for name, turn in self._turn.items() if name in here} | {chosen: next(self._count)}
+        return chosen
+
+    @contextmanager
+    def taken(self, replica: str, rows: int) -> Iterator[None]:
+        """Count the rows of a request while it runs."""
+        self.busy[replica] += rows
+        try:
+            yield
+        finally:
+            self.busy[replica] -= rows
+            if not self.busy[replica]:
+                del self.busy[replica]

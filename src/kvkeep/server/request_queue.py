@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias, TypeVar
 
-from kvkeep.engine import Engine
-from kvkeep.engine.async_stream import AsyncEvents
+from kvkeep.engine.dispatcher import AsyncEvents
+from kvkeep.engine.engine import Engine
 from kvkeep.engine.grammar import TOO_COMPLEX, FormError
 from kvkeep.engine.request import Event, Result
 from kvkeep.errors import KVKeepError

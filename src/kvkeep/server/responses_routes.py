@@ -12,7 +12,8 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
-from kvkeep.engine import Event, Request, Result, Session
+from kvkeep.engine.request import Event, Request, Result
+from kvkeep.engine.session import Session
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import ParsedBody, format_of

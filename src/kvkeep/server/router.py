@@ -25,9 +25,19 @@ from kvkeep.openai.messages import decoded
 from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.metrics import Refusals
 from kvkeep.server.middleware import AuthMiddleware
-from kvkeep.server.placement import SESSION, PlacementRequest, Places, wish_of
 from kvkeep.server.rate_limits import Meter, RateLimits
-from kvkeep.server.replicas import USED, LostError, Received, Replicas, Used, headers_of
+from kvkeep.server.replicas import (
+    SESSION,
+    USED,
+    LostError,
+    PlacementRequest,
+    Places,
+    Received,
+    Replicas,
+    Used,
+    headers_of,
+    wish_of,
+)
 from kvkeep.server.schemas import received
 from kvkeep.server.session_leases import HELD
 from kvkeep.server.settings import ServerSettings

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvkeep.engine import Engine, Session
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.session import Session
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
 from kvkeep.server.schemas import SessionBody, check_policy
 from kvkeep.server.session_leases import Leases, LocalLeases, elsewhere
-from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Snapshot
 
 log = logging.getLogger("kvkeep.access")
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)

@@ -21,8 +21,8 @@ from kvkeep.errors import InputError
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.pins import Spans, spans
 from kvkeep.result_files import parse
+from kvkeep.snapshot.contents import Flag, Place
 from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
-from kvkeep.snapshot.state_copy import Flag, Place
 
 # The layout of a snapshot's file: names, dtypes, and the description in the header.
 #

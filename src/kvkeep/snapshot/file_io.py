@@ -18,7 +18,7 @@ from kvkeep.errors import SnapshotError
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
 from kvkeep.result_files import in_full, remove_leftovers, write_whole
-from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.contents import Contents, Place, StateCopy
 from kvkeep.snapshot.file_format import (
     KEY,
     LAYER,
@@ -43,7 +43,6 @@ from kvkeep.snapshot.file_format import (
     whole,
 )
 from kvkeep.snapshot.fingerprint import Fingerprint
-from kvkeep.snapshot.state_copy import Place, StateCopy
 from kvkeep.types import EMPTY
 
 

@@ -25,7 +25,9 @@ from kvkeep.kv.block import empty
 from kvkeep.kv.slot_codec import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, Fingerprint, Snapshot, put, take
+from kvkeep.snapshot.contents import Contents, put, take
+from kvkeep.snapshot.fingerprint import Fingerprint
+from kvkeep.snapshot.snapshot import Snapshot
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Queries, Report, Slots, View
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.errors import InputError
-from kvkeep.evals import texts
+from kvkeep.evals import task
 from kvkeep.evals.task import Options
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.result_files import as_text
@@ -97,7 +97,7 @@ def read(checkpoint: Checkpoint, name: str, text: str, max_tokens: int | None) -
     if limit is not None and wanted > limit:
         notes.append(f"The model has learned positions for {limit} tokens, so no more were read.")
         wanted = limit
-    tokens = texts.windows(checkpoint, Options(text=text), rows=1, length=wanted)[0]
+    tokens = task.windows(checkpoint, Options(text=text), rows=1, length=wanted)[0]
     if max_tokens is not None and len(tokens) < wanted:
         notes.append(f"The text has only {len(tokens)} tokens.")
     if trained is not None and len(tokens) > trained:

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.main import MEASURE, Plugin
 from kvkeep.cli.options import Debug, Json
-from kvkeep.cli.plugins import MEASURE, Plugin
 from kvkeep.errors import InputError
 
 if TYPE_CHECKING:

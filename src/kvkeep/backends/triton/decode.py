@@ -19,8 +19,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from kvkeep.backends.triton.slot_codec import vectors
-from kvkeep.backends.triton.slots import LAST, earlier, first, free_slot, number, shielded, unexpired
+from kvkeep.backends.triton.slots import LAST, earlier, first, free_slot, number, shielded, unexpired, vectors
 
 
 @triton.jit

@@ -141,3 +141,144 @@ def evict(
         slot = begin + tl.arange(0, SCAN)
         position = unexpired(tl.load(positions + slot, mask=slot < S, other=-1), age, window, SLIDES)
         tl.store(positions + slot, tl.where(slot == victim, -1, position), mask=slot < S)
+
+
+# Keys and values in 8 or 4 bits in the kernels of decode; `kvkeep.kv.slot_codec` says how they lie.
+
+
+@triton.jit
+@no_type_check
+def vectors(
+    numbers, scales, slot, slot_stride, scale_stride, d, shown, like,
+    D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Load the vectors of some slots in the dtype of `like`: ``(TILE, BLOCK_D)``, 0 where `shown` is false.
+
+    With 16 `BITS` the numbers are the vectors. Codes are multiplied with their scales in float32, and rounded.
+    """
+    each = slot.to(tl.int64)[:, None]
+    if BITS == 16:
+        inside = shown[:, None] & (d[None, :] < D)
+        found = tl.load(numbers + each * slot_stride + d[None, :], mask=inside, other=0.0)
+    else:
+        code = numbers_of(numbers + each * slot_stride, d, shown, D, BITS, GROUP)
+        scale = spread(scales + each * scale_stride, d, shown, D, GROUP)
+        # the bits of 1.5 * 2^23 + code; conversion of integers is slow
+        number = (code + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+        found = (number * scale).to(like.dtype)  # a slot that is not shown has a scale of 0
+    return found
+
+
+@triton.jit
+@no_type_check
+def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Load the quantized channels, ``(TILE, BLOCK_D)``. Each byte is read once where groups fill the block."""
+    BLOCK: tl.constexpr = d.shape[0]
+    TILE: tl.constexpr = shown.shape[0]
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    if BITS == 8:
+        code = tl.load(numbers + d[None, :], mask=shown[:, None] & (d[None, :] < D), other=0).to(tl.int32)
+    elif GROUPS * GROUP == BLOCK:
+        i = tl.arange(0, BLOCK // 2)
+        pairs = tl.load(numbers + i[None, :], mask=shown[:, None] & (i[None, :] < D // 2), other=0).to(tl.int32)
+        pairs = tl.reshape(pairs, (TILE, GROUPS, GROUP // 2))
+        code = tl.reshape(tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2)), (TILE, BLOCK)) - 8
+    else:
+        half: tl.constexpr = GROUP // 2
+        byte, upper = d // GROUP * half + d % half, d % GROUP // half
+        both = tl.load(numbers + byte[None, :], mask=shown[:, None] & (d[None, :] < D), other=0).to(tl.int32)
+        code = ((both >> (upper * 4)[None, :]) & 15) - 8
+    return code
+
+
+@triton.jit
+@no_type_check
+def spread(scales, d, shown, D: tl.constexpr, GROUP: tl.constexpr):
+    """Load each channel's scale, ``(TILE, BLOCK_D)`` in float32. Each is read once where groups fill the block."""
+    BLOCK: tl.constexpr = d.shape[0]
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    TILE: tl.constexpr = shown.shape[0]
+    if GROUPS * GROUP == BLOCK:
+        j = tl.arange(0, GROUPS)
+        few = tl.load(scales + j[None, :], mask=shown[:, None] & (j[None, :] < D // GROUP), other=0.0)
+        each = tl.reshape(tl.broadcast_to(few.to(tl.float32)[:, :, None], (TILE, GROUPS, GROUP)), (TILE, BLOCK))
+    else:
+        wide = tl.load(scales + (d // GROUP)[None, :], mask=shown[:, None] & (d[None, :] < D), other=0.0)
+        each = wide.to(tl.float32)
+    return each
+
+
+@triton.jit
+@no_type_check
+def append_codes(
+    keys, values, positions, key_scales, value_scales, new_keys, new_values, now, slots,
+    key_row, key_head, key_slot, value_row, value_head, value_slot, position_row, position_head,
+    key_scale_row, key_scale_head, key_scale_slot, value_scale_row, value_scale_head, value_scale_slot,
+    new_key_row, new_key_head, new_value_row, new_value_head, now_row, Hk, S,
+    D: tl.constexpr, E: tl.constexpr, SCAN: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Code a row's token into the head's free slot, which stays empty if the token is not finite; grid ``(B·Hk,)``.
+
+    Layout: as in `slots.append`; the new key is turned (`kvkeep.kv.slot_codec.hadamard`) and float32. `KEY_BLOCK` and
+    `VALUE_BLOCK`: powers of two for the bytes of a group.
+    Bytes: ``4·S`` of positions, ``D + E`` elements, their codes and scales. FLOPs: about ``10·(D + E)``.
+    Error: the codes are those of `kvkeep.kv.slot_codec.encode`.
+    """
+    head = tl.program_id(0)
+    row, group = (head // Hk).to(tl.int64), (head % Hk).to(tl.int64)
+    positions += row * position_row + group * position_head
+    slot = free_slot(positions, S, SCAN).to(tl.int64)
+    keys += row * key_row + group * key_head + slot * key_slot
+    key_scales += row * key_scale_row + group * key_scale_head + slot * key_scale_slot
+    values += row * value_row + group * value_head + slot * value_slot
+    value_scales += row * value_scale_row + group * value_scale_head + slot * value_scale_slot
+    new_keys += row * new_key_row + group * new_key_head
+    new_values += row * new_value_row + group * new_value_head
+    bad = coded(new_keys, keys, key_scales, D, KEY_BITS, KEY_GROUP, KEY_BLOCK)
+    bad += coded(new_values, values, value_scales, E, VALUE_BITS, VALUE_GROUP, VALUE_BLOCK)
+    tl.store(slots + head, slot)
+    tl.debug_barrier()  # all lanes have read the positions before one of them changes
+    tl.store(positions + slot, tl.where(bad > 0, -1, tl.load(now + row * now_row).to(tl.int32)))
+
+
+@triton.jit
+@no_type_check
+def coded(
+    new, numbers, scales, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the codes and scales of a vector. Returns the number of its groups that are not finite; these become 0."""
+    wide: tl.constexpr = GROUP * BITS // 8  # bytes of a group
+    most_code: tl.constexpr = 127.0 if BITS == 8 else 7.0
+    at = tl.arange(0, BLOCK)
+    bad = 0
+    for j in tl.static_range(D // GROUP):
+        low = tl.load(new + j * GROUP + at, mask=at < wide, other=0.0).to(tl.float32)
+        high = tl.zeros((BLOCK,), tl.float32)
+        if BITS == 4:
+            high = tl.load(new + j * GROUP + wide + at, mask=at < wide, other=0.0).to(tl.float32)
+        size = tl.maximum(tl.abs(low), tl.abs(high))
+        whole = (tl.abs(low) < float("inf")) & (tl.abs(high) < float("inf"))
+        broken = 1 - tl.min(whole.to(tl.int32), 0)
+        bad += broken
+        largest = tl.where(broken > 0, 0.0, tl.max(tl.where(whole, size, 0.0), 0))
+        scale = tl.minimum(tl.div_rn(largest, most_code), 65504.0).to(tl.float16)
+        tl.store(scales + j, scale)
+        by = scale.to(tl.float32)
+        low, high = rounded(low, by, whole, most_code), rounded(high, by, whole, most_code)
+        code = low
+        if BITS == 4:
+            code = (low + 8) | ((high + 8) << 4)
+        code = tl.where(by > 0.0, code, 0 if BITS == 8 else 0x88)
+        tl.store(numbers + j * wide + at, code.to(numbers.dtype.element_ty), mask=at < wide)
+    return bad
+
+
+@triton.jit
+@no_type_check
+def rounded(x, by, whole, most: tl.constexpr):
+    """Return ``x / by`` rounded to whole numbers (ties to even), limited to ±`most`."""
+    quotient = tl.div_rn(tl.where(whole, x, 0.0), tl.where(by > 0.0, by, 1.0))
+    quotient = tl.minimum(tl.maximum(quotient, -most), most)
+    return ((quotient + 12582912.0) - 12582912.0).to(tl.int32)

@@ -19,9 +19,9 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 from kvkeep.evals.forward import BATCH_TOKENS, PLAIN, Drive, Setup, left_padded
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
+from kvkeep.types import MemoryUsage
 
 Score = tuple[float, bool]
 """The log-likelihood of a continuation, and whether each of its tokens is the likeliest one."""

@@ -14,15 +14,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.evals import task, texts
+from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Task, TaskOutcome
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.load import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
+from kvkeep.types import MemoryUsage
 
 PROMPT = 512
 """Tokens of a prompt; prompt and new tokens together are at most the trained length."""
@@ -68,8 +68,8 @@ class Agreement(Task):
         room = checkpoint.trained_length or PROMPT + NEW
         new = min(NEW, max(2, room // 8))
         length = min(PROMPT, room - new)
-        ids = texts.windows(checkpoint, options, rows=options.limit or PROMPTS, length=length)
-        return cls(ids, new, texts.describe(options))
+        ids = task.windows(checkpoint, options, rows=options.limit or PROMPTS, length=length)
+        return cls(ids, new, task.describe(options))
 
     def settings(self) -> dict[str, Any]:
         """Text and number of prompts."""

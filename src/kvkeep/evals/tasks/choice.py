@@ -18,10 +18,10 @@ from kvkeep.evals.datasets import HubDataset, Source, text
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.lm_eval.scoring import BoundedModel, ContextPair, scores
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
+from kvkeep.types import MemoryUsage
 
 # Multiple-choice questions from public files: COPA, OpenBookQA, ARC, PIQA, WinoGrande, MathQA, RTE and HellaSwag.
 #

@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.evals import task, texts
+from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Task, TaskOutcome
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
+from kvkeep.types import MemoryUsage
 
 TEXT = 1024
 """Tokens of a text before the cut; text and new tokens together are at most the trained length."""
@@ -56,8 +56,8 @@ class Continuation(Task):
         room = checkpoint.trained_length or TEXT + NEW + 1
         new = min(NEW, max(1, room // 8))
         length = min(TEXT, room - new - 1) + new + 1
-        ids = texts.windows(checkpoint, options, rows=options.limit or TEXTS, length=length)
-        return cls(ids, min(new, max(1, ids.shape[1] // 8)), texts.describe(options))
+        ids = task.windows(checkpoint, options, rows=options.limit or TEXTS, length=length)
+        return cls(ids, min(new, max(1, ids.shape[1] // 8)), task.describe(options))
 
     def settings(self) -> dict[str, Any]:
         """Return the source and the number of the texts."""

@@ -17,8 +17,7 @@ from kvkeep.evals import qa_task as replying
 from kvkeep.evals.forward import Drive, Setup, left_padded
 from kvkeep.evals.qa_task import Item, ItemPrompt, QATask, Replies, TaskCase, fitting, prompt_of
 from kvkeep.evals.synthetic import Haystack, values, words
-from kvkeep.evals.task import Options
-from kvkeep.evals.texts import describe
+from kvkeep.evals.task import Options, describe
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, final
 from kvkeep.evals import grading
 from kvkeep.evals.qa_task import Item, QATask, TaskCase, fitting, prompt_of
 from kvkeep.evals.synthetic import NOISE, Haystack, planted, values
-from kvkeep.evals.task import Options
-from kvkeep.evals.texts import describe
+from kvkeep.evals.task import Options, describe
 from kvkeep.models.checkpoint import Checkpoint
 
 _NEW = 32

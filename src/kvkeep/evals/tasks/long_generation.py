@@ -9,9 +9,8 @@ from typing import Any, ClassVar, final
 from kvkeep.evals import grading
 from kvkeep.evals.forward import PLAIN
 from kvkeep.evals.qa_task import QATask, TaskCase, prompt_of
-from kvkeep.evals.task import Options
+from kvkeep.evals.task import Options, describe
 from kvkeep.evals.tasks.diversity import continued
-from kvkeep.evals.texts import describe
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.attention_probe import LayerTape, tapes
 from kvkeep.budget import by_head
-from kvkeep.evals import task, texts
+from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Drive, Setup
 from kvkeep.evals.task import Options, Task, TaskOutcome
 from kvkeep.models.checkpoint import Checkpoint
@@ -65,8 +65,8 @@ class RetainedMass(Task):
             InputError: the text is too short.
         """
         length = min(PROMPT + ROWS, checkpoint.trained_length or PROMPT + ROWS)
-        ids = texts.windows(checkpoint, options, rows=options.limit or TEXTS, length=length)
-        return cls(ids, max(1, ids.shape[1] * ROWS // (PROMPT + ROWS)), texts.describe(options))
+        ids = task.windows(checkpoint, options, rows=options.limit or TEXTS, length=length)
+        return cls(ids, max(1, ids.shape[1] * ROWS // (PROMPT + ROWS)), task.describe(options))
 
     def settings(self) -> dict[str, Any]:
         """Return the source and the number of the texts."""

@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.evals import task, texts
+from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
+from kvkeep.types import MemoryUsage
 
 WINDOW = 1024
 """Default tokens of a window; fewer if the model was trained for fewer."""
@@ -53,9 +53,9 @@ class Perplexity(Task):
         """
         length = options.window or min(WINDOW, checkpoint.trained_length or WINDOW)
         check_positions(checkpoint, length, cls.name, "window")
-        ids = texts.windows(checkpoint, options, rows=options.limit or WINDOWS, length=length)
+        ids = task.windows(checkpoint, options, rows=options.limit or WINDOWS, length=length)
         notes = past_training(checkpoint, ids.shape[1], "perplexity")
-        return cls(ids, options.stride, texts.describe(options), tuple(notes))
+        return cls(ids, options.stride, task.describe(options), tuple(notes))
 
     def settings(self) -> dict[str, Any]:
         """Text and number of windows."""

@@ -24,13 +24,13 @@ from kvkeep.evals import qa_task, task
 from kvkeep.evals.forward import PLAIN, Drive, Setup
 from kvkeep.evals.qa_task import Replies
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
-from kvkeep.kv.memory_usage import MemoryUsage
 from kvkeep.models import tiny
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import Document, document
 from kvkeep.models.tiny.recall import Question
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
+from kvkeep.types import MemoryUsage
 
 # Questions of recall as tokens: texts with planted facts, several questions about each, and what answers them.
 

@@ -14,8 +14,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals import datasets, grading, synthetic, task
 from kvkeep.evals.qa_task import Item, QATask, TaskCase, TooShortError, fitting, prompt_of
 from kvkeep.evals.synthetic import Haystack
-from kvkeep.evals.task import Options
-from kvkeep.evals.texts import describe
+from kvkeep.evals.task import Options, describe
 from kvkeep.models.checkpoint import Checkpoint
 
 _NEW = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from kvkeep.errors import InputError, KVKeepError, PolicyError
-from kvkeep.evals import texts
+from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.evals.grid import RequestedBudget, split_arms
 from kvkeep.evals.task import Options, check_positions, past_training
@@ -176,7 +176,7 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments, options:
         raise InputError(f"context={context} is more than a search can read; give {LONGEST} or less.")
     if case == "stream":
         check_positions(checkpoint, context, "the search", "context")
-        rows = texts.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * WINDOWS, length=context)
+        rows = task.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * WINDOWS, length=context)
         return Losses(rows[random.Random(wanted.seed).sample(range(len(rows)), len(rows))])
     documents = planted(checkpoint, wanted.text, context=context, facts=wanted.facts, seed=wanted.seed)
     return Answers(documents, later=case == "later")

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from kvkeep.models.tiny.recall import Fact, Question, draw_value, own_filler, side, take
-from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tiny.recall import HELD_OUT, Fact, Question, draw_value, own_filler, side, take
 
 KINDS = tuple(kind.name for kind in HELD_OUT.kinds)
 

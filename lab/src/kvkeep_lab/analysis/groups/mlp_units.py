@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvkeep.evals import texts
+from kvkeep.evals import task
 from kvkeep.evals.task import Options
 from kvkeep_lab.analysis.groups import _ranks as stats
 from kvkeep_lab.analysis.groups import _shared
@@ -86,7 +86,7 @@ class MlpUnits(Measurement):
             progress((number + 1) / (len(sets) + 1))
         checkpoint = subject.writer.checkpoint
         length = min(OTHER, checkpoint.position_limit or OTHER)
-        (other,) = texts.windows(checkpoint, Options(seed=subject.seed), rows=1, length=length)
+        (other,) = task.windows(checkpoint, Options(seed=subject.seed), rows=1, length=length)
         heard = Frequencies(self.context.n_layers, halves_at=len(other))
         walk(model, other, heard, reads=frozenset({"mlp"}))
         self._other = heard.positive()

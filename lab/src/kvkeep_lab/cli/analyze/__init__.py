@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvkeep.cli.command import command
-from kvkeep.cli.plugins import MEASURE, Plugin
+from kvkeep.cli.main import MEASURE, Plugin
 from kvkeep_lab.cli.analyze.options import AnalyzeOptions
 
 PLUGIN = Plugin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvkeep.cli.command import command
-from kvkeep.cli.plugins import LOOK, Plugin
+from kvkeep.cli.main import LOOK, Plugin
 from kvkeep_lab.cli.fleet.options import FleetOptions
 
 PLUGIN = Plugin(
