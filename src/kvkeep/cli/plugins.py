@@ -23,13 +23,13 @@ from typer.main import get_command
 
 from kvkeep.cli import usage_errors
 from kvkeep.cli.help import Command, Group
-from kvkeep.errors import one_line
+from kvkeep.errors import ADDRESS, one_line
 
 ENTRY_POINT_GROUP = "kvkeep.commands"
 
 LAB_COMMANDS = ("analyze", "bench-server", "fleet", "theory")
 """Commands of kvkeep-lab. Without it they are missing, and say where they are."""
-_INSTALL_LAB = "pip install 'git+https://github.com/kvkeep/kvkeep#subdirectory=lab', or pip install ./lab in a clone"
+_INSTALL_LAB = f"pip install '{ADDRESS}#subdirectory=lab', or pip install ./lab in a clone"
 
 RUN, MEASURE, LOOK, OTHERS = "Run", "Measure", "Look up", "Of other packages"
 """Groups of commands on the page of ``kvkeep --help``."""
