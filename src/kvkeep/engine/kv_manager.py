@@ -330,9 +330,11 @@ class KVManager:
         shared = {segment: SharedBudget.by_layer(self._layout(segment.owner.policy).sharing) for segment in parts}
         before: dict[Segment, Layer] = {}
         for i, (index, window) in enumerate(self._windows.items()):
-            budgets = {segment: shared[segment].get(index) for segment in parts}
-            found = [(one, self._layer(i, one, columns, watch, before.get(one), budgets[one])) for one in parts]
-            before, steps = dict(found), joined(found)
+            before = {
+                segment: self._layer(i, segment, columns, watch, before.get(segment), shared[segment].get(index))
+                for segment in parts
+            }
+            steps = joined(list(before.items()))
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
         cache.latent = caches_latents(self._config)
