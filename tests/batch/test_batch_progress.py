@@ -10,7 +10,7 @@ from rich.console import Console
 
 import kvkeep
 from kvkeep import Engine, Request, SamplingParams
-from kvkeep.batch.progress import Pace, TokenCounts
+from kvkeep.batch.survey import Pace, TokenCounts
 from kvkeep.cli import console
 from kvkeep.cli import progress as bars
 from kvkeep.models.load import watched

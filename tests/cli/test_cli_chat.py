@@ -208,15 +208,15 @@ def test_a_conversation_is_saved_where_there_is_no_room_for_the_memory_before(mo
     def refuse(*args):
         raise OSError(95, "Operation not supported")
 
-    from kvkeep.snapshot import file_io
+    from kvkeep.snapshot import snapshot as snapshots
 
-    def small_disk(path, data, real=file_io.write_whole):
+    def small_disk(path, data, real=snapshots.write_whole):
         if path.name == "before.kvkeep":
             refuse()
         real(path, data)
 
     monkeypatch.setattr("os.link", refuse)
-    monkeypatch.setattr(file_io, "write_whole", small_disk)
+    monkeypatch.setattr(snapshots, "write_whole", small_disk)
     answers(model, "-s", "one", said=["the fox", "the dog"])
     assert len(saved(tmp_path).note["messages"]) == 4
     assert sorted(path.name for path in (tmp_path / "sessions" / "one").iterdir()) == ["memory.kvkeep"]
@@ -337,7 +337,7 @@ def test_a_full_disk_keeps_the_last_saved_turn(model, tmp_path, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.snapshot.file_io.write_whole", full)
+    monkeypatch.setattr("kvkeep.snapshot.snapshot.write_whole", full)
     assert "No space left on device" in chat(model, "-s", "one", "-n", 2, said=["the dog"], code=2).stderr
     assert saved(tmp_path).tokens.tolist() == before
 

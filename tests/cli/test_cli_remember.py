@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_the_old_file(text, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.snapshot.file_io.write_whole", full)
+    monkeypatch.setattr("kvkeep.snapshot.snapshot.write_whole", full)
     said = refused("remember", model_folders.folder(), "-f", text, "-o", file, "--overwrite")
     assert "No space left on device" in said
     assert file.read_bytes() == before

@@ -10,10 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from kvkeep import parameters
-from kvkeep.cli.command import CommandOptions, Option, argument, command, option
 from kvkeep.cli.help import Command
 from kvkeep.cli.main import app as kvkeep_app
-from kvkeep.cli.options import described, parse_tokens
+from kvkeep.cli.options import CommandOptions, Option, argument, command, described, option, parse_tokens
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 

@@ -14,7 +14,8 @@ from kvkeep.kv.block import Block
 from kvkeep.policies.base import Policy
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.streaming_llm import StreamingLLM
-from kvkeep.snapshot import contents, file_io
+from kvkeep.snapshot import contents
+from kvkeep.snapshot import snapshot as snapshots
 from kvkeep.testing import LAWS, Case
 
 CASE = Case(rows=2, prompt=20, steps=30, budget=8)
@@ -167,8 +168,8 @@ def test_memory_beside_the_state():
 
 
 def test_tokens_that_return_to_other_slots(monkeypatch):
-    honest = file_io._spread
-    monkeypatch.setattr(file_io, "_spread", lambda packed, occupied: honest(packed.flip(0), occupied))
+    honest = snapshots._spread
+    monkeypatch.setattr(snapshots, "_spread", lambda packed, occupied: honest(packed.flip(0), occupied))
     assert breaks("saving_and_restoring_changes_nothing", H2O(recent=3))
 
 

@@ -57,10 +57,10 @@ def life(seed, monkeypatch):
     rate = rng.choice((0.0, 0.2, 0.5))
     faults, ends = Faults(rng, rate), Counter()
     with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patched:
-        from kvkeep.snapshot import file_io
+        from kvkeep.snapshot import snapshot as snapshots
 
-        full = Full(rng, rate, file_io.write_whole)
-        patched.setattr(file_io, "write_whole", full)
+        full = Full(rng, rate, snapshots.write_whole)
+        patched.setattr(snapshots, "write_whole", full)
         engine = Engine(
             model("llama"),
             policy=policy,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.dispatcher import Box
+from kvkeep.engine.dispatcher import ThreadBox
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import Scheduler
@@ -152,7 +152,7 @@ def test_a_model_that_takes_no_positions_is_refused():
 
 def test_a_listener_that_leaves_while_its_request_is_checked_adds_nothing(monkeypatch):
     engine = Engine(model("llama"), policy="local", budget=8, rows=1)
-    box, check = Box(), engine._admission.check
+    box, check = ThreadBox(), engine._admission.check
 
     def leave(request, number):
         box.left = True

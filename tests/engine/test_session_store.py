@@ -228,7 +228,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         anna.ask(TURNS[0], short())
         ben.ask(TURNS[0], short())
         with monkeypatch.context() as patched:
-            patched.setattr("kvkeep.snapshot.file_io.write_whole", full_disk)
+            patched.setattr("kvkeep.snapshot.snapshot.write_whole", full_disk)
             failed = anna.ask(TURNS[1], short())
             assert failed.finish_reason == "error"
             assert "No space left on device" in failed.error
@@ -243,7 +243,7 @@ def test_a_full_disk_at_the_end_loses_nothing(tmp_path, monkeypatch):
         session = engine.session(name="anna")
         session.ask(TURNS[0], short())
         with monkeypatch.context() as patched:
-            patched.setattr("kvkeep.snapshot.file_io.write_whole", full_disk)
+            patched.setattr("kvkeep.snapshot.snapshot.write_whole", full_disk)
             for close in (session.save, session.close, engine.close):
                 with pytest.raises(SnapshotError, match="No space left"):
                     close()
@@ -343,7 +343,7 @@ def test_a_conversation_that_is_too_long_for_a_file_is_refused_before_it_is_writ
         session = engine.session()
         session.ask(TURNS[0], short())
         snapshot = replace(session.snapshot(), note={"messages": "x" * 20_000})
-        monkeypatch.setattr("kvkeep.snapshot.file_io.LONGEST_HEADER", 10_000)
+        monkeypatch.setattr("kvkeep.snapshot.snapshot.LONGEST_HEADER", 10_000)
         with pytest.raises(SnapshotError, match="shorter conversation"):
             snapshot.save(tmp_path / "a.kvkeep")
     assert files(tmp_path) == []

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.dispatcher import Box
+from kvkeep.engine.dispatcher import ThreadBox
 from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
 
 from .models import DEVICE, model
@@ -658,7 +658,7 @@ def test_a_session_that_is_closed_by_its_own_listener(session):
 
 
 def test_closing_a_session_with_thousands_of_waiting_turns_ends_them_all(session):
-    engine, boxes = host_of(session), [Box() for _ in range(3000)]
+    engine, boxes = host_of(session), [ThreadBox() for _ in range(3000)]
     with engine._dispatcher.turn:
         for box in boxes:
             session._enqueue(TURNS[1], short(), box)

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvkeep.engine import Request
-from kvkeep.snapshot import Snapshot, file_io
+from kvkeep.snapshot import Snapshot
+from kvkeep.snapshot import snapshot as snapshots
 
 from .session_models import answers, engine_of, short
 from .test_equal import prompt_of
@@ -41,8 +42,8 @@ class SlowDisk:
 
 @pytest.fixture
 def disk(monkeypatch):
-    found = SlowDisk(file_io.write_whole)
-    monkeypatch.setattr(file_io, "write_whole", found)
+    found = SlowDisk(snapshots.write_whole)
+    monkeypatch.setattr(snapshots, "write_whole", found)
     yield found
     found.goes_on.set()
 

@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from kvkeep import BoundedCache, parse
 from kvkeep.errors import InputError
-from kvkeep.evals import qa_task, task
+from kvkeep.evals import qa_task
 from kvkeep.evals.forward import Drive, left_padded
 from kvkeep.evals.grid import RequestedBudget
-from kvkeep.evals.task import Options, kept_by_tenth
+from kvkeep.evals.task import Options, kept_by_tenth, windows
 from kvkeep.evals.tasks import TASKS, find, recall
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.evals.tasks.continuation import Continuation
@@ -72,9 +72,7 @@ def prepared(kind):
 
 
 def test_own_text_is_the_same_for_a_seed_and_differs_between_rows_and_seeds():
-    first, again, other = (
-        task.windows(writer().checkpoint, Options(seed=seed), rows=2, length=200) for seed in (0, 0, 1)
-    )
+    first, again, other = (windows(writer().checkpoint, Options(seed=seed), rows=2, length=200) for seed in (0, 0, 1))
     assert first.shape == (2, 200)
     assert torch.equal(first, again)
     assert not torch.equal(first[0], first[1])
@@ -84,7 +82,7 @@ def test_own_text_is_the_same_for_a_seed_and_differs_between_rows_and_seeds():
 
 def test_a_file_is_cut_into_windows_that_follow_each_other():
     text = "the quick brown fox jumps over the lazy dog and the cat " * 20
-    found = task.windows(writer().checkpoint, Options(text=text), rows=3, length=21)
+    found = windows(writer().checkpoint, Options(text=text), rows=3, length=21)
     ids = torch.tensor(writer().checkpoint.tokenizer(text)["input_ids"])
     assert torch.equal(found[:, 1:].flatten(), ids[:60])
 
@@ -94,11 +92,11 @@ def test_seeds_take_windows_in_turn():
     ids = torch.tensor(writer().checkpoint.tokenizer(text)["input_ids"])
     n = len(ids) // 20  # windows of the whole text
     for seed in range(n):
-        found = task.windows(writer().checkpoint, Options(text=text, seed=seed), rows=4, length=21)
+        found = windows(writer().checkpoint, Options(text=text, seed=seed), rows=4, length=21)
         assert found[:, 1:].tolist() == [
             ids[20 * (place % n) : 20 * (place % n) + 20].tolist() for place in range(4 * seed, 4 * seed + 4)
         ]
-    few = [task.windows(writer().checkpoint, Options(text=text, seed=seed), rows=n + 1, length=21) for seed in (0, 1)]
+    few = [windows(writer().checkpoint, Options(text=text, seed=seed), rows=n + 1, length=21) for seed in (0, 1)]
     assert torch.equal(*few)
     assert len(few[0]) == n
 
@@ -109,15 +107,15 @@ def test_own_sentences_are_enough_for_tokens_of_any_size():
     inner.pre_tokenizer = pre_tokenizers.Split(".", "merged_with_previous")
     coarse = PreTrainedTokenizerFast(tokenizer_object=inner)
     checkpoint = dataclasses.replace(writer().checkpoint, tokenizer=coarse)
-    assert task.windows(checkpoint, Options(), rows=2, length=30).tolist() == [[0] * 30] * 2
+    assert windows(checkpoint, Options(), rows=2, length=30).tolist() == [[0] * 30] * 2
 
 
 def test_a_short_file_is_one_short_window_and_a_very_short_one_is_refused():
     text = "the quick brown fox jumps over the lazy dog and the cat " * 2
     n = len(writer().checkpoint.tokenizer(text)["input_ids"])
-    assert task.windows(writer().checkpoint, Options(text=text), rows=3, length=500).shape == (1, n + 1)
+    assert windows(writer().checkpoint, Options(text=text), rows=3, length=500).shape == (1, n + 1)
     with pytest.raises(InputError, match="only 1 tokens"):
-        task.windows(writer().checkpoint, Options(text="the"), rows=3, length=500)
+        windows(writer().checkpoint, Options(text="the"), rows=3, length=500)
 
 
 # perplexity

@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep.errors import InputError
-from kvkeep.models import document_prompt as openings
+from kvkeep.models import tokenization as openings
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.document_prompt import SEPARATOR, Opening, check_system, opened, opening_of
-from kvkeep.models.tokenization import encode, encode_chat
+from kvkeep.models.tokenization import SEPARATOR, Opening, check_system, encode, encode_chat, opened, opening_of
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n\nIt is called café-1984, isn't it? 漢字 …  and so on"
 QUESTIONS = [

@@ -30,14 +30,14 @@ THERE = (
     "server.generate_routes.GenerateRoutes._answer",
     "engine.engine.Engine.astream",
     "server.request_queue.RequestQueue.run",
-    "engine.async_stream.AsyncEvents.begin",
+    "engine.dispatcher.AsyncEvents.begin",
     "engine.admission.Admission.check",  # Request → Sequence
 )
 """The functions that a request passes on its way to the engine, in the order in which they are called first."""
 BACK = (
     "engine.sequence.Sequence.take",  # token → Event
     "engine.dispatcher.Dispatcher.deliver",
-    "engine.async_stream.AsyncEvents.taken",
+    "engine.dispatcher.AsyncEvents.taken",
     "server.generate_routes.answer_chunks",  # Event → chunk
     "server.sse.EventStream._write",  # chunk → bytes
 )

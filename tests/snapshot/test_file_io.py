@@ -16,7 +16,7 @@ from sweeps import sweep
 
 from kvkeep import BoundedCache, Snapshot, SnapshotError
 from kvkeep.result_files import write_whole
-from kvkeep.snapshot.file_io import packed_bits, unpacked_bits
+from kvkeep.snapshot.snapshot import packed_bits, unpacked_bits
 from kvkeep.types import MemoryUsage
 
 HERE = Path(__file__).parent
@@ -234,7 +234,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         list(data)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.snapshot.file_io.write_whole", full)
+    monkeypatch.setattr("kvkeep.snapshot.snapshot.write_whole", full)
     with pytest.raises(SnapshotError, match="No space left on device"):
         two.save(target)
 

@@ -11,7 +11,7 @@ from snapshot_models import bounded, feed, ids, model
 from kvkeep import BoundedCache, Snapshot
 from kvkeep.errors import SnapshotError
 from kvkeep.kv.slot_codec import KV_BITS
-from kvkeep.snapshot import file_io
+from kvkeep.snapshot import snapshot as snapshots
 
 
 @pytest.fixture(params=["llama", "gemma2", "falcon-h1"])
@@ -101,7 +101,7 @@ def test_a_changed_file_is_refused(case, tmp_path):
     assert old in content
     file.write_bytes(content.replace(old, new))
     with pytest.raises(SnapshotError, match=said):
-        file_io.load(file)
+        snapshots.load(file)
 
 
 @pytest.mark.parametrize("name", ["key_scales", "value_scales"])
@@ -117,7 +117,7 @@ def test_scales_that_no_code_has_are_refused(name, number, tmp_path):
     found[scales].view(-1)[-1] = number
     save_file(found, file, about)
     with pytest.raises(SnapshotError, match="scales that are negative or no numbers"):
-        file_io.load(file)
+        snapshots.load(file)
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
@@ -127,4 +127,4 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     for end in range(0, len(content), len(content) // 23):
         file.write_bytes(content[:end])
         with pytest.raises(SnapshotError):
-            file_io.load(file)
+            snapshots.load(file)

@@ -146,9 +146,9 @@ def test_a_model_is_only_split_by_torchrun(monkeypatch):
 
 
 def split_options(config=None, *, device="auto", load_in=None):
-    from kvkeep.models.tensor_parallel import options
+    from kvkeep.models import load
 
-    return options(config or LlamaConfig(), device=device, load_in=load_in)
+    return load.split_options(config or LlamaConfig(), device=device, load_in=load_in)
 
 
 def test_the_shorter_slots_of_a_process_follow_after_empty_ones(monkeypatch):

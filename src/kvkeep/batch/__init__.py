@@ -1,1 +1,1 @@
-"""Batch jobs: reading lines (`lines`, `survey`, `batch`), writing completions (`output`), and resuming."""
+"""Batch jobs: reading lines (`input`, `survey`), writing completions (`output`), and resuming."""

@@ -167,8 +167,6 @@ class CountingLayer(HandingLayer):
         layer: counts the columns, even if a wrapper takes the steps.
     """
 
-    layer: CountingStepper
-
     def __init__(self, layer: CountingStepper, window: int | None):
         super().__init__(layer, window)
         self.layer = layer
@@ -179,13 +177,21 @@ class CountingLayer(HandingLayer):
         return self.layer.columns
 
 
-class BoundedLayer(CountingLayer):
-    """What transformers sees of a `Layer`: its steps, its length and its rows."""
+class BoundedLayer(HandingLayer):
+    """What transformers sees of a `Layer`: its steps, its length and its rows.
 
-    layer: Layer
+    Attributes:
+        layer: counts the columns, even if a wrapper takes the steps.
+    """
 
     def __init__(self, layer: Layer):
         super().__init__(layer, layer.window)
+        self.layer = layer
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns seen so far, padding included."""
+        return self.layer.columns
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated."""

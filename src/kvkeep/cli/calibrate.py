@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.cli import shell_completion
-from kvkeep.cli.command import OUTPUT, option
 from kvkeep.cli.files import place, target
-from kvkeep.cli.options import JSON, ModelOptions, parse_tokens
+from kvkeep.cli.options import JSON, OUTPUT, ModelOptions, option, parse_tokens
 
 _MEASURE, _IMPORT = "Measurement", "Import"
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from kvkeep.cli import shell_completion
 from kvkeep.cli.chat_folder import complete_names
-from kvkeep.cli.command import option
 from kvkeep.cli.generate import GenerationOptions, parse_budget, parse_memory
-from kvkeep.cli.options import BUDGET, JSON, MAX_NEW_TOKENS, NO_DEFAULT, POLICY, parse_system
+from kvkeep.cli.options import BUDGET, JSON, MAX_NEW_TOKENS, NO_DEFAULT, POLICY, option, parse_system
 from kvkeep.errors import InputError
 from kvkeep.policies import LATER
 

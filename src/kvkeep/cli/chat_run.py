@@ -28,8 +28,8 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.document_prompt import check_system
 from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.tokenization import check_system
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.registry import parse
 

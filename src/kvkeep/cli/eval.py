@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvkeep.cli import options, shell_completion
-from kvkeep.cli.command import OUTPUT, WORKERS, option
 from kvkeep.cli.files import place
 from kvkeep.cli.help import is_given
 from kvkeep.cli.options import (
@@ -16,11 +15,14 @@ from kvkeep.cli.options import (
     JSON,
     KV_BITS,
     LAYER_BUDGET,
+    OUTPUT,
     POSITIONS,
     PREFILL_CHUNK,
     RAY_ADDRESS,
+    WORKERS,
     ModelOptions,
     items,
+    option,
     parse_budgets,
     parse_layer_weights,
     parse_number,
@@ -36,7 +38,7 @@ RECIPES = (
     *("h2o-table2", "h2o-table6", "h2o-fig4", "scissorhands-table4", "scissorhands-fig"),
     *("ahakv-longbench", "ahakv-ablation", "kvpress-ruler4k"),
 )
-"""Names of recipes, as `kvkeep.evals.recipes.recipe` knows them."""
+"""Names of recipes, as `kvkeep.evals.recipes` knows them."""
 
 
 def joined(
@@ -128,7 +130,7 @@ def replaced(recipe: str | None, quick: bool) -> dict[str, str]:
         if quick:
             raise InputError("--quick cuts a recipe down, and there is none. Give --recipe NAME.")
         return {}
-    from kvkeep.evals.recipes.recipe import find
+    from kvkeep.evals.recipes import find
 
     options = find(recipe).options(quick=quick)
     return {name: value for name, value in options.items() if not is_given(name)}

@@ -26,7 +26,7 @@ from kvkeep.evals import report as reports
 from kvkeep.evals.datasets import HUB
 from kvkeep.evals.forward import BATCH_TOKENS, Setup
 from kvkeep.evals.grid import GridArguments, Planned, RequestedBudget, split_arms
-from kvkeep.evals.recipes.recipe import find as find_recipe
+from kvkeep.evals.recipes import find as find_recipe
 from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders
 from kvkeep.evals.records import read as read_folders

@@ -7,9 +7,8 @@ from pathlib import Path
 from shlex import quote
 
 from kvkeep.cli import shell_completion
-from kvkeep.cli.command import OUTPUT, option
 from kvkeep.cli.files import place, target
-from kvkeep.cli.options import BUDGET, JSON, PREFILL_CHUNK, ModelOptions, parse_budget, parse_tokens
+from kvkeep.cli.options import BUDGET, JSON, OUTPUT, PREFILL_CHUNK, ModelOptions, option, parse_budget, parse_tokens
 from kvkeep.errors import InputError
 from kvkeep.parameters import MEMORY
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from kvkeep import parameters
 from kvkeep.cli import distributed, options, shell_completion
-from kvkeep.cli.command import argument, option
 from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, not_empty, place, read_text
 from kvkeep.cli.options import (
     BUDGET,
@@ -20,7 +19,9 @@ from kvkeep.cli.options import (
     RAY_ADDRESS,
     TEMPERATURE,
     CacheOptions,
+    argument,
     described,
+    option,
     parse_bytes,
     parse_system,
     parse_tokens,

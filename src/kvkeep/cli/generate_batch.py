@@ -18,8 +18,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.batch.input import InputLine, digest, read_lines, reason_of
 from kvkeep.batch.output import LAYOUT, OutputFile
-from kvkeep.batch.progress import TokenCounts
-from kvkeep.batch.survey import Judge, Survey, foreign, problem, remove_bad, write_bad
+from kvkeep.batch.survey import Judge, Survey, TokenCounts, foreign, problem, remove_bad, write_bad
 from kvkeep.cli import console, distributed
 from kvkeep.cli.cluster import ended_with_its_cluster, interruptible
 from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again
@@ -33,10 +32,10 @@ from kvkeep.engine.request import Result, checked_guard
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.models import tensor_parallel, threads
+from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import embedded, find, join_processes, process_group, quiet
 from kvkeep.models.prepare import chosen
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
@@ -367,7 +366,7 @@ def together(batch: BatchOptions) -> BatchOptions:
         raise InputError("--compile does not go together with a model that is split over processes.")
     if batch.workers is not None:
         raise InputError("--ray-workers does not go together with torchrun. Start the command without torchrun.")
-    tensor_parallel.join()
+    join_processes()
     return batch if distributed.leads() else replace(batch, output="-")
 
 
@@ -397,7 +396,7 @@ def serve(request: GenerateOptions) -> None:
         quiet(),
         threads.restored(),
         enough_memory(device),
-        tensor_parallel.left(),
+        process_group(),
         lines_of(batch) as source,
         published(together(batch)) as batch,
     ):

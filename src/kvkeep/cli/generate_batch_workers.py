@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 from kvkeep.batch.input import BadLine, InputLine, after, parse
 from kvkeep.batch.output import OutputFile
-from kvkeep.batch.progress import TokenCounts
+from kvkeep.batch.survey import TokenCounts
 from kvkeep.cli import console, distributed
 from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.generate import BatchOptions, GenerateOptions

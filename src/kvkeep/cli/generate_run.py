@@ -31,11 +31,11 @@ from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Result, checked_guard, json_structure
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, SnapshotError
-from kvkeep.models import tensor_parallel, threads, tokenization
+from kvkeep.models import threads, tokenization
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import embedded, find, process_group, quiet
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
@@ -567,7 +567,7 @@ def serve(request: GenerateOptions) -> None:
     """
     request = with_file_settings(request)
     try:
-        with quiet(), threads.restored(), enough_memory(parse_device(request.device)), tensor_parallel.left():
+        with quiet(), threads.restored(), enough_memory(parse_device(request.device)), process_group():
             job = _prepared(request)
             if request.compare:
                 _serve_comparison(job)

@@ -16,7 +16,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from kvkeep.cli import console, usage_errors
-from kvkeep.cli.command import OUTPUT, WORKERS
+from kvkeep.cli.options import OUTPUT, WORKERS
 from kvkeep.cli.shell_completion import joined_words
 
 # An example or more for every command: a line to type, and what it does.

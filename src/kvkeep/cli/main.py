@@ -21,11 +21,11 @@ from typer.main import get_command
 from kvkeep.cli import console, demo, distributed, env, lm_eval, memory, policies, usage_errors
 from kvkeep.cli.calibrate import CalibrateOptions
 from kvkeep.cli.chat import ChatOptions
-from kvkeep.cli.command import command
 from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.explain import ExplainOptions
 from kvkeep.cli.generate import GenerateOptions
 from kvkeep.cli.help import Command, Group, Noting, Passing
+from kvkeep.cli.options import command
 from kvkeep.cli.plan import PlanOptions
 from kvkeep.cli.remember import RememberOptions
 from kvkeep.cli.serve import ServeOptions

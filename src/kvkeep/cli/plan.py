@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from kvkeep.cli.command import CommandOptions, argument, option
 from kvkeep.cli.options import (
     BUDGET,
     DEVICE,
@@ -18,6 +17,9 @@ from kvkeep.cli.options import (
     POLICY,
     POSITIONS,
     PREFILL_CHUNK,
+    CommandOptions,
+    argument,
+    option,
     parse_budget,
     parse_bytes,
     parse_tokens,

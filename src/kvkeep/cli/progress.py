@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from kvkeep.batch.progress import Pace, TokenCounts
+from kvkeep.batch.survey import Pace, TokenCounts
 from kvkeep.cli import console
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request, Result

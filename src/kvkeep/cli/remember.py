@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.cli.command import OUTPUT, option
 from kvkeep.cli.files import place, target
-from kvkeep.cli.options import BUDGET, JSON, POLICY, CacheOptions, parse_system
+from kvkeep.cli.options import BUDGET, JSON, OUTPUT, POLICY, CacheOptions, option, parse_system
 from kvkeep.policies import LATER
 
 _TEXT = "Text"

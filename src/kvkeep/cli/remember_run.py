@@ -25,9 +25,8 @@ from kvkeep.engine.request import Result
 from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.document_prompt import Opening, noted, opened
 from kvkeep.models.load import embedded, find, quiet, watched
-from kvkeep.models.tokenization import Writer, check_length
+from kvkeep.models.tokenization import Opening, Writer, check_length, noted, opened
 from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec

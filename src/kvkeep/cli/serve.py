@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from kvkeep import parameters
 from kvkeep.cli import options
-from kvkeep.cli.command import OUTPUT, argument, option
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.options import (
     BUDGET,
@@ -21,12 +20,15 @@ from kvkeep.cli.options import (
     LAYER_BUDGET,
     MAX_NEW_TOKENS,
     MODEL_WORD,
+    OUTPUT,
     POLICY,
     POSITIONS,
     PREFILL_CHUNK,
     RAY_ADDRESS,
     ModelOptions,
+    argument,
     described,
+    option,
     parse_bytes,
     parse_tokens,
 )

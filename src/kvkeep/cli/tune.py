@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Literal
 
 from kvkeep.cli import shell_completion
-from kvkeep.cli.command import OUTPUT, option
 from kvkeep.cli.files import place
 from kvkeep.cli.options import (
     JSON,
     LAYER_BUDGET,
+    OUTPUT,
     POSITIONS,
     PREFILL_CHUNK,
     ModelOptions,
     items,
+    option,
     parse_budgets,
     parse_head_budget,
     parse_layer_weights,

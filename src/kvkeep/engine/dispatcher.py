@@ -6,6 +6,7 @@ a thread of its own steps the engine until all of them have ended, and the liste
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import atexit
 import os
@@ -16,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as GenericSequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from kvkeep.engine.request import Event
 from kvkeep.engine.sequence import Sequence
@@ -163,7 +164,7 @@ _T = TypeVar("_T")
 _END: Any = object()
 
 
-class Box:
+class Box(abc.ABC):
     """Events on their way to one listener.
 
     Attributes:
@@ -172,12 +173,38 @@ class Box:
         blocks: whether the listener may wait for a step in its own thread.
     """
 
+    blocks: ClassVar[bool]
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+        self.left = False
+
+    @abc.abstractmethod
+    def put(self, event: Event | BaseException) -> None:
+        """Append an event, or the failure that ends all requests of this listener."""
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Tell the listener that there are events, if `put` has not done so."""
+
+    def opened(self, event: Event | BaseException) -> Event:
+        """Return an event that was taken out, or raise the failure."""
+        if isinstance(event, BaseException):
+            self.open.clear()
+            raise event
+        if event.result:
+            self.open.discard(event.id)
+        return event
+
+
+class ThreadBox(Box):
+    """A box whose listener is a thread."""
+
     blocks = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-        self.open: set[int] = set()
-        self.left = False
 
     @property
     def empty(self) -> bool:
@@ -189,7 +216,7 @@ class Box:
         self._events.put(event)
 
     def wake(self) -> None:
-        """Tell the listener that there are events, if `put` has not done so."""
+        """Do nothing, since `put` wakes a waiting thread."""
 
     def take(self) -> Event:
         """Wait for the next event and return it.
@@ -198,15 +225,6 @@ class Box:
             BaseException: the failure of a step.
         """
         return self.opened(self._events.get())
-
-    def opened(self, event: Event | BaseException) -> Event:
-        """Return an event that was taken out, or raise the failure."""
-        if isinstance(event, BaseException):
-            self.open.clear()
-            raise event
-        if event.result:
-            self.open.discard(event.id)
-        return event
 
 
 class Dispatcher:
@@ -273,7 +291,7 @@ class Dispatcher:
         if not self._serves:
             self.wake()
 
-    def events(self, box: Box, step: Callable[[], object]) -> Iterator[Event]:
+    def events(self, box: ThreadBox, step: Callable[[], object]) -> Iterator[Event]:
         """Yield the next events of a box: all that are there, at least one. Without a thread that steps, step."""
         while box.empty and box.open and self._thread is None:
             step()
@@ -285,7 +303,7 @@ class Dispatcher:
     def drain(
         self,
         source: Iterator[_T],
-        add: Callable[[_T, Box], object],
+        add: Callable[[_T, ThreadBox], object],
         has_room: Callable[[], bool],
         *,
         step: Callable[[], object],
@@ -300,7 +318,7 @@ class Dispatcher:
             step: brings the engine one step further.
             end: cancels the request of a number.
         """
-        box, more = Box(), True
+        box, more = ThreadBox(), True
         try:
             while more or box.open:
                 while more and (not box.open or has_room()):

@@ -30,21 +30,20 @@ from kvkeep.engine.scheduler import DuplicatePrompts, ModelRun, Scheduler, most_
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import Parked, SessionStore
-from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.engine.swapping import Swapper
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
-from kvkeep.models.document_prompt import noted
 from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.support import generator
+from kvkeep.models.tokenization import noted
 from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
-from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Pending, Snapshot
 from kvkeep.types import MemoryUsage
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models import tokenization
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer
-from kvkeep.models.document_prompt import Opening, opened, opening_of
+from kvkeep.models.tokenization import Opening, opened, opening_of
 from kvkeep.pins import Spans
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
@@ -30,7 +30,7 @@ class ConversationHistory:
         ids: the token ids that the memory stands for.
         pending: token ids that follow, and that the model has not read: usually the last token of an answer.
         messages: the conversation that they are, ending with an answer; empty if they are something else.
-        opening: set while they end inside of the user's first message, see `kvkeep.models.document_prompt`.
+        opening: set while they end inside of the user's first message, see `kvkeep.models.tokenization`.
         pins: the spans that its memory holds pinned.
         budgets: the budget of its memory in each layer; a tuple where heads have their own.
     """
@@ -116,7 +116,7 @@ class PromptEncoder:
         return tuple(ids[0].tolist())
 
     def opened(self, asked: str, *, system: str | None, raw: bool) -> tuple[list[int], Opening]:
-        """Return the token ids of a text that questions will follow, see `kvkeep.models.document_prompt.opened`."""
+        """Return the token ids of a text that questions will follow, see `kvkeep.models.tokenization.opened`."""
         return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
     def continued(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:

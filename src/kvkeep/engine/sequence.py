@@ -16,11 +16,11 @@ from kvkeep.engine.detokenizer import StopText
 from kvkeep.engine.grammar import Constraint
 from kvkeep.engine.host_copies import Pinned
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
-from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.snapshot import Pending
 from kvkeep.types import MemoryUsage
 
 _FREE = {

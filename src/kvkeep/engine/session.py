@@ -15,13 +15,12 @@ from kvkeep.engine.request import Event, Request, Result, Turn, last_result, tur
 from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within
 from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot, check_name
-from kvkeep.engine.snapshot_writer import Pending
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.fingerprint import Fingerprint
-from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Pending, Snapshot
 
 
 @dataclass(frozen=True)

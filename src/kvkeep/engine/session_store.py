@@ -17,13 +17,11 @@ from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.sequence import Sequence
-from kvkeep.engine.snapshot_writer import Pending, Writing
 from kvkeep.errors import InputError
 from kvkeep.models.device import reason_of
 from kvkeep.pins import Spans
 from kvkeep.result_files import Lock, in_full, sync_folder
-from kvkeep.snapshot.file_io import check_target, not_saved
-from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.snapshot import Pending, Snapshot, Writing, check_target, not_saved
 
 # The folder of an engine's idle sessions: a file for each memory, whole or not there at all.
 

@@ -18,8 +18,7 @@ from kvkeep.evals.forward import Setup
 from kvkeep.evals.grid import Cell, GridArguments, Planned
 from kvkeep.evals.records import Records
 from kvkeep.evals.report import Row
-from kvkeep.evals.task import Options, Task
-from kvkeep.evals.task import notes as text_notes
+from kvkeep.evals.task import Options, Task, notes
 from kvkeep.models import weight_hash
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
@@ -109,7 +108,7 @@ def lay_out(
             task = kind.load(checkpoint, own)
             parts.append(TaskPart(task, grid.grid(checkpoint, task, wanted, own.seed), own))
     reads_text = any(kind.name in TEXT_TASKS for kind in tasks)
-    return Grid(name, checkpoint, parts, text_notes(options[0]) if reads_text else [])
+    return Grid(name, checkpoint, parts, notes(options[0]) if reads_text else [])
 
 
 def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned], object] = lambda cell: None) -> None:
@@ -340,7 +339,7 @@ class PartQueue:
         return self._left[part].popleft()
 
 
-class CellQueue(PartQueue):
+class CellQueue:
     """The cells of a grid that have no row yet, for one or more processes.
 
     Args:
@@ -360,7 +359,11 @@ class CellQueue(PartQueue):
             own = [number for planned, number in zip(part.planned, numbers, strict=False) if planned.cell not in done]
             self.parts |= dict.fromkeys(own, index)
             left.append(own)
-        super().__init__(left)
+        self._queue = PartQueue(left)
+
+    def take(self, process: int) -> int | None:
+        """Return the number of the next cell for a process, see `PartQueue.take`."""
+        return self._queue.take(process)
 
 
 def as_planned(row: Row, planned: Planned) -> Row:

@@ -18,10 +18,9 @@ from kvkeep.explain.runs import ExplainPrompt, pieces
 from kvkeep.models.attention import attached
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
 from kvkeep.models.device import enough_memory
-from kvkeep.models.document_prompt import SEPARATOR
 from kvkeep.models.load import ends_of, load_with_tokenizer, position_limit
 from kvkeep.models.support import unwrapped
-from kvkeep.models.tokenization import check_length, encode
+from kvkeep.models.tokenization import SEPARATOR, check_length, encode
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 

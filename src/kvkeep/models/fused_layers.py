@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.backends import Repeat, layers
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
 from kvkeep.cache.layer import Layer
+from kvkeep.models.attention import ATTENTION, PaddingMask, is_known
 from kvkeep.models.fused_modules import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
-from kvkeep.models.padding_mask import ATTENTION, PaddingMask, is_known
 from kvkeep.types import AttentionOptions, Phase
 
 # The parts of a decoder layer, and their two calls of the native kernel, with weights that are packed once.

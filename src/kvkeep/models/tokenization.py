@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from kvkeep.models.chat_templates import fill
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained
+from kvkeep.snapshot.snapshot import Snapshot
 
 
 def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
@@ -186,3 +187,164 @@ class Writer:
     def show_token(self, token_id: int) -> str:
         """Decode one token, which may be special. Half a character is shown as U+FFFD."""
         return str(self.checkpoint.tokenizer.decode([token_id]))
+
+
+# A text that is remembered before its questions are known, and the tokens of a question that follows it.
+#
+# The text and the question are one message of the user with a blank line between them, so a question to a remembered
+# text is the same prompt as both together. The memory stands for those tokens that no question changes: the last tokens
+# of the text may merge with what follows, and are read together with the question.
+
+SEPARATOR = "\n\n"
+"""Stands between the text and a question."""
+
+_PROBES = ("What is it?", "a", "1", ".", "\n", "é", "“", "文")
+"""Beginnings of questions that tokenizers treat in different ways."""
+_WINDOW = 2048
+_SURE = 8
+"""Characters of a text's end that are looked at, and tokens that must then be those of the whole text."""
+_MARGIN = 4
+"""Tokens before the first one that a probe changes, which other questions might change."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The beginning of a user's message: a text that a question will follow.
+
+    Attributes:
+        tail: the last characters of the text, with the tokens that a question may change.
+        skip: tokens of the tail that the memory has.
+        system: the system message before the text.
+        raw: whether the text and its questions are taken without the chat template.
+    """
+
+    tail: str
+    skip: int = 0
+    system: str | None = None
+    raw: bool = False
+
+    def messages(self, question: str) -> tuple[dict[str, str], ...]:
+        """Return the messages of a conversation whose user message is the end of the text and a question."""
+        before = () if self.system is None else ({"role": "system", "content": self.system},)
+        return (*before, {"role": "user", "content": self._joined(question)})
+
+    def rest(
+        self, checkpoint: Checkpoint, question: str, before: Sequence[int], more: Sequence[Mapping[str, str]] = ()
+    ) -> list[int]:
+        """Return the token ids after those of the snapshot, up to the beginning of the model's answer.
+
+        Args:
+            checkpoint: the model and its tokenizer.
+            question: follows the text.
+            before: the token ids of the memory.
+            more: messages after the question.
+
+        Raises:
+            InputError: the question is empty or no valid text, or it changes tokens that the memory has.
+        """
+        if not question.strip():
+            raise InputError("The question is empty. Give some text.")
+        ids = self._ids(checkpoint, question, more)
+        known = min(_SURE // 2, self.skip - 1, len(before))
+        if known > 0 and ids[self.skip - known : self.skip] != list(before[-known:]):
+            raise InputError(
+                f"The tokenizer of {checkpoint.name} reads the end of the remembered text in another way when this "
+                "question follows, so the memory does not fit. Begin the question with another word."
+            )
+        return ids[self.skip :]
+
+    def _joined(self, question: str) -> str:
+        return f"{self.tail}{SEPARATOR}{question}"
+
+    def _ids(
+        self, checkpoint: Checkpoint, question: str, more: Sequence[Mapping[str, str]] = (), *, whole: bool = False
+    ) -> list[int]:
+        """Return the token ids of the tail and a question; with ``whole`` also of all that the template puts before."""
+        if self.raw:
+            raw: list[int] = encode(checkpoint, self._joined(question), raw=True)[0].tolist()
+            return raw
+        filled = fill(checkpoint.tokenizer, [*self.messages(question), *more])
+        start = filled.find(self._joined(question).strip())
+        if start < 0:
+            raise InputError(
+                f"The chat template of {checkpoint.name} does not show a message as it is, so no question can follow "
+                "the text in it. Use `raw=True` to leave the template out."
+            )
+        found: list[int] = encode_rest(checkpoint, filled if whole else filled[start:])[0].tolist()
+        return found
+
+
+def opening_of(found: object) -> Opening:
+    """Build an opening from plain data.
+
+    Raises:
+        InputError: the data are no opening.
+    """
+    if isinstance(found, Mapping) and found.keys() == {"tail", "skip", "system", "raw"}:
+        tail, skip, system, raw = (found[name] for name in ("tail", "skip", "system", "raw"))
+        fits = isinstance(tail, str) and tail.strip() and type(skip) is int and skip >= 0
+        if fits and isinstance(raw, bool) and (system is None or isinstance(system, str)):
+            return Opening(tail, skip, system, raw)
+    raise InputError(f"{found!r:.80} is no opening of a message.")
+
+
+def noted(snapshot: Snapshot, opening: Opening) -> Snapshot:
+    """Return a text's snapshot with the opening in its note, so that questions can follow the text."""
+    return replace(snapshot, note={**snapshot.note, "opening": asdict(opening)})
+
+
+def opened(
+    checkpoint: Checkpoint, text: str, *, system: str | None = None, raw: bool = False
+) -> tuple[list[int], Opening]:
+    """Return the token ids of a text, and how questions follow it. White space around the text is dropped.
+
+    Args:
+        checkpoint: the model and its tokenizer.
+        text: the text.
+        system: a system message before it.
+        raw: leave the chat template out, as for a tokenizer without one.
+
+    Raises:
+        InputError: the text is empty or too short, no valid text, or the template does not show it; or there is a
+            system message and no template that shows it.
+    """
+    text = text.strip()
+    if not text:
+        raise InputError("The text is empty. Give some text to remember.")
+    raw = raw or checkpoint.tokenizer.chat_template is None
+    opening = Opening(text, system=None if raw else system, raw=raw)
+    if system is not None:
+        check_system(checkpoint, system, raw=raw)
+    whole = opening._ids(checkpoint, _PROBES[0], whole=True)
+    for size in (_WINDOW * 4**power for power in itertools.count()):
+        at_end = replace(opening, tail=text[-size:].lstrip())
+        found = [at_end._ids(checkpoint, probe) for probe in _PROBES]
+        skip = max(0, min(_common(found[0], other) for other in found[1:]) - _MARGIN)
+        left = len(found[0]) - skip
+        same = _common(whole[::-1], found[0][::-1])
+        if same >= left + _SURE or len(text) <= size:
+            break
+    if same < left or len(whole) <= left:
+        raise InputError(f"The text of {len(text)} characters is too short to be remembered. Give a longer text.")
+    return whole[: len(whole) - left], replace(at_end, skip=skip)
+
+
+def check_system(checkpoint: Checkpoint, system: str, *, raw: bool = False) -> None:
+    """Refuse a system message that the model would not see.
+
+    Raises:
+        InputError: there is no chat template, or it leaves system messages out.
+    """
+    if raw or checkpoint.tokenizer.chat_template is None:
+        raise InputError("A `system` message needs a chat template. Put its text at the beginning of the text.")
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
+    if fill(checkpoint.tokenizer, messages) == fill(checkpoint.tokenizer, messages[1:]):
+        raise InputError(
+            f"The chat template of {checkpoint.name} leaves out system messages, so `system` has no effect. Put its "
+            "text at the beginning of the text."
+        )
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the first tokens that two token sequences share."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

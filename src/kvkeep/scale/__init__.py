@@ -1,4 +1,4 @@
-"""Past one process, on Ray: a job's lines (`crew`, `worker`), datasets (`ray`), replicas of a server (`serving`)."""
+"""Past one process, on Ray: jobs (`driver`, `worker`), datasets (`ray_data`), replicas of a server (`ray_serve`)."""
 
 EXTRA = "ray"
 """The extra that has what is needed for it."""

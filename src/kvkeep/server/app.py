@@ -17,11 +17,10 @@ from starlette.requests import ClientDisconnect
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.generate_routes import GenerateRoutes
-from kvkeep.server.info_routes import InfoRoutes
+from kvkeep.server.info_routes import InfoRoutes, add_page
 from kvkeep.server.metrics import Metrics
 from kvkeep.server.middleware import AuthMiddleware
 from kvkeep.server.model import ServedModel
-from kvkeep.server.page import add_page
 from kvkeep.server.rate_limits import RateLimits
 from kvkeep.server.request_queue import RequestQueue
 from kvkeep.server.responses_routes import ResponsesRoutes

@@ -1,10 +1,14 @@
-"""The routes that write no text: models, tokens, health and version."""
+"""The routes that write no text: models, tokens, health and version, and the page at ``/``.
+
+The page is a chat in the browser that shows what a conversation's memory holds. Its files need no key.
+"""
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
@@ -15,7 +19,7 @@ from kvkeep.server.errors import parameter, unknown
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_queue import RequestQueue, in_thread
 from kvkeep.server.schemas import DetokenizeBody, TokenizeBody, body_of
-from kvkeep.server.settings import ServerSettings
+from kvkeep.server.settings import PAGE_FILES, ServerSettings
 from kvkeep.server.sse import reply
 from kvkeep.version import __version__
 
@@ -125,3 +129,26 @@ class InfoRoutes:
 
 def _plain(token: object) -> str | None:
     return None if token is None else str(token)
+
+
+# The page.
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Add the routes of the page."""
+    for path in PAGE_FILES:
+        app.add_api_route(path, _show, methods=["GET"], include_in_schema=False, response_model=None)
+
+
+async def _show(request: Request) -> Response:
+    """Answer with a file of the page."""
+    name, kind = PAGE_FILES[request.url.path]
+    return Response(files("kvkeep.server").joinpath("assets", name).read_bytes(), headers=_HEADERS, media_type=kind)

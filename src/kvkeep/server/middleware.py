@@ -11,9 +11,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.server.errors import RefusalError
-from kvkeep.server.page import FILES
 from kvkeep.server.rate_limits import COUNTED, Meter, RateLimits
-from kvkeep.server.settings import EVERYBODY, ServerSettings
+from kvkeep.server.settings import EVERYBODY, PAGE_FILES, ServerSettings
 from kvkeep.server.sse import ends, refused
 
 log = logging.getLogger("kvkeep.access")
@@ -32,7 +31,7 @@ class AuthMiddleware:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, limits: RateLimits) -> None:
         self._app, self._settings, self._limits = app, settings, limits
-        self._open = (*OPEN, *FILES) if settings.page else OPEN
+        self._open = (*OPEN, *PAGE_FILES) if settings.page else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""

@@ -14,6 +14,13 @@ from kvkeep.server.errors import RefusalError, unknown
 EVERYBODY = "everybody"
 """The owner of everything on a server without keys."""
 
+PAGE_FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+"""The files of the page at ``/``, which need no key: path → file and media type."""
+
 
 def owner_of(key: str) -> str:
     """Return a name for the owner of a key. The name does not show the key."""

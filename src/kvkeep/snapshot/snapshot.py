@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Generic, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from kvkeep.errors import InputError, SnapshotError
+from kvkeep.kv.row_copy import RowCopy
+from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
 from kvkeep.pins import Span, end, spans
-from kvkeep.snapshot import file_io
-from kvkeep.snapshot.contents import Contents
+from kvkeep.result_files import in_full, remove_leftovers, write_whole
+from kvkeep.snapshot.contents import Contents, Place, StateCopy
+from kvkeep.snapshot.file_format import (
+    KEY,
+    LAYER,
+    LONGEST_HEADER,
+    NAMES,
+    OCCUPIED,
+    SCALES,
+    SHARED,
+    STATE,
+    TOKENS,
+    LayerDescription,
+    NotASnapshotError,
+    TensorEntry,
+    check,
+    described_flags,
+    described_layers,
+    fingerprint_of,
+    is_cut,
+    opened,
+    read_header,
+    read_tensor,
+    whole,
+)
 from kvkeep.snapshot.fingerprint import Fingerprint
+from kvkeep.types import EMPTY
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +115,7 @@ class Snapshot:
         Raises:
             SnapshotError: the file cannot be written; an older file of that name stays as it was.
         """
-        file_io.save(file_io.FileParts(self.contents, self.fingerprint, self.tokens, self.pending, self.note), path)
+        save(FileParts(self.contents, self.fingerprint, self.tokens, self.pending, self.note), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Snapshot:
@@ -93,8 +124,369 @@ class Snapshot:
         Raises:
             SnapshotError: the file cannot be read, or is no whole file of a snapshot.
         """
-        return cls(*file_io.load(path)).to(device)
+        return cls(*load(path)).to(device)
 
     def __repr__(self) -> str:
         made = self.fingerprint
         return f"Snapshot({self.seen} tokens of {made.model}, policy='{made.policy}', budget={made.budget})"
+
+
+# Snapshots read from untrusted files: every number is checked before it is used.
+
+
+class FileParts(NamedTuple):
+    """Everything that a file holds, see `kvkeep.Snapshot`."""
+
+    contents: Contents
+    fingerprint: Fingerprint
+    tokens: Int[Tensor, " n"] | None
+    pending: int
+    note: Mapping[str, Any]
+
+
+_EXPANSION, _SLACK = 256, 2**20
+"""A file may describe slots of at most so many times its own bytes, or this many more."""
+
+
+def load(path: str | os.PathLike[str]) -> FileParts:
+    """Read a snapshot onto the CPU, see `Snapshot.load`.
+
+    Raises:
+        SnapshotError: the file cannot be read, or is no whole file of a snapshot.
+    """
+    source = in_full(path)
+    try:
+        with opened(source) as (file, size):
+            return _read(file, size)
+    except NotASnapshotError as error:
+        raise SnapshotError(
+            f"{source} is no snapshot that can be used: {error}. Give a file that Snapshot.save has written."
+        ) from error
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise SnapshotError(f"{source!s:.200} cannot be read: {why}.") from error
+
+
+def _read(file: IO[bytes], size: int) -> FileParts:
+    header = read_header(file, size)
+    fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
+    pending = whole(header.about.get("pending"), "pending", most=2**40)
+    note = header.about.get("note", {})
+    check(isinstance(note, dict), "its note is no object")
+    groups = _by_layer(header.entries, len(layers))
+    seen = layers[0].numbers["seen"]
+    for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
+        _check_shapes(f"layer {number}", layer, entries)
+        _check_vectors(f"layer {number}", entries, fingerprint)
+        expanded = (
+            layer.heads
+            * layer.used
+            * sum(_slot_bytes(entry) for name, entry in entries.items() if is_cut(name, layer.whole))
+        )
+        check(expanded <= _EXPANSION * size + _SLACK, f"layer {number} has {expanded} bytes of slots, nearly all empty")
+    if (tokens := header.entries.get(TOKENS)) is not None:
+        fits = (tokens.dtype, tokens.shape) == (torch.int32, (seen,))
+        check(fits, f"it has not one token id for each of {seen} tokens")
+
+    def tensor(entry: TensorEntry) -> Tensor:
+        return read_tensor(file, header.start, entry)
+
+    ids = None if tokens is None else tensor(tokens)
+    check(ids is None or bool((ids >= 0).all()), "a token id is negative")
+    copies = [
+        _layer(f"layer {number}", layer, {name: tensor(entry) for name, entry in entries.items()})
+        for number, (layer, entries) in enumerate(zip(layers, groups, strict=True))
+    ]
+    flags = described_flags(header.about)
+    states: dict[int, dict[Place, Tensor]] = {number: {} for number in flags}
+    for name, entry in header.entries.items():
+        if found := STATE.fullmatch(name):
+            check(int(found[1]) in states, f"state {found[1]} is not described")
+            states[int(found[1])][found[2], None if found[3] is None else int(found[3])] = tensor(entry)
+    held = {number: StateCopy(tensors, flags[number]) for number, tensors in states.items()}
+    return FileParts(Contents(tuple(copies), held), fingerprint, ids, pending, note)
+
+
+def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str, TensorEntry]]:
+    """Group the tensors by layer, under their names in the layer.
+
+    Raises:
+        NotASnapshotError: there is a tensor that no snapshot has.
+    """
+    groups: list[dict[str, TensorEntry]] = [{} for _ in range(layers)]
+    for name, entry in entries.items():
+        found = LAYER.fullmatch(name)
+        if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
+            groups[int(found[1])][found[2]] = entry
+        else:
+            check(
+                not SHARED.fullmatch(name),
+                "an earlier version kept spatten's sums beside the slots; read the text again",
+            )
+            known = not found and (name == TOKENS or STATE.fullmatch(name))
+            check(bool(known), f"it has a tensor {name!r:.60}, which no snapshot has")
+    return groups
+
+
+def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, TensorEntry]) -> None:
+    """Refuse a layer whose tensors do not fit its description or each other."""
+    missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
+    check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")
+    keys, values, bits = entries["store.keys"], entries["store.values"], entries[OCCUPIED]
+    check(len(keys.shape) == len(values.shape) == 2, f"{shown} has keys or values of a wrong shape")
+    slots, n = layer.heads * layer.used, keys.shape[0]
+    check((bits.dtype, bits.shape) == (torch.uint8, (-(-slots // 8),)), f"{shown} has not one bit for each slot")
+    check(1 <= n <= slots, f"{shown} has {n} tokens in {slots} slots")
+    check(n <= layer.room, f"{shown} has {n} tokens, more than its budget of {layer.room}")
+    for name in (name for name in entries if is_cut(name, layer.whole)):
+        kind, shape = entries[name].dtype, entries[name].shape
+        check(shape[:1] == (n,), f"{shown} has {n} tokens, and its {name} the shape {list(shape)}")
+        if name not in ("store.keys", "store.values", *SCALES):
+            wanted = torch.int32 if name == "store.positions" else torch.float32
+            check((kind, len(shape)) == (wanted, 1), f"{name} of {shown} is no list of {wanted}")
+
+
+def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
+    """Refuse keys and values that do not have the dtype of the fingerprint, or its bits and the scales for them."""
+    scales = entries.keys() & set(SCALES)
+    check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
+    for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
+        entry = entries[f"store.{name}"]
+        wanted = f"torch.{made.dtype}" if bits is None else str(NUMBERS[bits])
+        check(str(entry.dtype) == wanted, f"{shown} has {entry.dtype}, and its fingerprint says {wanted[6:]}")
+        if bits is not None:
+            found, (n, width) = entries[f"store.{name[:-1]}_scales"], entry.shape
+            shape = (n, groups(width * 8 // bits))
+            check((found.dtype, found.shape) == (torch.float16, shape), f"{shown} has not the scales of its {name}")
+
+
+def _slot_bytes(entry: TensorEntry) -> int:
+    """Return the bytes that a tensor stores for one token."""
+    return entry.dtype.itemsize * math.prod(entry.shape[1:])
+
+
+def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> RowCopy:
+    """Build one layer's row from a file's tensors, with every token in its slot."""
+    occupied = unpacked_bits(found.pop(OCCUPIED), about.heads * about.used).view(about.heads, about.used)
+    n = len(found["store.positions"])
+    check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
+    check(not about.used or bool(occupied[:, -1].any()), f"{shown} ends with empty slots")
+    for name in found.keys() & set(SCALES):
+        whole = found[name].isfinite() & (found[name] >= 0)
+        check(bool(whole.all()), f"{shown} has scales that are negative or no numbers")
+    cut = frozenset(name for name in found if is_cut(name, about.whole))
+    dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
+    positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)
+    _check_positions(shown, found["store.positions"], positions, about.numbers["seen"])
+    numbers = {name: torch.tensor(value, dtype=torch.int64) for name, value in about.numbers.items()}
+    return RowCopy({**dense, **numbers}, cut, positions.clone(), about.capacity, about.budget, about.pins)
+
+
+def _check_positions(shown: str, found: Int[Tensor, " n"], dense: Int[Tensor, "Hk used"], seen: int) -> None:
+    """Refuse positions that the sequence has not seen, or that a head holds twice."""
+    check(bool(((found >= 0) & (found < seen)).all()), f"{shown} holds positions outside of the {seen} tokens seen")
+    order = dense.sort(dim=1).values
+    twice = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
+    check(not bool(twice.any()), f"{shown} holds a position twice in a head")
+
+
+def _spread(packed: Tensor, occupied: Bool[Tensor, "Hk used"]) -> Tensor:
+    """Return a tensor with each packed token in its slot. Empty slots are 0."""
+    dense = packed.new_zeros((*occupied.shape, *packed.shape[1:]))
+    dense[occupied] = packed
+    return dense
+
+
+def unpacked_bits(found: UInt8[Tensor, " bytes"], n: int) -> Bool[Tensor, " n"]:
+    """Unpack the first ``n`` bits of bytes, see `packed_bits`."""
+    bits: Tensor = (found[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.flatten()[:n].bool()
+
+
+# Snapshots written to files: whole or not at all.
+
+_OLD_S = 3600.0
+"""Temporary files of this age were left behind by a process that was killed."""
+
+
+def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
+    """Write a snapshot, see `Snapshot.save`.
+
+    Raises:
+        SnapshotError: the file cannot be written.
+    """
+    target = in_full(path)
+    try:
+        check_target(target)
+        write_whole(target, chunks(parts))
+    except (OSError, ValueError) as error:
+        if isinstance(error, SnapshotError):
+            raise
+        raise not_saved(target, error) from error
+    remove_leftovers(target.parent, {target.name}, before=time.time() - _OLD_S)
+
+
+def check_target(path: Path) -> None:
+    """Refuse to replace anything but a file.
+
+    Raises:
+        SnapshotError: there is something else at the path.
+    """
+    if os.path.lexists(path) and not path.is_file():
+        raise SnapshotError(f"{path} is a folder, or no regular file, and a snapshot would replace it. Give a file.")
+
+
+def not_saved(path: Path, error: Exception) -> SnapshotError:
+    """Return the error for a snapshot file that cannot be written."""
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return SnapshotError(
+        f"The snapshot cannot be saved to {path}: {why}. An older file of that name is as it was. Make room, or give "
+        "another path."
+    )
+
+
+def chunks(parts: FileParts) -> Iterator[bytes]:
+    """Yield the bytes of a snapshot file, piece by piece.
+
+    Raises:
+        SnapshotError: the memory comes from another store than the default one, or its note is too long.
+    """
+    tensors = dict(_tensors(parts))
+    entries: dict[str, Any] = {"__metadata__": {KEY: json.dumps(_about(parts), separators=(",", ":"))}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    if len(header) > LONGEST_HEADER:
+        raise SnapshotError(
+            f"The snapshot's note makes a header of {len(header)} bytes, and a file has at most {LONGEST_HEADER}. Keep "
+            "a shorter conversation."
+        )
+    header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8
+    yield len(header).to_bytes(8, "little") + header
+    for tensor in tensors.values():
+        yield _bytes(tensor)
+
+
+def _about(parts: FileParts) -> dict[str, Any]:
+    """Return the description of a snapshot file, for its header."""
+    contents = parts.contents
+    return {
+        "fingerprint": parts.fingerprint.as_dict(),
+        "pending": parts.pending,
+        "note": dict(parts.note),
+        "layers": [_about_layer(layer) for layer in contents.layers],
+        "states": {
+            str(number): [[name, key, flag] for (name, key), flag in state.flags.items()]
+            for number, state in contents.states.items()
+        },
+    }
+
+
+def _about_layer(layer: RowCopy) -> dict[str, Any]:
+    numbers = {name: int(tensor) for name, tensor in layer.tensors.items() if _is_number(tensor)}
+    heads, used = layer.positions.shape
+    budget = layer.budget if isinstance(layer.budget, int) else list(layer.budget)
+    sizes = {"heads": heads, "used": used, "capacity": layer.capacity, "budget": budget}
+    return {**sizes, "pins": [list(span) for span in layer.pins], "whole": _whole(layer), "numbers": numbers}
+
+
+def _whole(layer: RowCopy) -> list[str]:
+    """Names of the state that each head has once."""
+    return sorted(name for name in layer.tensors.keys() - layer.cut if name.startswith("state."))
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Return whether a tensor is a single integer, which is stored in the description."""
+    return tensor.ndim == 0 and tensor.dtype is torch.int64
+
+
+def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
+    """Yield a file's tensors by name, on the CPU. The largest dtypes come first, so that all are aligned."""
+    found: list[tuple[str, Tensor]] = []
+    if parts.tokens is not None:
+        found.append((TOKENS, parts.tokens.to(torch.int32)))
+    for number, layer in enumerate(parts.contents.layers):
+        found += [(f"layers.{number}.{name}", tensor) for name, tensor in _layer_tensors(layer)]
+    for number, state in parts.contents.states.items():
+        for (name, key), tensor in state.tensors.items():
+            found.append((f"states.{number}.{name}" + ("" if key is None else f".{key}"), tensor))
+    found.sort(key=lambda one: -one[1].element_size())
+    yield from ((name, tensor.cpu().contiguous()) for name, tensor in found)
+
+
+def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a layer. A tensor with slots gives only its occupied slots, head by head.
+
+    Raises:
+        SnapshotError: the layer has another store than the default one.
+    """
+    whole = _whole(layer)
+    if layer.cut != {name for name in layer.tensors if is_cut(name, whole)} or "store.keys" not in layer.cut:
+        raise SnapshotError("Only memory in kvkeep's own store can be saved; this cache holds another one.")
+    occupied = layer.positions >= 0
+    yield OCCUPIED, packed_bits(occupied.flatten().cpu())
+    for name, tensor in layer.tensors.items():
+        if not _is_number(tensor):
+            yield name, tensor[occupied] if name in layer.cut else tensor
+
+
+def packed_bits(bits: Bool[Tensor, " n"]) -> UInt8[Tensor, " bytes"]:
+    """Truth values as bits, eight to a byte, the first one in the lowest bit."""
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
+    weights = 2 ** torch.arange(8)
+    return (padded * weights).sum(dim=1).to(torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return flat.numpy().tobytes()
+
+
+# Memories written to the disk beside the steps of an engine.
+
+_T = TypeVar("_T")
+
+
+class Writing(threading.Thread, Generic[_T]):
+    """A thread that writes memories, one after the other. Python waits for it when it ends.
+
+    Args:
+        memories: what is written.
+        write: writes one memory.
+        before: the writing that must have ended before this one begins.
+
+    Attributes:
+        error: the failure that has ended the thread early.
+    """
+
+    def __init__(self, memories: Sequence[_T], write: Callable[[_T], None], before: Writing[_T] | None) -> None:
+        super().__init__(name="kvkeep-writer", daemon=False)
+        self._memories, self._write, self._before = memories, write, before
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Write all memories."""
+        before, self._before = self._before, None
+        try:
+            if before is not None:
+                before.join()
+            for one in self._memories:
+                self._write(one)
+        except BaseException as error:
+            self.error = error
+        self._memories = ()  # whoever needs them has them
+
+
+class Pending(NamedTuple):
+    """The end of a turn that waits for memories on their way to the disk.
+
+    Attributes:
+        writing: writes them.
+        finish: called when they are written, or cannot be; raises the reason.
+    """
+
+    writing: Writing[Any]
+    finish: Callable[[], None]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.cli.command import OUTPUT, WORKERS, option
 from kvkeep.cli.files import place
-from kvkeep.cli.options import JSON, RAY_ADDRESS, ModelOptions, check_workers, parse_tokens
+from kvkeep.cli.options import JSON, OUTPUT, RAY_ADDRESS, WORKERS, ModelOptions, check_workers, option, parse_tokens
 
 _ANALYSIS = "Analysis"
 

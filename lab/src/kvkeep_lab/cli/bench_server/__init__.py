@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvkeep.cli.command import command
 from kvkeep.cli.main import MEASURE, Plugin
+from kvkeep.cli.options import command
 from kvkeep_lab.cli.bench_server.options import BenchServerOptions
 
 PLUGIN = Plugin(

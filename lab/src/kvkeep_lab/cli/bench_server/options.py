@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from kvkeep.cli.command import OUTPUT, CommandOptions, argument, option
-from kvkeep.cli.options import JSON
+from kvkeep.cli.options import JSON, OUTPUT, CommandOptions, argument, option
 from kvkeep.errors import InputError, pip_install
 
 _ARRIVALS, _TEXTS, _SERVER = "Arrivals", "Prompts and answers", "Server"

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.cli.command import option
-from kvkeep.cli.options import JSON, parse_bytes
+from kvkeep.cli.options import JSON, option, parse_bytes
 from kvkeep.cli.plan import PlanningOptions, parse_speed
 from kvkeep.errors import InputError
 
