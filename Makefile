@@ -117,8 +117,12 @@ test-all: .venv/.installed  ## what `make test` leaves out: most cases of long l
 	$(BIN)/python -m pytest $(SPREAD) -m slow --share $(SHARE)
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported
-	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \
-		$(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
+	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py tests/core/test_argument.py \
+		$(addprefix tests/,parity models rotary research/analysis) \
+		$(addprefix tests/planning/test_,cost.py plan.py quantised_bytes.py) \
+		$(addprefix tests/engine/test_,asking.py global_windows.py graph.py one_way.py session_texts.py sessions.py stops.py structured.py) \
+		$(addprefix tests/evals/test_evals_,run.py tasks.py) \
+		$(addprefix tests/cli/test_cli_,chat.py generate.py main.py remember.py)
 	$(OLD)/python -m pytest -m "" $(addprefix tests/backends/test_triton_,compiles.py decode.py)
 
 test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own
