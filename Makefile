@@ -119,9 +119,12 @@ test-all: .venv/.installed  ## what `make test` leaves out: most cases of long l
 	$(BIN)/python -m pytest $(SPREAD) -m slow --share $(SHARE)
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported
-	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \
-		$(addprefix tests/,parity models test_rotary.py planning engine evals cli) \
-		$(addprefix lab/tests/,analysis cli fleet test_hindsight.py)
+	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py tests/cache/test_hf_argument.py tests/test_rotary.py \
+		$(addprefix tests/,parity models) lab/tests/analysis lab/tests/test_hindsight.py \
+		$(addprefix tests/planning/test_,cost.py plan.py weight_bytes.py) \
+		$(addprefix tests/engine/test_,requests.py global_windows.py cuda_graphs.py one_way.py session_texts.py sessions.py detokenizer.py grammar.py) \
+		$(addprefix tests/evals/test_evals_,run.py tasks.py) \
+		$(addprefix tests/cli/test_cli_,chat.py generate.py main.py remember.py)
 	$(OLD)/python -m pytest -m "" $(addprefix tests/backends/test_triton_,compiles.py decode.py)
 
 test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own

@@ -14,10 +14,10 @@ from zlib import crc32
 
 import pytest
 
-MANY = 4
+MANY = 3
 """A test with so many cases is a long list."""
 
-ONE_IN = 10
+ONE_IN = 20
 """Of a long list `make test` runs about so many."""
 
 

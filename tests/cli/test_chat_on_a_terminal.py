@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import model_folders
 import pytest
@@ -55,6 +56,16 @@ class Terminal:
         """Press Ctrl-C, as the terminal passes it on."""
         self.process.send_signal(signal.SIGINT)
 
+    def interrupt_until(self, text):
+        """Press Ctrl-C, and read until a text is there. A signal between the prompt and the wait for keys is taken up
+        with the next key, here one that changes nothing."""
+        self.interrupt()
+        for _ in range(24):
+            with suppress(AssertionError):
+                return self.see(text, 5)
+            self.type("\x7f")
+        raise AssertionError((text, self.said))
+
     def ended_by(self, number):
         """Send a signal. One between the prompt and the wait for keys is taken up with the next key."""
         time.sleep(0.5)
@@ -87,9 +98,7 @@ def test_keys(model, tmp_path):
     terminal = Terminal(model, tmp_path, "-n", LONG, "-s", "one")
     assert "one, new" in terminal.see("Ctrl-D ends")
     terminal.see("> ")
-    time.sleep(1)  # a signal between the prompt and the wait for keys is taken up with the next key
-    terminal.interrupt()
-    terminal.see("Ctrl-D or /quit ends the conversation")
+    terminal.interrupt_until("Ctrl-D or /quit ends the conversation")
     terminal.see("> ")
     terminal.type("the quick fox\r")
     terminal.see("the quick fox\r\n")

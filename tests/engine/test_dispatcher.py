@@ -11,7 +11,6 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +44,7 @@ def ids_of(events):
     return tuple(event.token_id for event in events)
 
 
-def settles(condition, seconds=20):
+def settles(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
@@ -227,7 +226,7 @@ def test_the_end_of_python_waits_for_the_step_of_every_engine_and_lets_none_begi
     threads[1].start()
     assert not stopped.wait(0.05)
     release.set()
-    assert stopped.wait(5)
+    assert stopped.wait(60)
     for thread in threads:
         thread.join()
     assert all(one.turn._taken for one in engines)
@@ -385,7 +384,7 @@ def test_an_engine_is_freed_when_nobody_holds_it():
     gc.disable()
     try:
         del engine
-        assert settles(lambda: gone() is None, 2)
+        assert settles(lambda: gone() is None)
     finally:
         gc.enable()
 
@@ -394,7 +393,7 @@ def test_an_engine_is_freed_when_nobody_holds_it():
 def test_a_process_that_was_forked_while_the_engine_was_at_work_says_so():
     engine, release = engine_of(), threading.Event()
     stream = engine.astream(wish(0, new=100))
-    hook = model("llama").model.layers[0].mlp.register_forward_pre_hook(lambda *args: release.wait(20) and None)
+    hook = model("llama").model.layers[0].mlp.register_forward_pre_hook(lambda *args: release.wait(60) and None)
     try:
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(asyncio.run, anext(stream))
@@ -448,18 +447,22 @@ def test_a_stream_that_was_begun_in_another_loop_says_so():
 
 @pytest.mark.slow
 def test_the_loop_is_never_blocked():
-    engine, ticks = engine_of(), []
+    engine, begun, ticked, seen = engine_of(), threading.Event(), threading.Event(), []
 
     async def tick():
         while True:
-            ticks.append(time.monotonic())
+            if begun.is_set():
+                begun.clear()
+                ticked.set()
             await asyncio.sleep(0.001)
 
     async def main():
         clock = asyncio.create_task(tick())
 
-        def slow(*args):
-            time.sleep(0.6)
+        def slow(*args):  # a step ends when the loop has turned meanwhile
+            ticked.clear()
+            begun.set()
+            seen.append(ticked.wait(60))
 
         hook = model("llama").model.layers[0].mlp.register_forward_pre_hook(slow)
         try:
@@ -469,7 +472,8 @@ def test_the_loop_is_never_blocked():
             clock.cancel()
 
     asyncio.run(main())
-    assert max(b - a for a, b in pairwise(ticks)) < 0.5  # a step takes longer
+    assert seen
+    assert all(seen)
 
 
 @pytest.mark.slow
@@ -578,6 +582,10 @@ def wish(new):
 def listen(new=100_000):
     for event in engine.stream(wish(new)):
         seen.append(1)
+def interrupt():  # when there are tokens
+    while not seen:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
 seen = []
 """
 
@@ -585,7 +593,7 @@ ENDS = {
     "ctrl-c in the main thread, then in a loop": """
 other = threading.Thread(target=lambda: ends.append([e.result for e in engine.stream(wish(60)) if e.result]))
 ends = []
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+threading.Thread(target=interrupt).start()
 other.start()
 try:
     listen()
@@ -597,7 +605,7 @@ except KeyboardInterrupt:
 async def main():
     async for event in engine.astream(wish(100_000)):
         seen.append(1)
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+threading.Thread(target=interrupt).start()
 try:
     asyncio.run(main())
 except KeyboardInterrupt:
@@ -621,9 +629,8 @@ print("done")
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "ctrl-c" in name else pytest.mark.slow) for name in ENDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
 def test_a_program_ends(name):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM + ENDS[name]],

@@ -248,7 +248,7 @@ def test_a_bomb_is_refused_or_bounded(engine, form):
     except kvkeep.InputError as error:
         said = str(error)
     assert any(words in said for words in ("cannot be used", "to compile", "too complex", "no error"))
-    assert time.monotonic() - start < grammar.TIMEOUT_S + 10
+    assert time.monotonic() - start < grammar.TIMEOUT_S + 60
     assert engine.generate(request({"choice": ["fine"]}))[0].text == "fine"
 
 

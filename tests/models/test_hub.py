@@ -73,7 +73,7 @@ def test_a_name_that_is_not_in_the_cache_fails_at_once():
     start = time.perf_counter()
     with pytest.raises(ModelFileError, match=r"hub cannot be reached, and someone/.* neither a local folder") as caught:
         find(NAME)
-    assert time.perf_counter() - start < 3
+    assert time.perf_counter() - start < 20  # transformers would try again for every file
     assert "\n" not in str(caught.value)
     assert not constants.HF_HUB_OFFLINE
 
@@ -87,12 +87,12 @@ def test_a_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("silent")
 def test_the_hubs_own_variable_sets_the_patience(monkeypatch: pytest.MonkeyPatch):
-    for text, patience in (("0.1", 10.0), ("a while", 0.1)):
+    for text, patience in (("0.1", 120.0), ("a while", 0.1)):
         monkeypatch.setattr(files, "PATIENCE_S", patience)
         monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", text)
         start = time.perf_counter()
         assert not files._answers()
-        assert time.perf_counter() - start < 5
+        assert time.perf_counter() - start < 60
 
 
 @pytest.mark.usefixtures("busy")
@@ -105,7 +105,7 @@ def test_a_model_of_the_cache_loads_without_a_hub(cache: Path):
     in_cache(cache)
     start = time.perf_counter()
     model, _ = load(NAME)
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 20
     assert model.config.model_type == "llama"
     assert not constants.HF_HUB_OFFLINE
 
@@ -142,18 +142,18 @@ def test_threads_share_the_switch():
     def short() -> None:
         with files.cached_if_unreachable(NAME):
             first.set()
-            second.wait(10)
+            second.wait(60)
 
     def long() -> None:
-        first.wait(10)
+        first.wait(60)
         with files.cached_if_unreachable(NAME):
             second.set()
-            one.join(10)
+            one.join(60)
             seen.append(constants.HF_HUB_OFFLINE)
 
     one, other = threading.Thread(target=short), threading.Thread(target=long)
     one.start()
     other.start()
-    other.join(30)
+    other.join(120)
     assert seen == [True]
     assert not constants.HF_HUB_OFFLINE

@@ -51,7 +51,7 @@ def test_json_has_the_rows_and_the_number_of_workers(on, whole, tmp_path):
     assert [row["policy"] for row in found["rows"]] == [row["policy"] for row in rows(whole[0])]
 
 
-@pytest.mark.parametrize("ray", [(), ("--ray-workers", 3)])
+@pytest.mark.parametrize("ray", [pytest.param((), marks=pytest.mark.slow), ("--ray-workers", 3)])
 def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, whole, tmp_path, monkeypatch):
     append = Records.append
     for at, left in enumerate((1, 2)):

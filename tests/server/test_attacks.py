@@ -215,7 +215,7 @@ def test_streams_that_are_left_at_once_in_great_number(server):
         list(pool.map(leave, range(64)))
     assert server.idle()
     assert threading.active_count() < 150
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while server.engine.n_waiting and time.monotonic() < end:
         time.sleep(0.01)
     assert events(server.chat(max_tokens=2, stream=True))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import threading
 import time
 from contextlib import suppress
 
 import pytest
 
-from .running import HELLO, httpx, serve
+from .running import HELLO, WAIT_S, httpx, serve
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 POSTS = (CHAT, TEXT, "/tokenize", "/detokenize", "/v1/responses", "/v1/sessions")
@@ -306,8 +305,10 @@ def test_a_client_that_does_not_read_is_let_go(server):
     with server.raw() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(head(CHAT, len(body)) + body)
-        time.sleep(0.5)
-        assert server.engine.busy
+        end = time.monotonic() + WAIT_S
+        while not server.engine.busy:
+            assert time.monotonic() < end
+            time.sleep(0.005)
     assert server.idle()
 
 
@@ -317,7 +318,7 @@ def test_a_client_that_goes_frees_its_row(server, stream):
     for _ in range(3):
         with server.raw() as sock:
             sock.sendall(head(CHAT, len(body)) + body)
-            end = time.monotonic() + 20
+            end = time.monotonic() + WAIT_S
             while not server.engine.n_running and time.monotonic() < end:
                 time.sleep(0.005)
             assert server.engine.n_running
@@ -346,7 +347,7 @@ def test_a_full_queue_says_when_to_come_back():
         body = json.dumps({"messages": HELLO, "max_tokens": 10**5, "ignore_eos": True}).encode()
         for sock in (one, two):
             sock.sendall(head(CHAT, len(body)) + body)
-        end = time.monotonic() + 20
+        end = time.monotonic() + WAIT_S
         while server.queue.active < 2 and time.monotonic() < end:
             time.sleep(0.01)
         answer = server.chat(max_tokens=1)
@@ -360,16 +361,15 @@ def test_a_full_queue_says_when_to_come_back():
 
 @pytest.mark.slow
 def test_a_request_waits_and_runs_for_so_long():
-    with serve(rows=1, queue_timeout_s=0.3, request_timeout_s=1.5) as server:
-        body = {"max_tokens": 10**5, "ignore_eos": True}
-        answers = []
-        first = threading.Thread(target=lambda: answers.append(server.chat(**body)))
-        first.start()
-        while not server.engine.n_running:
-            time.sleep(0.01)
-        assert "No row was free" in server.refused(server.chat(max_tokens=1), 429)["message"]
-        first.join(20)
-        assert server.refused(answers[0], 503)["code"] == "timeout"
+    body = {"max_tokens": 10**5, "ignore_eos": True}
+    with serve(rows=1, queue_timeout_s=0.3) as server:
+        with server.client.stream("POST", CHAT, json={"messages": HELLO, **body, "stream": True}) as first:
+            lines = first.iter_lines()  # who drops it closes the connection
+            next(lines)
+            assert "No row was free" in server.refused(server.chat(max_tokens=1), 429)["message"]
+        assert server.idle()
+    with serve(rows=1, request_timeout_s=3.0) as server:
+        assert server.refused(server.chat(**body), 503)["code"] == "timeout"
         streamed = server.chat(**body, stream=True)
         assert streamed.status_code == 200
         assert '"code":"timeout"' in streamed.text

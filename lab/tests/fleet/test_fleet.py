@@ -597,6 +597,7 @@ def test_more_conversations_than_a_simulation_holds():
         Arrivals(asked)
 
 
+@pytest.mark.slow
 def test_long_conversations_make_a_small_pool():
     pool = load(turns=length("10000")).pool
     assert sum(len(talk.turns) for talk in pool) == 200_000

@@ -67,7 +67,7 @@ def test_json_has_the_results_and_the_number_of_workers(on, text, analysed, tmp_
     assert list(found["measurements"]) == [kind.name for kind in find(NAMES)]
 
 
-@pytest.mark.parametrize("ray", [(), ("--ray-workers", 3)])
+@pytest.mark.parametrize("ray", [pytest.param((), marks=pytest.mark.slow), ("--ray-workers", 3)])
 def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, text, analysed, tmp_path, monkeypatch):
     write = AnalysisFolder.write
     for at, left in enumerate((1, 3)):
