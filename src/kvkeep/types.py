@@ -143,6 +143,19 @@ class Turning(Protocol):
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """What earlier layers say of a layer's tokens, which all heads hold in the same slots.
+
+    Attributes:
+        state: the policy's state that they have handed on; 0 for a token that the first layer does not hold.
+        alive: whether the layer before still holds each token.
+    """
+
+    state: Mapping[str, Float[Tensor, "B S"]]
+    alive: Bool[Tensor, "B S"]
+
+
+@dataclass(frozen=True)
 class View:
     """One layer's slots after the new tokens were added, as a policy sees them. Read-only.
 
@@ -157,9 +170,7 @@ class View:
         phase: the kind of this step's tokens.
         layer: index of the layer in the model.
         sequences: identity of each row for counter-based randomness; moves with the row, not with its index.
-        past: mass that each slot's token has received in all earlier layers and steps, summed over heads. Only for a
-            policy that cascades, whose heads hold the same tokens in the same slots: ``A`` is then ``S``, otherwise 0.
-        alive: whether the layer before still holds each slot's token. Has the shape of ``past``.
+        earlier: what earlier layers say of these tokens, for a policy that `cascades`; ``None`` in the first layer.
         pins: bounds of the spans that no policy may evict, see `kvkeep.kv.ranking.pinned`; ``None``: no row has any.
         rotation: the model's rotary embedding, for a policy that `unrotates`; ``None`` if the model has none.
         turned: whether ``keys`` are rotated. They are not under slot positions.
@@ -180,13 +191,12 @@ class View:
     phase: Phase
     layer: int
     sequences: Int[Tensor, " B"]
-    past: Float[Tensor, "B A"]
-    alive: Bool[Tensor, "B A"]
     pins: Int[Tensor, "B bounds"] | None = None
     rotation: Turning | None = None
     turned: bool = True
     queries: Queries | None = None
     output: OutputProjection | None = None
+    earlier: Earlier | None = None
     heads: Heads = ALONE
 
     @functools.cached_property

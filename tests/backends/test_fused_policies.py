@@ -18,7 +18,6 @@ from kvkeep.cache import decode_replay
 from kvkeep.cache.decode_replay import CachedStatistic, DecodePath, why_not_fused
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.kv.cascade import Cascade
 from kvkeep.policies import registry
 from kvkeep.policies._mass import HeavyHitters
 from kvkeep.policies.base import MassSums
@@ -51,8 +50,6 @@ def test_what_a_policy_says_of_its_sums_is_what_it_does(policy):
         phase=Phase.DECODE,
         layer=0,
         sequences=torch.zeros(4, dtype=torch.int64),
-        past=torch.zeros(4, 0),
-        alive=torch.zeros(4, 0, dtype=torch.bool),
     )
     mass = torch.rand(4, 2, 37, generator=g) * (view.new > 0)[:, None, None]
     state = {name: torch.rand(4, 2, 37, generator=g) for name in policy.slots}
@@ -96,13 +93,13 @@ def test_a_report_that_follows_from_the_slots_is_asked_for_with_the_new_token_am
 @pytest.mark.parametrize(
     "attributes",
     [
-        {"cascades": Cascade},
+        {"cascades": True},
         {"slots": {"mass": 1.0}},
         {"slots": {"mass": 0.0, "bonus": 0.5}},
         {"sums": MassSums("attention")},
         {"sums": MassSums("mass"), "slots": {}},
     ],
-    ids=["a table of layers", "a start above 0", "another start above 0", "another name", "no state"],
+    ids=["heads that decide together", "a start above 0", "another start above 0", "another name", "no state"],
 )
 def test_a_policy_with_more_than_the_kernel_does_is_asked_itself(attributes):
     assert why_not_fused(type("More", (Plain,), attributes)(), DummyBackend())

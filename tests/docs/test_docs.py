@@ -36,7 +36,7 @@ def test_the_readmes_code_runs(capsys):
     assert code.count('"Qwen/Qwen3-0.6B"') == code.count("4096") == engine.count("2 * 2**30") == 1
     names = {"prompts": ["the quick brown fox", "the lazy dog"]}
     exec(code.replace("Qwen/Qwen3-0.6B", str(model_folders.folder())).replace("4096", "4"), names)
-    assert "Memory(allocated_bytes=" in capsys.readouterr().out
+    assert "MemoryUsage(allocated_bytes=" in capsys.readouterr().out
     exec(engine.replace("2 * 2**30", "2 * 2**20").replace("run(prompts)", "run(prompts, SHORT)"), names | SHORT)
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()} >= {"0", "1"}
 

@@ -197,7 +197,7 @@ def test_a_policy_that_waits_is_run_without(caplog, monkeypatch):
     engine = Engine(model("llama"), policy="local", budget=CAPACITY, rows=2, prefill_chunk=6, graphs=True)
     engine.generate(requests((17, 6), (4, 8)))
     (reason,) = engine._runner.graphs.refused.values()
-    assert "waits for the device in aten::_local_scalar_dense, test_graph.py:" in reason
+    assert "waits for the device in aten::_local_scalar_dense, test_cuda_graphs.py:" in reason
     assert reason in caplog.text
     assert len(caplog.records) == 1
 

@@ -28,7 +28,7 @@ from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import prepare as preparation
-from kvkeep.models.fused_modules import FusedLinear, PackedLinear, pack_weights
+from kvkeep.models.fused_modules import FusedLinear, PackedLinear, fuse_if_slow, pack_weights
 from kvkeep.models.prepare import FUSED, fuse_modules, prepare
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
@@ -124,7 +124,7 @@ def test_a_model_that_is_loaded_where_its_dtype_is_slow_is_fused(dtype, tmp_path
 def test_a_loaded_model_is_plain_again_where_another_process_was(monkeypatch):
     monkeypatch.setattr(small, "slow", lambda kind: True)
     model = made().bfloat16()
-    assert preparation.fuse_if_slow(model) == 2 * 7 + 1
+    assert fuse_if_slow(model) == 2 * 7 + 1
     prepare(model, 1, (False, False))
     assert preparation.chosen(model) == (False, False)
     prepare(model, 1, (True, False))

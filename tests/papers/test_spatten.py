@@ -9,7 +9,6 @@ from transformers import LlamaConfig, MistralConfig
 
 from kvkeep import AttentionOptions, BoundedCache, BudgetError, Layer, UnsupportedOperationError, parse
 from kvkeep.budget import per_layer
-from kvkeep.kv.cascade import Cascade
 
 from .cases import D, E
 from .loops import dot, require_margin, softmax
@@ -22,6 +21,14 @@ def draw(n, seed):
     g = torch.Generator().manual_seed(seed)
     drift = torch.randn(LAYERS, HEADS * GROUP, n, D, generator=g).cumsum(dim=2) / 2
     return drift, torch.randn(LAYERS, HEADS, n, D, generator=g), torch.randn(LAYERS, HEADS, n, E, generator=g)
+
+
+def linked(policy, budgets):
+    """The layers of a model, each of which knows the one before it."""
+    made = []
+    for i, budget in enumerate(budgets):
+        made.append(Layer(parse(policy), budget, index=i, before=made[-1] if made else None))
+    return made
 
 
 def spatten(queries, keys, turns, budgets, recent):
@@ -64,8 +71,7 @@ CASES = [
 @pytest.mark.parametrize(("policy", "budgets", "turns"), CASES, ids=str)
 def test_prunes_through_the_depth_of_the_model(policy, budgets, turns):
     rows = [draw(sum(turns), seed) for seed in (1, 2)]
-    cascade = Cascade(0)
-    layers = [Layer(parse(policy), budget, index=i, cascade=cascade) for i, budget in enumerate(budgets)]
+    layers = linked(policy, budgets)
     recent = parse(policy).recent
     wanted = [spatten(q.tolist(), k.tolist(), turns, budgets, recent) for q, k, _ in rows]
     start = 0
@@ -112,16 +118,6 @@ def test_refuses_what_would_let_a_layer_run_ahead():
         BoundedCache(MistralConfig(num_hidden_layers=2, sliding_window=8), "spatten", 8)
 
 
-def test_the_tables_are_counted():
-    layer = Layer(parse("spatten"), 8)
-    query, keys, values = draw(30, 1)
-    layer.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5), phase=phase_of(query))
-    other = Layer(parse("h2o"), 8)
-    other.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5), phase=phase_of(query))
-    tables = 9 * (8 + 4 + 8)  # positions, importance and what is held, for each slot
-    assert layer.memory().allocated_bytes == other.memory().allocated_bytes + tables
-
-
 def test_rows_that_move_take_their_importance_along():
     """Beam search: what comes after rows were chosen is what rows that were read in that order would give."""
     tensors = [draw(40, seed) for seed in (1, 2)]
@@ -133,8 +129,7 @@ def test_rows_that_move_take_their_importance_along():
                 layer.step(*parts, options=AttentionOptions(scaling=D**-0.5), phase=phase_of(parts[0]))
 
     def layers():
-        cascade = Cascade(0)
-        return [Layer(parse("spatten"), 8, index=i, cascade=cascade) for i in range(LAYERS)]
+        return linked("spatten", [8] * LAYERS)
 
     prompt, moved, straight = [slice(0, 24), slice(24, 25)], layers(), layers()
     steps([0, 1], prompt, moved)

@@ -197,7 +197,7 @@ def expected(policy: Policy, shape: LayerShape, budget: int, itemsize: int) -> i
         states=len(policy.slots),
         per_head=numbers(policy.summaries, key_dim=shape.key_dim, value_dim=shape.value_dim),
         own_budgets=shape.kv_heads if policy.spreads else 0,
-    ) + (cost.shared_bytes(budget, budget) if policy.cascades else 0)
+    )
 
 
 BLOCKS = ["local", "streaming_llm", "h2o", "scissorhands", "ahakv", "nacl", "spatten", "leverage", "blend"]

@@ -11,7 +11,6 @@ from kvkeep.cache.layer import Layer
 from kvkeep.cache.row_snapshot import new_block
 from kvkeep.errors import ShapeError
 from kvkeep.kv.block import Block
-from kvkeep.kv.cascade import Cascade
 from kvkeep.snapshot import put, take
 from kvkeep.testing import Case, Tape
 from kvkeep.types import Phase
@@ -29,9 +28,9 @@ SMALL = {
 POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
 
 
-def made(policy, case=CASE, cascade=None):
+def made(policy, case=CASE):
     budget = case.budget if policy.evicts else case.prompt + case.steps
-    return Layer(policy, budget, index=1, prefill_chunk=case.chunk, cascade=cascade)
+    return Layer(policy, budget, index=1, prefill_chunk=case.chunk)
 
 
 def feed(layer, tape, start, stop, case=CASE):
@@ -65,14 +64,13 @@ STOPS = [(name, stop) for name in POLICIES for stop in (20, 21, 27)]
 @pytest.mark.parametrize(("name", "stop"), sweep(STOPS, lambda case: STOPS.index(case) % 4 == 0))
 def test_rows_go_on_in_a_new_layer_as_in_the_old_one(name, stop):
     policy, tape = kvkeep.parse(name), Tape.random(CASE)
-    cascades = [policy.cascades(1) if policy.cascades else None for _ in range(2)]
-    old, new = (made(policy, cascade=cascade) for cascade in cascades)
+    old, new = made(policy), made(policy)
     run(old, tape, 0, stop)
-    rows = [take([old.block], row, cascade=cascades[0]) for row in range(CASE.rows)]
+    rows = [take([old.block], row) for row in range(CASE.rows)]
     want = run(old, tape, stop, CASE.prompt + CASE.steps)
     new.hold(new_block(new, [row.layers[0] for row in rows], CASE.rows), columns=stop)
     for number, row in enumerate(rows):
-        put(row, [new.block], number, cascade=cascades[1])
+        put(row, [new.block], number)
     got = run(new, tape, stop, CASE.prompt + CASE.steps)
     assert all(torch.equal(*pair) for pair in zip(want, got, strict=True))
     same(old, new)
@@ -164,18 +162,3 @@ def test_more_slots_keep_their_content():
     assert layer.block.store.capacity == 20
     after = take([layer.block], 1).layers[0]
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
-
-
-def test_tables_of_a_cascade_go_with_their_row():
-    cascade = Cascade(0)
-    assert cascade.take_row(0) == {}
-    cascade.put_row(1, 2, 4, {}, torch.device("cpu"))
-    policy, tape = kvkeep.parse("spatten"), Tape.random(CASE)
-    tables = policy.cascades(1)
-    layer = made(policy, cascade=tables)
-    run(layer, tape, 0, 25)
-    kept = tables.take_row(1)
-    assert kept["tokens"].tolist() == sorted(layer.store.positions[1, 0][layer.store.positions[1, 0] >= 0].tolist())
-    other = policy.cascades(1)
-    other.put_row(0, 1, 3, kept, torch.device("cpu"))  # wider tables than slots
-    assert all(torch.equal(table, other.take_row(0)[name]) for name, table in kept.items())

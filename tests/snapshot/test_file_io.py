@@ -40,9 +40,6 @@ def equal(one, other):
         for name, tensor in mine.tensors.items():
             found = theirs.tensors[name]
             assert torch.equal(tensor[held], found[held]) if name in mine.cut else torch.equal(tensor, found), name
-    for mine, theirs in ((one.contents.shared, other.contents.shared),):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(table, theirs[name]) for name, table in mine.items())
     assert one.contents.states.keys() == other.contents.states.keys()
     for number, state in one.contents.states.items():
         again = other.contents.states[number]
@@ -95,7 +92,7 @@ def test_the_file_is_safetensors_and_its_tensors_are_aligned(tmp_path):
     with safe_open(tmp_path / "one.kvkeep", "pt") as file:
         names = set(file.keys())
         assert file.get_tensor("tokens").tolist() == snapshot.tokens.tolist()
-    assert {"layers.0.store.keys", "layers.0.occupied", "layers.1.state.importance", "shared.tokens"} <= names
+    assert {"layers.0.store.keys", "layers.0.occupied", "layers.1.state.importance"} <= names
 
 
 @pytest.mark.parametrize("policy", ["h2o", "adakv", "scissorhands", "streaming_llm:sinks=4"])

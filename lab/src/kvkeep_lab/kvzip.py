@@ -107,8 +107,7 @@ def _shrink(layer: Layer, budget: int) -> None:
     new = Block(slots.keys, slots.values, numbers=[budget], starts=layer.policy.slots)
     for name in ("seen", "prompt", "sequences"):
         getattr(new, name).copy_(getattr(old, name))
-    nothing = slots.keys.new_zeros((len(old.seen), 0), dtype=torch.float32)
-    view = view_of(new, slots, new=old.seen, phase=Phase.PREFILL, layer=0, tables=(nothing, nothing.bool()))
+    view = view_of(new, slots, new=old.seen, phase=Phase.PREFILL, layer=0)
     cut(layer.policy, new, view, old.state, window=None, used=0)
     layer.budgets = (budget,)
     layer.hold(new, columns=layer.columns)

@@ -110,9 +110,9 @@ class BoundedCache(PhasedCache):
         self.policy = layout.policy
         self._first = min(layout.windows, default=0)
         pinned = spans_of_rows(pins)
-        cascade = self.policy.cascades(self._first) if self.policy.cascades else None
         together = SharedBudget.by_layer(layout.sharing)
         layers: list[Any] = DynamicCache(config=config).layers
+        before: Layer | None = None
         each = zip(layout.windows.items(), layout.policies, layout.spread(budget), strict=True)
         for (number, window), own, numbers in each:
             bounded = Layer(
@@ -123,20 +123,18 @@ class BoundedCache(PhasedCache):
                 prefill_chunk=prefill_chunk,
                 sequences=sequences,
                 rotation=layout.rotation,
-                cascade=cascade,
+                before=before,
                 together=together.get(number),
                 pins=pinned,
                 kv_bits=layout.kv_bits,
                 checked=True,
             )
-            bounded.rotary, bounded.heads = layout.rotary, layout.heads
+            bounded.rotary, bounded.heads, before = layout.rotary, layout.heads, bounded
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
         self._history = TokenHistory()
-        self.row_snapshots = RowSnapshots(
-            CacheSettings.of(config, budget, layout, prefill_chunk, cascade), self._history
-        )
+        self.row_snapshots = RowSnapshots(CacheSettings.of(config, budget, layout, prefill_chunk), self._history)
 
     def continue_with(
         self, ids: Ids, attention_mask: Tensor | None = None, *, tokenizer: Decodes | None = None

@@ -29,7 +29,6 @@ from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, Unsupported
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import lost_mass, ranking
 from kvkeep.kv.block import Block, beside, view_of
-from kvkeep.kv.cascade import Cascade, NoCascade
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.slot_codec import at
 from kvkeep.kv.store import Store, inference
@@ -38,6 +37,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.rotary import Rotation
 from kvkeep.types import (
     AttentionOptions,
+    Earlier,
     Fresh,
     MemoryUsage,
     OutputProjection,
@@ -151,7 +151,7 @@ class Layer:
     """One layer's slots and their policy.
 
     Its parts are a `BlockPlan`, from which the first step allocates the block, and `DecodePaths`, which choose how a
-    decode step is made. The cascade and the shared budget are parts that several layers have in common.
+    decode step is made. The shared budget is a part that several layers have in common.
 
     Args:
         policy: the eviction policy.
@@ -162,7 +162,7 @@ class Layer:
         sequences: identity of each row for randomness; 0 for all rows if not given.
         rotation: the model's rotary embedding, for slot positions: keys are stored unrotated and attended at their
             rank in the cache. ``None``: true positions.
-        cascade: the tables that this layer shares with others under a policy that prunes through the layers.
+        before: the layer before this one, for a policy that prunes through the layers; ``None`` in the first layer.
         together: the layers that share their budget with this one; ``None``: none do.
         pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
         kv_bits: bits of keys and values in the slots, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's
@@ -199,7 +199,7 @@ class Layer:
         prefill_chunk: int | None = None,
         sequences: Sequence[int] | None = None,
         rotation: Rotation | None = None,
-        cascade: Cascade | None = None,
+        before: Layer | None = None,
         together: SharedBudget | None = None,
         pins: Sequence[Spans] = (),
         kv_bits: str | None = None,
@@ -220,13 +220,12 @@ class Layer:
         self.rotary: Rotation | None = None
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
-        self._shared = (cascade or policy.cascades(index)) if policy.cascades else NoCascade()
+        self._follow(before)
 
     def reset(self) -> None:
         """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
         moves = self.moves
         self.columns, self.moves, self.broken, self.paths.recorded = 0, 0, False, None
-        self._shared.clear()
         if self._together is not None:
             self._together.clear()
         self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
@@ -246,25 +245,27 @@ class Layer:
             self.moves += 1
             broken, self.broken = self.broken, True  # until all rows have moved
             self.block.select_rows(index)
-            self._shared.select_rows(self._index, index)
             self.broken = broken
 
     def over(
-        self, block: Block, *, columns: int, cascade: Cascade | None = None, together: SharedBudget | None = None
+        self, block: Block, *, columns: int, before: Layer | None = None, together: SharedBudget | None = None
     ) -> Layer:
         """Return a copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
         other = copy.copy(self)
         other.paths = DecodePaths(self.policy)  # before `hold`, which would otherwise change those of the original
         other.hold(block, columns=columns)
-        other._together, other._shared = together, cascade or NoCascade()
+        other._together = together
+        other._follow(before)
         return other
+
+    def _follow(self, before: Layer | None) -> None:
+        """Note the layer before this one, and the first layer of all."""
+        self._before = before if self.policy.cascades else None
+        self._first: Layer | None = None if self._before is None else self._before._first or self._before
 
     def memory(self) -> MemoryUsage:
         """Return the bytes of this layer; zeros before the first step."""
-        if not self.allocated:
-            return MemoryUsage()
-        shared = self._shared.bytes(self._index)
-        return self.block.memory() + MemoryUsage(allocated_bytes=shared, state_bytes=shared)
+        return self.block.memory() if self.allocated else MemoryUsage()
 
     @property
     def store(self) -> Store:
@@ -517,12 +518,11 @@ class Layer:
         if (focus := self.policy.focuses) is not None:
             options = replace(options, top=focus.top(self.policy, view))
         out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
-        self._shared.add(slots.positions[:, 0], report, self.heads)
         self.block.remember(self.policy.observe(self.state, view, report))
+        self._hand_on(slots.positions, self.state)
         among = None if self.window is None else ranking.expire(slots.positions, self.seen, self.window) >= 0
         evict(self.policy, self.block, view, window=self.window, backend=backend)
         lost_mass.count(self.block.lost, report, self.store.positions >= 0, phase=Phase.DECODE, among=among)
-        self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
     def _prefill(
@@ -547,14 +547,13 @@ class Layer:
         attended, wanted = slots if used else chunk, self.policy.wants(view)
         given, length = (self.policy, self._backend, query, attended, new), self.seen[:, None]
         out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
-        self._shared.add(left[:, 0], report, self.heads)
         state = self.policy.observe(state, view, report)
+        self._hand_on(left, state)
         if self._together is not None:
             self._together.wait(self.policy, self.block, view, state, report, used=used)
             return out
         stays = cut(self.policy, self.block, view, state, window=self.window, used=used, chunk=chunk)
         lost_mass.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
-        self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
     def _probe(
@@ -578,15 +577,63 @@ class Layer:
         return out
 
     def _view(self, slots: Slots, *, new: Int[Tensor, " B"], phase: Phase) -> View:
-        tables = self._shared.enter(self._index, slots.positions[:, 0])
+        known = None
+        if self._before is not None and self._first is not None:
+            known = _earlier(self._first.block, self._before.block, slots.positions[:, 0])
         turned = self._rotation is None
         return view_of(
             *(self.block, slots),
             new=new,
             phase=phase,
             layer=self._index,
-            tables=tables,
+            earlier=known,
             rotation=self.rotary,
             turned=turned,
             heads=self.heads,
         )
+
+    def _hand_on(self, positions: Int[Tensor, "B Hk S"], state: State) -> None:
+        """Let the layers to come, and the next step, know the state of these tokens."""
+        if self._first is not None:
+            _hand_on(self._first.block, positions[:, 0], state)
+
+
+# What a layer knows of the layers before it, under a policy that prunes through the layers (SpAtten). The layers have
+# no memory in common: the first layer's slots hold every token that a later layer holds, and with each token the
+# policy's state that the layers have handed on so far.
+
+_LATER = torch.iinfo(torch.int64).max
+
+
+def _earlier(first: Block, before: Block, positions: Int[Tensor, "B S"]) -> Earlier:
+    """Return the state that earlier layers have handed on with these tokens, and which of them the layer before holds.
+
+    Args:
+        first: the block of the first layer.
+        before: the block of the layer before.
+        positions: the tokens, -1 = empty. All heads hold the same ones.
+    """
+    index, found = _look_up(first.store.positions[:, 0], positions)
+    state = {name: held[:, 0].gather(1, index) * found for name, held in first.of_slots().items()}
+    return Earlier(state, _look_up(before.store.positions[:, 0], positions)[1])
+
+
+def _hand_on(first: Block, positions: Int[Tensor, "B S"], state: State) -> None:
+    """Write the state of a later layer's tokens to the first layer's slots that hold these tokens.
+
+    Args:
+        first: the block of the first layer.
+        positions: the tokens, -1 = empty.
+        state: their state.
+    """
+    index, found = _look_up(positions, first.store.positions[:, 0])
+    for name, held in first.of_slots().items():
+        held.copy_(torch.where(found[:, None], state[name].gather(2, index[:, None].expand_as(held)), held))
+
+
+def _look_up(held: Int[Tensor, "B N"], wanted: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
+    """Return the place of each wanted token among those that are held, and whether it is there."""
+    tokens, order = held.long().masked_fill(held < 0, _LATER).sort(dim=1)
+    wanted = wanted.long().contiguous()
+    at = torch.searchsorted(tokens, wanted).clamp(max=tokens.shape[1] - 1)
+    return order.gather(1, at), (tokens.gather(1, at) == wanted) & (wanted >= 0)

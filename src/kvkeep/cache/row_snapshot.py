@@ -18,7 +18,6 @@ from kvkeep.cache.token_history import TokenHistory, rows_of
 from kvkeep.errors import BrokenCacheError, InputError, ShapeError, SnapshotError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.kv.block import Block
-from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.store import inference
@@ -44,7 +43,6 @@ class CacheSettings:
         positions: ``true`` or ``slot``.
         chunk: tokens of the prompt that are taken at once.
         kv_bits: bits of keys and values in the slots; ``None``: the model's dtype.
-        cascade: the tables that the layers share.
         profile: the profile of the budgets of heads, if there is one.
     """
 
@@ -56,7 +54,6 @@ class CacheSettings:
     positions: Literal["true", "slot"]
     chunk: int | None
     kv_bits: str | None
-    cascade: Cascade | None
     profile: Profile | None
 
     @functools.cached_property
@@ -65,9 +62,7 @@ class CacheSettings:
         return hash_of_config(self.config)
 
     @classmethod
-    def of(
-        cls, config: Any, budget: int | Sequence[int], layout: Layout, chunk: int | None, cascade: Cascade | None
-    ) -> CacheSettings:
+    def of(cls, config: Any, budget: int | Sequence[int], layout: Layout, chunk: int | None) -> CacheSettings:
         """Return the settings, with numbers of other libraries as Python's own."""
         return cls(
             config=config,
@@ -78,7 +73,6 @@ class CacheSettings:
             positions="true" if layout.rotation is None else "slot",
             chunk=None if chunk is None else int(chunk),
             kv_bits=layout.kv_bits,
-            cascade=cascade,
             profile=layout.profile,
         )
 
@@ -133,7 +127,7 @@ class RowSnapshots:
         if not layers[0].columns:
             raise SnapshotError("The cache holds no tokens yet, so there is nothing to copy. Run the model first.")
         row = checked_row(row, len(layers[0].seen))
-        contents = take([layer.block for layer in layers], row, cascade=self.settings.cascade, states=states)
+        contents = take([layer.block for layer in layers], row, states=states)
         contents = whole(contents, layers[0].heads)
         ids = self._recorded_ids(layers[0], row, contents.seen) if tokens is None else ids_of_row(tokens)
         pending = max(0, self._history.prompt_columns - layers[0].columns)
@@ -170,7 +164,7 @@ class RowSnapshots:
             layer.hold(block, columns=columns)
             layer.mend(layers[0].moves)
         for row, snapshot in snapshots.items():
-            put(snapshot.contents, blocks, row, cascade=self.settings.cascade, states=states)
+            put(snapshot.contents, blocks, row, states=states)
         self._history.begin_again(ids, columns=columns, device=blocks[0].seen.device)
         self._history.prompt_columns = columns + max(snapshot.pending for snapshot in snapshots.values())
         if self.weights is None or self.weights() is None:

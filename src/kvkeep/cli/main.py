@@ -30,7 +30,7 @@ from kvkeep.cli.plan import PlanOptions
 from kvkeep.cli.remember import RememberOptions
 from kvkeep.cli.serve import ServeOptions
 from kvkeep.cli.tune import TuneOptions
-from kvkeep.errors import one_line
+from kvkeep.errors import ADDRESS, one_line
 from kvkeep.version import __version__
 
 # Commands that other packages add to ``kvkeep``, through entry points of the group ``kvkeep.commands``.
@@ -48,7 +48,7 @@ ENTRY_POINT_GROUP = "kvkeep.commands"
 
 LAB_COMMANDS = ("analyze", "bench-server", "fleet", "theory")
 """Commands of kvkeep-lab. Without it they are missing, and say where they are."""
-_INSTALL_LAB = "pip install 'git+https://github.com/kvkeep/kvkeep#subdirectory=lab', or pip install ./lab in a clone"
+_INSTALL_LAB = f"pip install '{ADDRESS}#subdirectory=lab', or pip install ./lab in a clone"
 
 RUN, MEASURE, LOOK, OTHERS = "Run", "Measure", "Look up", "Of other packages"
 """Groups of commands on the page of ``kvkeep --help``."""

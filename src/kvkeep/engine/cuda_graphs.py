@@ -54,7 +54,7 @@ def bucket(rows: int, most: int) -> int:
 def refusal(policy: Policy) -> str | None:
     """Return the reason why a policy's decode steps cannot be recorded, or ``None`` if they can."""
     if policy.cascades or policy.shares_layers:
-        return "its layers share tables that are made anew in every step, or slots that a prompt divides anew"
+        return "its layers look at each other's slots, or have slots that a prompt divides anew"
     if not policy.evicts or policy.grows:
         return "it asks in every step whether there is room left"
     return None

@@ -20,7 +20,6 @@ from kvkeep.cache.layer_block import reach, store_for
 from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.block import Block, add_state, lacks, shared
-from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.joint_block import JointBlock
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.row_copy import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
@@ -28,7 +27,7 @@ from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot.contents import Contents, StateCopy, check_together, put_beside, take_beside
+from kvkeep.snapshot.contents import Contents, StateCopy, check_together, put_states, take_states
 from kvkeep.types import MemoryUsage, Slots, bytes_of
 
 
@@ -269,7 +268,7 @@ def _kinds(like: Slots) -> tuple[object, ...]:
     return tuple((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)
 
 
-# The memory of one sequence beside its slots: tables of a cascade, and layers with a state of fixed size.
+# The memory of one sequence beside its slots: layers with a state of fixed size.
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,16 +276,14 @@ class RecurrentState:
     """Memory that belongs to one sequence and is released with it.
 
     Attributes:
-        cascade: the tables that the layers share under a policy that prunes through them.
         states: transformers' layers with a state (state-space, convolution), by their number in the model.
     """
 
-    cascade: Cascade | None
     states: Mapping[int, Any]
 
-    def take(self, device: torch.device | None) -> tuple[dict[str, Tensor], dict[int, StateCopy]]:
-        """Copy the memory: `Contents.shared` and `Contents.states`."""
-        return take_beside(0, cascade=self.cascade, states=self.states, device=device)
+    def take(self, device: torch.device | None) -> dict[int, StateCopy]:
+        """Copy the memory: `Contents.states`."""
+        return take_states(0, self.states, device)
 
     def put(self, contents: Contents, like: Block | None) -> None:
         """Overwrite the memory with that of contents that fit.
@@ -295,13 +292,12 @@ class RecurrentState:
             contents: the memory of the sequence.
             like: the block of the first layer with slots, if there is one.
         """
-        put_beside(contents, like, 0, rows=1, cascade=self.cascade, states=self.states)
+        put_states(contents, like, 0, self.states, rows=1)
 
     def memory(self) -> MemoryUsage:
-        """Return the memory usage of the tables and the states. A full cache would hold the states, too."""
-        shared = 0 if self.cascade is None else self.cascade.bytes(self.cascade.first)
+        """Return the memory usage of the states. A full cache would hold them, too."""
         held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
-        return MemoryUsage(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
+        return MemoryUsage(allocated_bytes=held, full_bytes=held)
 
 
 def keeps_states(model: Model) -> bool:

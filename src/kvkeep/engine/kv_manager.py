@@ -138,16 +138,15 @@ class KVManager:
         self._parts: dict[tuple[tuple[Segment, ...], RecurrentState | None, Phase], PhasedCache] = {}
         self._renewals = self._parts_version = 0
         layers = (probe := probed(model)).bounded_layers()
-        self._first = min(layers, default=0)
         like = [layer.store.slots() for layer in layers.values()]
         self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
         layout = self._layout(policy)
         self.heads = layout.heads
         self._blocks = Blocks(layout.policies, like, kv_bits=layout.kv_bits, among=layout.heads)
         self._windows = {index: layer.window for index, layer in layers.items()}
-        self._state_bytes = RecurrentState(None, states_of(probe)).memory().allocated_bytes
+        self._state_bytes = RecurrentState(states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
-        self.alone = policy.cascades is not None or self._has_states
+        self.alone = policy.cascades or self._has_states
         self.row_bytes = self._blocks.row_bytes(self.numbers(policy, budget)) + self._state_bytes
         self.allocate(0)
 
@@ -171,7 +170,7 @@ class KVManager:
         if policy == self.policy:
             return True
         if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
-            return False  # tables of the whole batch; heads that hold equally many tokens
+            return False  # rows that run alone; heads that hold equally many tokens
         layers = zip(self._blocks, self.numbers(policy, self._budget), self._layout(policy).policies, strict=True)
         if not all(has_room(block, number, own.spreads is not None) for block, number, own in layers):
             return False
@@ -215,7 +214,7 @@ class KVManager:
         self._blocks.limit(row, self.numbers(policy, budget))
         if contents is not None:
             contents = mine(contents, self.heads)
-            own = self._own[row] or RecurrentState(None, {})
+            own = self._own[row] or RecurrentState({})
             check_beside(contents, len(self._windows), own.states)
             self._blocks.check(contents.layers, policy)
             self._blocks.put(row, contents.layers, policy)
@@ -229,8 +228,8 @@ class KVManager:
     @inference
     def take(self, row: int, device: torch.device | None = _MAIN) -> Contents:
         """Copy the memory of a row, with all heads, to a device; by default into main memory. ``None``: where it is."""
-        owner, own = self._owners[row] or Owner(self.policy), self._own[row] or RecurrentState(None, {})
-        return whole(Contents(self._blocks.take(row, owner.policy, device), *own.take(device)), self.heads)
+        owner, own = self._owners[row] or Owner(self.policy), self._own[row] or RecurrentState({})
+        return whole(Contents(self._blocks.take(row, owner.policy, device), own.take(device)), self.heads)
 
     @inference
     def end(self, row: int) -> None:
@@ -318,7 +317,7 @@ class KVManager:
 
     def memory_of(self, row: int) -> MemoryUsage:
         """Return the memory usage of one row over all layers."""
-        return self._blocks.memory_of(row) + (self._own[row] or RecurrentState(None, {})).memory()
+        return self._blocks.memory_of(row) + (self._own[row] or RecurrentState({})).memory()
 
     def lost_of(self, row: int) -> list[Tensor]:
         """Copies of one row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
@@ -329,17 +328,26 @@ class KVManager:
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
         shared = {segment: SharedBudget.by_layer(self._layout(segment.owner.policy).sharing) for segment in parts}
+        before: dict[Segment, Layer] = {}
         for i, (index, window) in enumerate(self._windows.items()):
-            steps = joined(
-                [(segment, self._layer(i, segment, columns, watch, shared[segment].get(index))) for segment in parts]
-            )
+            before = {
+                segment: self._layer(i, segment, columns, watch, before.get(segment), shared[segment].get(index))
+                for segment in parts
+            }
+            steps = joined(list(before.items()))
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
         cache.latent = caches_latents(self._config)
         return cache
 
     def _layer(
-        self, index: int, segment: Segment, columns: int, watch: Watch | None, shared: SharedBudget | None
+        self,
+        index: int,
+        segment: Segment,
+        columns: int,
+        watch: Watch | None,
+        before: Layer | None,
+        shared: SharedBudget | None,
     ) -> Layer:
         """Return some rows of one layer, for one owner."""
         policy = segment.owner.policy
@@ -349,19 +357,14 @@ class KVManager:
         block = self._blocks[index].under(policy.slots, policy.summaries).part(segment.start, segment.stop)
         if not segment.owner.pinned:
             block.pins = None
-        own = self._own[segment.start]
-        given: dict[str, Any] = {"columns": columns, "cascade": own.cascade if own else None, "together": shared}
-        layer = self._layers[policy][index].over(block, **given)
+        layer = self._layers[policy][index].over(block, columns=columns, before=before, together=shared)
         if watch is not None:
             layer.policy = watch(index, segment, layer.policy)
         return layer
 
     def _new_own(self, policy: Policy) -> RecurrentState | None:
         """Return the state that a new sequence has beside its slots under a policy, or ``None`` if it has none."""
-        if not policy.cascades and not self._has_states:
-            return None
-        states = states_of(self._cache(policy, self._budget)) if self._has_states else {}
-        return RecurrentState(policy.cascades(self._first) if policy.cascades else None, states)
+        return RecurrentState(states_of(self._cache(policy, self._budget))) if self._has_states else None
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)

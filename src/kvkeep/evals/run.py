@@ -18,7 +18,8 @@ from kvkeep.evals.forward import Setup
 from kvkeep.evals.grid import Cell, GridArguments, Planned
 from kvkeep.evals.records import Records
 from kvkeep.evals.report import Row
-from kvkeep.evals.task import Options, Task, notes
+from kvkeep.evals.task import Options, Task
+from kvkeep.evals.task import notes as text_notes
 from kvkeep.models import weight_hash
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
@@ -108,7 +109,7 @@ def lay_out(
             task = kind.load(checkpoint, own)
             parts.append(TaskPart(task, grid.grid(checkpoint, task, wanted, own.seed), own))
     reads_text = any(kind.name in TEXT_TASKS for kind in tasks)
-    return Grid(name, checkpoint, parts, notes(options[0]) if reads_text else [])
+    return Grid(name, checkpoint, parts, text_notes(options[0]) if reads_text else [])
 
 
 def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned], object] = lambda cell: None) -> None:

@@ -1,7 +1,6 @@
 """The memory of a layer: a `Store` holds keys, values and positions, and a `Block` is all that the layer allocates."""
 
 from kvkeep.kv.block import Block, add_state, beside, lacks, settle, view_of
-from kvkeep.kv.cascade import Cascade, NoCascade
 from kvkeep.kv.joint_block import JointBlock, PartBlock, divide, give
 from kvkeep.kv.pooled_store import POOLED, PooledStore, kind_of
 from kvkeep.kv.row_copy import (
@@ -22,10 +21,8 @@ __all__ = [
     "POOLED",
     "QUANTIZED",
     "Block",
-    "Cascade",
     "DenseStore",
     "JointBlock",
-    "NoCascade",
     "Pack",
     "PartBlock",
     "PooledStore",

@@ -18,7 +18,7 @@ from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv.pooled_store import PooledStore
 from kvkeep.kv.slot_codec import Beside, LazySlots, LazyView, Tokens
 from kvkeep.kv.store import DenseStore, Store
-from kvkeep.types import EMPTY, Budget, MemoryUsage, Phase, Slots, State, Turning, View, bytes_of
+from kvkeep.types import EMPTY, Budget, Earlier, MemoryUsage, Phase, Slots, State, Turning, View, bytes_of
 
 # A policy's state of each head: one tensor for all of a head's slots, and for the tokens that have left them.
 
@@ -370,7 +370,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
     new: Int[Tensor, " B"],
     phase: Phase,
     layer: int,
-    tables: tuple[Float[Tensor, "B A"], Bool[Tensor, "B A"]],
+    earlier: Earlier | None = None,
     rotation: Turning | None = None,
     turned: bool = True,
     heads: Heads = ALONE,
@@ -383,7 +383,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
         new: real tokens that each row received.
         phase: the kind of these tokens.
         layer: index of the layer in the model.
-        tables: ``past`` and ``alive``, see `View`.
+        earlier: see `View`.
         rotation: see `View`.
         turned: see `View`.
         heads: see `View`.
@@ -396,8 +396,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
         "phase": phase,
         "layer": layer,
         "sequences": block.sequences,
-        "past": tables[0],
-        "alive": tables[1],
+        "earlier": earlier,
         "pins": block.pins,
         "rotation": rotation,
         "turned": turned,

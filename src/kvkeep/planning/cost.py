@@ -135,14 +135,6 @@ def joint_bytes(
     return pool * (one + _POSITION + _FLOAT32 * states) + own
 
 
-def shared_bytes(first_budget: int, last_budget: int) -> int:
-    """Return the bytes that the layers of one row share under a policy that prunes from layer to layer.
-
-    These are the first layer's tokens with their importance, and the tokens that the last layer left.
-    """
-    return 12 * (first_budget + 1) + 8 * (last_budget + 1)
-
-
 _FLOAT32 = 4
 _ORDER = 32
 """Bytes per slot and head while a layer ranks its slots: scores, positions, indices, marks."""

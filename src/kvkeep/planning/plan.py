@@ -119,7 +119,6 @@ class Setting:
     def bounded(self) -> Cost:
         """Cost with kvkeep's cache."""
         model, size, per_layer = self.outline.shape, self.dtype.itemsize, self.layer_budgets()
-        shared = cost.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
         workspace = cost.Workspace(
             block_bytes=BLOCK_BYTES,
             blocks=_BLOCKS_WITH_NOISE if self.policy.stochastic else _BLOCKS,
@@ -129,7 +128,7 @@ class Setting:
         )
         return Cost(
             **self._weights(),
-            row_bytes=self._slot_bytes() + shared,
+            row_bytes=self._slot_bytes(),
             prompt_bytes=cost.prompt_bytes(
                 model, per_layer, self.chunk, size, fresh=self.reads_whole, workspace=workspace
             )

@@ -19,7 +19,6 @@ from torch import Tensor
 from kvkeep.attention_stats import Nothing, Statistic
 from kvkeep.budget import table
 from kvkeep.errors import BudgetError, PolicyError
-from kvkeep.kv.cascade import Cascade
 from kvkeep.pins import Spans, count
 from kvkeep.types import Budget, Phase, Report, State, Top, View
 
@@ -178,7 +177,8 @@ class Abilities:
         spreads: set if KV heads get budgets of their own.
         near: set if some KV heads keep their first and newest tokens only, under a profile of heads.
         focuses: set if generated tokens attend to a part of the slots.
-        cascades: set if it prunes through the layers: the class of the table that the layers share.
+        cascades: whether it prunes through the layers: each layer hands the state of its tokens on to the next one, see
+            `kvkeep.types.Earlier`. After the last layer it is the first layer's, for the next step.
         sums: set if the rule for generated tokens can run within an attention kernel.
         tally: set if the part of the rule that does not drop tokens can run within an attention kernel.
         unrotates: whether it looks at keys before their rotation, `View.unrotated`.
@@ -196,7 +196,7 @@ class Abilities:
     spreads: ClassVar[HeadBudgets | None] = None
     near: ClassVar[NearHeads | None] = None
     focuses: ClassVar[Focus | None] = None
-    cascades: ClassVar[type[Cascade] | None] = None
+    cascades: ClassVar[bool] = False
     sums: ClassVar[MassSums | None] = None
     tally: ClassVar[Tally | None] = None
     asks: ClassVar[bool] = False
@@ -224,7 +224,7 @@ class Abilities:
     @property
     def shares_heads(self) -> bool:
         """Return whether the KV heads of a layer decide together and keep the same tokens."""
-        return self.cascades is not None
+        return self.cascades
 
 
 _T = TypeVar("_T")

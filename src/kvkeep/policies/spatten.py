@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.budget import column
-from kvkeep.kv.cascade import Cascade
 from kvkeep.policies.base import Bursts, Defaults, Policy, option
 from kvkeep.types import Budget, Report, State, View
 
@@ -30,7 +29,7 @@ class SpAtten(Policy):
 
     statistic: ClassVar[Statistic] = Mass()
     slots: ClassVar[Mapping[str, float]] = {"importance": 0.0}
-    cascades: ClassVar[type[Cascade] | None] = Cascade
+    cascades: ClassVar[bool] = True
     bibtex: ClassVar[str] = """@inproceedings{wang2021spatten,
   title = {{SpAtten}: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning},
   author = {Hanrui Wang and Zhekai Zhang and Song Han}, booktitle = {HPCA}, year = {2021}}"""
@@ -46,14 +45,20 @@ class SpAtten(Policy):
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Add this layer's mass in all heads to the sum over all earlier layers and steps."""
-        return {"importance": (view.past + view.heads.all(report.mass).sum(dim=1))[:, None].expand_as(report.mass)}
+        past = state["importance"][:, 0] if view.earlier is None else view.earlier.state["importance"]
+        return {"importance": (past + view.heads.all(report.mass).sum(dim=1))[:, None].expand_as(report.mass)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B 1"]:
         """Return how many tokens the layer before still holds, at most the budget."""
-        return view.alive.sum(dim=1).minimum(column(view.budget, view.seen))[:, None]
+        return _alive(view).sum(dim=1).minimum(column(view.budget, view.seen))[:, None]
 
     bursts: ClassVar[Bursts | None] = Bursts(stays)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Return the importance. Tokens that the layer before has evicted go first."""
-        return state["importance"].masked_fill(~view.alive[:, None], -1.0)
+        return state["importance"].masked_fill(~_alive(view)[:, None], -1.0)
+
+
+def _alive(view: View) -> Bool[Tensor, "B S"]:
+    """Tell whether the layer before holds each token; in the first layer, whether there is one."""
+    return view.positions[:, 0] >= 0 if view.earlier is None else view.earlier.alive

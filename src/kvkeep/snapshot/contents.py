@@ -16,7 +16,6 @@ from kvkeep.budget import by_head
 from kvkeep.errors import ShapeError, UnsupportedOperationError
 from kvkeep.head_sharding import Heads
 from kvkeep.kv.block import Block
-from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.joint_block import PartBlock, divide, store_of
 from kvkeep.kv.row_copy import Pack, RowCopy, check_row, pin_row, put_row, take_row
 from kvkeep.kv.store import inference
@@ -151,12 +150,10 @@ class Contents:
 
     Attributes:
         layers: the row of each layer with slots.
-        shared: the row's tables under a policy that prunes through the layers; otherwise empty.
         states: the state of each layer that has one, by the layer's number in the model.
     """
 
     layers: tuple[RowCopy, ...]
-    shared: Mapping[str, Tensor] = field(default_factory=dict)
     states: Mapping[int, StateCopy] = field(default_factory=dict)
 
     @property
@@ -168,13 +165,12 @@ class Contents:
     def nbytes(self) -> int:
         """Return the size of all copies in bytes."""
         states = sum(state.nbytes for state in self.states.values())
-        return sum(layer.nbytes for layer in self.layers) + states + bytes_of(self.shared.values())
+        return sum(layer.nbytes for layer in self.layers) + states
 
     def to(self, device: torch.device | str) -> Contents:
         """Return the same contents on a device. Tensors that are there already are not copied."""
-        shared = {name: table.to(device) for name, table in self.shared.items()}
         states = {number: state.to(device) for number, state in self.states.items()}
-        return Contents(tuple(layer.to(device) for layer in self.layers), shared, states)
+        return Contents(tuple(layer.to(device) for layer in self.layers), states)
 
     def each(self, tensor: Callable[[Tensor], Tensor]) -> Contents:
         """Return the same contents with each tensor replaced. Copies that share tensors still do, see `Pack`.
@@ -184,8 +180,7 @@ class Contents:
         """
         packs: dict[int, Pack] = {}
         layers = tuple(_each(layer, tensor, packs) for layer in self.layers)
-        shared = {name: tensor(table) for name, table in self.shared.items()}
-        return Contents(layers, shared, {number: state.each(tensor) for number, state in self.states.items()})
+        return Contents(layers, {number: state.each(tensor) for number, state in self.states.items()})
 
     def pinned(self, pins: Spans) -> Contents:
         """Return the same contents with other pins."""
@@ -212,7 +207,6 @@ def take(
     blocks: Sequence[Block],
     row: int,
     *,
-    cascade: Cascade | None = None,
     states: Mapping[int, object] | None = None,
 ) -> Contents:
     """Copy one row out of all layers. The row can go on; nothing that happens to it changes the copy.
@@ -220,31 +214,23 @@ def take(
     Args:
         blocks: the block of each layer with slots.
         row: which row.
-        cascade: the tables that the layers share.
         states: transformers' layers with a state, by their number in the model.
     """
     layers = tuple(take_row(block, row) for block in blocks)
-    return Contents(layers, *take_beside(row, cascade=cascade, states=states))
+    return Contents(layers, take_states(row, states))
 
 
-def take_beside(
-    row: int,
-    *,
-    cascade: Cascade | None = None,
-    states: Mapping[int, object] | None = None,
-    device: torch.device | None = None,
-) -> tuple[dict[str, Tensor], dict[int, StateCopy]]:
-    """Copy the memory of one row beside its slots: `Contents.shared` and `Contents.states`.
+def take_states(
+    row: int, states: Mapping[int, object] | None, device: torch.device | None = None
+) -> dict[int, StateCopy]:
+    """Copy the memory of one row beside its slots: `Contents.states`.
 
     Args:
-        row: the row's number in tables and states.
-        cascade: the tables that the layers share.
+        row: the row's number in the states.
         states: transformers' layers with a state, by their number in the model.
-        device: where the copies shall be; by default the tables' and states' own.
+        device: where the copies shall be; by default the states' own.
     """
-    tables = {} if cascade is None else cascade.take_row(row)
-    shared = {name: table.to(device or table.device) for name, table in tables.items()}
-    return shared, {number: take_state(layer, row, device) for number, layer in (states or {}).items()}
+    return {number: take_state(layer, row, device) for number, layer in (states or {}).items()}
 
 
 @inference
@@ -253,7 +239,6 @@ def put(
     blocks: Sequence[Block],
     row: int,
     *,
-    cascade: Cascade | None = None,
     states: Mapping[int, object] | None = None,
 ) -> None:
     """Overwrite one row of all layers. If the contents do not fit, nothing changes.
@@ -265,7 +250,6 @@ def put(
         contents: the row's new memory; it stays as it is and can be put back any number of times.
         blocks: see `take`. Each must have as many slots as the contents use; `Block.widen` adds some.
         row: which row.
-        cascade: the tables that the layers share.
         states: transformers' layers with a state; they may be new.
 
     Raises:
@@ -276,33 +260,23 @@ def put(
     make_room(blocks, row, contents.layers)
     for block, copy in zip(blocks, contents.layers, strict=True):
         put_row(block, row, copy)
-    put_beside(contents, blocks[0] if blocks else None, row, cascade=cascade, states=states)
+    put_states(contents, blocks[0] if blocks else None, row, states)
 
 
-def put_beside(
-    contents: Contents,
-    like: Block | None,
-    row: int,
-    *,
-    rows: int | None = None,
-    cascade: Cascade | None = None,
-    states: Mapping[int, object],
+def put_states(
+    contents: Contents, like: Block | None, row: int, states: Mapping[int, object], *, rows: int | None = None
 ) -> None:
     """Overwrite the memory of one row beside its slots with contents that fit.
 
     Args:
         contents: the row's new memory.
         like: the block of the first layer with slots, if there is one.
-        row: the row's number in tables and states.
-        rows: rows of tables and states; by default those of the block.
-        cascade: the tables that the layers share.
+        row: the row's number in the states.
         states: transformers' layers with a state; they may be new.
+        rows: rows of the states; by default those of the block.
     """
     device = torch.device("cpu") if like is None else like.seen.device
     count = rows or (1 if like is None else len(like.seen))
-    if cascade is not None:
-        assert like is not None
-        cascade.put_row(row, count, like.store.capacity, contents.shared, device)
     for number, state in contents.states.items():
         put_state(states[number], row, count, state, device)
 

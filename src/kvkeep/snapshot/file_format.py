@@ -54,7 +54,7 @@ TOKENS, OCCUPIED = "tokens", "occupied"
 LAYER = re.compile(r"layers\.(\d{1,4})\.(occupied|[a-z]{1,20}(?:\.[A-Za-z0-9_]{1,60})?)")
 SHARED = re.compile(r"shared\.([a-z]{1,20})")
 STATE = re.compile(r"states\.(\d{1,4})\.([a-z_]{1,40})(?:\.(\d{1,4}))?")
-"""Names of tensors: of a layer with slots, of the tables that layers share, and of a layer with a state."""
+"""Names of tensors: of a layer with slots, of the tables of an earlier version, and of a layer with a state."""
 
 SCALES = ("store.key_scales", "store.value_scales")
 """Tensors that slots of codes have besides their numbers, see `kvkeep.kv.slot_codec`."""

@@ -17,7 +17,6 @@ from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.row_copy import RowCopy
 from kvkeep.kv.slot_codec import KV_BITS, NUMBERS, groups
 from kvkeep.pins import Span, end, spans
@@ -198,8 +197,6 @@ def _read(file: IO[bytes], size: int) -> FileParts:
         _layer(f"layer {number}", layer, {name: tensor(entry) for name, entry in entries.items()})
         for number, (layer, entries) in enumerate(zip(layers, groups, strict=True))
     ]
-    shared = {found[1]: tensor(entry) for name, entry in header.entries.items() if (found := SHARED.fullmatch(name))}
-    _check_tables(shared, seen, most=copies[0].capacity)
     flags = described_flags(header.about)
     states: dict[int, dict[Place, Tensor]] = {number: {} for number in flags}
     for name, entry in header.entries.items():
@@ -207,7 +204,7 @@ def _read(file: IO[bytes], size: int) -> FileParts:
             check(int(found[1]) in states, f"state {found[1]} is not described")
             states[int(found[1])][found[2], None if found[3] is None else int(found[3])] = tensor(entry)
     held = {number: StateCopy(tensors, flags[number]) for number, tensors in states.items()}
-    return FileParts(Contents(tuple(copies), shared, held), fingerprint, ids, pending, note)
+    return FileParts(Contents(tuple(copies), held), fingerprint, ids, pending, note)
 
 
 def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str, TensorEntry]]:
@@ -222,7 +219,11 @@ def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str,
         if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
             groups[int(found[1])][found[2]] = entry
         else:
-            known = not found and (name == TOKENS or SHARED.fullmatch(name) or STATE.fullmatch(name))
+            check(
+                not SHARED.fullmatch(name),
+                "an earlier version kept spatten's sums beside the slots; read the text again",
+            )
+            known = not found and (name == TOKENS or STATE.fullmatch(name))
             check(bool(known), f"it has a tensor {name!r:.60}, which no snapshot has")
     return groups
 
@@ -300,18 +301,6 @@ def unpacked_bits(found: UInt8[Tensor, " bytes"], n: int) -> Bool[Tensor, " n"]:
     """Unpack the first ``n`` bits of bytes, see `packed_bits`."""
     bits: Tensor = (found[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits.flatten()[:n].bool()
-
-
-def _check_tables(shared: Mapping[str, Tensor], seen: int, *, most: int) -> None:
-    """Refuse tables of a cascade that no run has made."""
-    if not shared:
-        return
-    check(Cascade.fits(shared), "its shared tables are incomplete or of wrong dtypes")
-    for name in ("tokens", "held"):
-        table = shared[name]
-        check(len(table) <= most, f"its table {name} is longer than a layer has slots")
-        rising = bool((table[1:] > table[:-1]).all()) and bool(((table >= 0) & (table < seen)).all())
-        check(rising, f"its table {name} is not in order")
 
 
 # Snapshots written to files: whole or not at all.
@@ -420,7 +409,6 @@ def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
         found.append((TOKENS, parts.tokens.to(torch.int32)))
     for number, layer in enumerate(parts.contents.layers):
         found += [(f"layers.{number}.{name}", tensor) for name, tensor in _layer_tensors(layer)]
-    found += [(f"shared.{name}", table) for name, table in parts.contents.shared.items()]
     for number, state in parts.contents.states.items():
         for (name, key), tensor in state.tensors.items():
             found.append((f"states.{number}.{name}" + ("" if key is None else f".{key}"), tensor))

@@ -22,7 +22,6 @@ from kvkeep.cache.row_snapshot import new_block
 from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.kv import ranking
 from kvkeep.kv.block import empty
-from kvkeep.kv.cascade import Cascade
 from kvkeep.kv.slot_codec import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
@@ -158,16 +157,14 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     starts = [*range(0, prompt, size), *range(prompt, n)]
     outputs: list[Tensor] = []
     budget: Budget = case.budget
-    cascade = (policy.cascades or Cascade)(1)
     margin = float("inf")
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
         phase = Phase.PREFILL if start < prompt else Phase.DECODE
         turn = stop if phase is Phase.PREFILL else turn
         positions = torch.cat([kept, torch.arange(start, stop, dtype=torch.int32).expand(1, heads, -1)], dim=-1)
         index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
-        past, alive = cascade.enter(1, positions[:, 0])
         seen = tape.held(case.kv_bits, exact=start if phase is Phase.PREFILL else None)
-        view = replace(_view(case, seen, positions, stop - start, turn, phase), budget=budget, past=past, alive=alive)
+        view = replace(_view(case, seen, positions, stop - start, turn, phase), budget=budget)
         now, slots = torch.arange(start, stop)[None], Slots(view.keys, view.values, positions)
         query = tape.query[:, :, start:stop]
         out, report = reference.attend(
@@ -183,8 +180,6 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             length = torch.tensor([[stop]])
             again = reference.reread(query, slots, now, length=length, rotation=None, options=case.options)
             report = Report({**report.sums, "again": again})
-        if policy.cascades:
-            cascade.add(positions[:, 0], report)
         of_slots = {name: history.gather(-1, index) for name, history in memory.items()}
         state = policy.observe(of_slots | of_heads, view, report)
         of_heads = {name: state[name] for name in of_heads}
@@ -217,8 +212,6 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phas
         phase=phase,
         layer=1,
         sequences=torch.zeros(1, dtype=torch.int64),
-        past=torch.zeros(1, 0),
-        alive=torch.zeros(1, 0, dtype=torch.bool),
         pins=table([case.pins], torch.device("cpu")) if case.pins else None,
     )
 
@@ -253,9 +246,8 @@ class Fed:
 
     def __init__(self, policy: Policy, case: Case) -> None:
         self.case = case
-        self.cascade = policy.cascades(1) if policy.cascades else None
         options: dict[str, Any] = {"prefill_chunk": case.chunk, "kv_bits": case.kv_bits}
-        self.layer = Layer(policy, case.budget, index=1, cascade=self.cascade, **options)
+        self.layer = Layer(policy, case.budget, index=1, **options)
 
     def feed(self, tape: Tape, stop: int) -> Tensor:
         """Feed the columns up to ``stop``: the prompt, or a generated token. Return the output, 0 for padding."""
@@ -267,12 +259,12 @@ class Fed:
 
     def move_to(self, other: Fed) -> None:
         """Save every row to a file, and put what the files hold into a layer that was never fed."""
-        rows = [take([self.layer.block], row, cascade=self.cascade) for row in range(self.case.rows)]
+        rows = [take([self.layer.block], row) for row in range(self.case.rows)]
         read = [self._through_a_file(row) for row in rows]
         dtype = self.layer.store.dtype
         block = new_block(other.layer, [row.layers[0] for row in read], self.case.rows, dtype=dtype)
         for number, row in enumerate(read):
-            put(row, [block], number, cascade=other.cascade)
+            put(row, [block], number)
         other.layer.hold(block, columns=self.layer.columns)
 
     def _through_a_file(self, contents: Contents) -> Contents:

@@ -144,13 +144,13 @@ def _write_codes(
 ) -> Int[Tensor, "B Hk 1"] | None:
     if not _runs_over(slots, *new, now) or not _takes(*new):
         return None
-    from kvkeep.backends.triton.slots import append_codes
+    from kvkeep.backends.triton import slots as slot_kernels
 
     (B, Hk, S), arranged = slots.positions.shape, launch.codes(slots)
     found = torch.empty((B, Hk, 1), dtype=torch.int64, device=now.device)
     lying = {name: value for name, value in launch.store(slots).items() if not name.startswith("BLOCK")}
     _launch(
-        append_codes,
+        slot_kernels.append_codes,
         (B * Hk,),
         **lying,
         **arranged,

@@ -270,6 +270,4 @@ def _view(context: Context, budget: int, layer: int) -> View:
         phase=Phase.PREFILL,
         layer=layer,
         sequences=torch.zeros(1, dtype=torch.int64),
-        past=torch.zeros(1, 0),
-        alive=torch.zeros(1, 0, dtype=torch.bool),
     )
