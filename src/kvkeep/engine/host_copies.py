@@ -228,6 +228,7 @@ class Pinned:
         return arrived
 
 
+@runtime_checkable
 class Rows(Protocol):
     """Rows whose memory can be copied, as `kvkeep.engine.kv_manager.KVManager` has them."""
 
