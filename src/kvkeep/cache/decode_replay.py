@@ -120,7 +120,7 @@ def why_not_fused(policy: Policy, backend: Backend, *, window: int | None = None
     """
     if not backend.fuses:
         return f"the backend {backend.name} has no fused step"
-    if policy.focuses is not None or policy.shares_heads or policy.near is not None:
+    if policy.focuses is not None or policy.cascades or policy.near is not None:
         return "the policy attends to a part of the slots, or its heads do not each decide by its rule"
     if any(policy.slots.values()):
         return "a new token's state is not 0, with which the kernel starts"

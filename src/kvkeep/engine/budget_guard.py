@@ -50,7 +50,7 @@ def refusal(policy: Policy, levels: GenericSequence[int]) -> str | None:
     """Return why no budget can be chosen for a policy at the end of a prompt, or ``None`` if one can be."""
     if not policy.evicts:
         return "it keeps every token"
-    if policy.bursts or policy.grows or policy.shares_heads:
+    if policy.bursts or policy.grows or policy.cascades:
         return "its cuts are no plain choice of the best tokens of each head"
     if policy.rates_by_budget:
         return "how it rates tokens depends on the budget"
