@@ -7,7 +7,7 @@ import pytest
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
 from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
@@ -49,22 +49,26 @@ def by_scheduler(requests, rows, **rules):
         if not (scheduler.waiting or scheduler.running):
             now = coming[0][1].due
             continue
-        scheduler.admit(lambda policy: True)
+        for sequence in scheduler.admit(lambda policy: True):
+            sequence.start()
         while (gap := scheduler.gap()) is not None:
             scheduler.move(gap)
         for run in scheduler.plan():
             fed = [
-                (b.phase, len(tokens)) for b in run.batches for one, tokens in zip(b.rows, b.tokens, strict=True) if one
+                (batch.phase, len(tokens))
+                for batch in run.batches
+                for sequence, tokens in zip(batch.rows, batch.tokens, strict=True)
+                if sequence
             ]
             read = sum(count for phase, count in fed if phase is Phase.PREFILL)
             decoded = sum(phase is Phase.DECODE for phase, _ in fed)
             runs.append((decoded, read))
             now += cost(decoded, read)
-            for _, one in run.commit():
-                first.setdefault(one.id, now)
-                one.token_ids.append(0)
-                if len(one.token_ids) == one.request.sampling.max_new_tokens:
-                    scheduler.leave(one)
+            for _, sequence in run.commit():
+                first.setdefault(sequence.id, now)
+                sequence.take(0)
+                if sequence.status is SequenceStatus.FINISHED:
+                    scheduler.leave(sequence)
     return runs, first
 
 
