@@ -100,7 +100,7 @@ def test_a_system_that_sets_no_limit_answers_all_the_same(monkeypatch: pytest.Mo
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch):
     process = SandboxProcess(Path(sandbox_render.__file__), 2**28)
     line = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}"}
-    assert process.ask(json.dumps(line), 30) == {"text": "Grüße"}
+    assert process.ask(json.dumps(line), 30.0) == {"text": "Grüße"}
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -108,6 +108,6 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_ones(monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(SandboxProcess, "_read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            process.ask(json.dumps({**line, "chat_template": "late"}), 30)
-    assert process.ask(json.dumps(line), 30) == {"text": "Grüße"}
+            process.ask(json.dumps({**line, "chat_template": "late"}), 30.0)
+    assert process.ask(json.dumps(line), 30.0) == {"text": "Grüße"}
     process.end()
