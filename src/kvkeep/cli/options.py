@@ -19,7 +19,7 @@ from kvkeep.cli.files import not_empty, refuse_device
 from kvkeep.cli.usage_errors import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
-from kvkeep.parameters import MAX_TOKENS, Parameter
+from kvkeep.parameters import MAX_TOKENS, MEMORY, Parameter
 from kvkeep.result_files import in_full, parse
 
 # How a dataclass of options becomes a command.
@@ -172,7 +172,7 @@ def argument(described: Option | str, **changes: Any) -> Any:
     return option(described, is_argument=True, **changes)
 
 
-DEBUG = Option(help="Show the traceback of an error.", default=False, group=OUTPUT)
+DEBUG = Option(help="Show the traceback of an error.", default=False, group=OUTPUT, rare=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -475,7 +475,7 @@ def described(parameter: Parameter, **changes: Any) -> Option:
 
 
 MODEL_WORD = Option(
-    help="A hub name or a local folder. The embedded model if not given.",
+    help="A hub name or folder. Default: the embedded one.",
     default=None,
     metavar="MODEL",
     complete=shell_completion.models,
@@ -498,6 +498,20 @@ KV_BITS = described(parameters.KV_BITS, read=parse_kv_bits)
 POSITIONS = described(parameters.POSITIONS, read=parse_positions)
 MAX_NEW_TOKENS = described(parameters.MAX_NEW_TOKENS, flags=("-n",), default="256", read=parse_tokens)
 TEMPERATURE = described(parameters.TEMPERATURE, flags=("-t",))
+MAX_ROWS = Option(
+    help="Sequences that run at once. Default: 16, or what fits.", default=None, metavar="N", group=MEMORY
+)
+NO_PLOTS = Option(
+    help="Draw no plots; they need matplotlib (extra: plots).",
+    flags=("--no-plots",),
+    name="no_plots",
+    type=bool,
+    default=False,
+    read=lambda off, flag: not off,
+    group=OUTPUT,
+    rare=True,
+)
+"""Its field says whether plots are drawn."""
 JSON = Option(help="Print one JSON object and nothing else.", default=False, group=OUTPUT)
 NO_DEFAULT = {"show_default": False}
 """For an option whose help says its default."""
@@ -505,10 +519,10 @@ RAY_ADDRESS = Option(
     help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine alone.",
     default=None,
     metavar="HOST:PORT",
+    rare=True,
 )
 """Where workers of Ray run."""
 
-Threads = Annotated[int | None, THREADS.info("threads", int | None)]
 Debug = Annotated[bool, DEBUG.info("debug", bool)]
 Json = Annotated[bool, JSON.info("json", bool)]
 """Options of commands that are written as functions, for they have few."""

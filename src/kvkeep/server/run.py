@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvkeep.errors import InputError
+from kvkeep.parameters import GRACE, HOST, PORT, READ_TIMEOUT
 
 _MOST_HEADER_BYTES = 2**16
 _SWITCH_S = 0.001
@@ -38,13 +39,13 @@ class ServerAddress:
         read_timeout_s: seconds in which the head of a request must come.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = HOST.default
+    port: int = PORT.default
     unix_socket: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
-    grace_s: float = 30.0
-    read_timeout_s: float = 30.0
+    grace_s: float = GRACE.default
+    read_timeout_s: float = READ_TIMEOUT.default
 
     def url(self, port: int) -> str:
         """Return the address as a URL, or as the path of a unix socket."""
