@@ -1,4 +1,4 @@
-"""A policy in a package of its own, written by CONTRIBUTING.md and nothing else."""
+"""A policy and a command in packages of their own, written by CONTRIBUTING.md and nothing else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pages
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -71,6 +74,29 @@ def test_the_policy_passes_its_own_tests_and_works_by_its_name(package):
     assert " passed" in done.stdout
     assert "Keeps tokens at even positions" in done.stdout
     assert "policy     even:sinks=1, budget 16" in done.stdout
+
+
+def test_the_command_runs_and_has_a_page(tmp_path, monkeypatch):
+    (module,) = [text for _, title, text in pages.fences(PAGE) if title == "kvkeep-count/kvkeep_count.py"]
+    (points,) = [text for language, _, text in pages.fences(PAGE) if language == "toml" and "kvkeep_count" in text]
+    ((group, named),) = tomllib.loads(points)["project"]["entry-points"].items()
+    assert group == main.ENTRY_POINT_GROUP
+    (tmp_path / "kvkeep_count.py").write_text(module)
+    info = tmp_path / "kvkeep_count-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvkeep-count\nVersion: 0.1.0\n")
+    lines = [f"{name} = {value}\n" for name, value in named.items()]
+    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    application = get_command(main.app)  # a new one, which looks entry points up again
+    run = CliRunner(env={"COLUMNS": "80"}).invoke
+    done = [run(main.app, words) for words in (["count", "a b cc"], ["count", "a b cc", "--shortest", "2"])]
+    assert [result.output for result in done] == ["3\n", "1\n"]
+    page = run(main.app, ["count", "--help"]).output
+    assert "--shortest N" in page
+    assert "How many words it has" in page
+    assert "count" in application.commands
+    sys.modules.pop("kvkeep_count")
 
 
 def test_every_file_that_the_page_names_exists():
