@@ -344,13 +344,14 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
     if isinstance(line, BadLine):
         return line
     first, *others = (
-        dataclasses.replace(one, snapshot=memory, policy=one.policy or policy) for one in (line.request, *line.others)
+        dataclasses.replace(request, snapshot=memory, policy=request.policy or policy)
+        for request in (line.request, *line.others)
     )
     return dataclasses.replace(line, request=first, others=tuple(others))
 
 
 def _own_line(
-    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+    number: int, fingerprint: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
 ) -> InputLine:
     """Parse a line in kvkeep's own format."""
     prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
@@ -359,11 +360,11 @@ def _own_line(
     check_place(fields)
     options = {} if options is None else options
     request = request_of(number, encode(prompt), options, defaults, pinned(prompt))
-    return InputLine(number, found, fields, request, options)
+    return InputLine(number, fingerprint, fields, request, options)
 
 
 def _batch_line(
-    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+    number: int, fingerprint: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
 ) -> InputLine:
     """Parse a line in OpenAI's format. Of its fields, only ``custom_id`` is kept.
 
@@ -382,8 +383,12 @@ def _batch_line(
         except KVKeepError as error:
             raise in_words_of(asked, error) from error
         made += [first] * asked.n
-    made = [dataclasses.replace(one, sequence=one.sequence + _APART * place) for place, one in enumerate(made)]
-    return InputLine(number, found, {"custom_id": fields["custom_id"]}, made[0], others=tuple(made[1:]), asked=asked)
+    made = [
+        dataclasses.replace(request, sequence=request.sequence + _APART * place) for place, request in enumerate(made)
+    ]
+    return InputLine(
+        number, fingerprint, {"custom_id": fields["custom_id"]}, made[0], others=tuple(made[1:]), asked=asked
+    )
 
 
 def digest(raw: bytes) -> str:

@@ -96,7 +96,7 @@ def with_flags(message: str) -> str:
     def show(found: re.Match[str]) -> str:
         name, value = found[1] or found[3], found[2] or found[4]
         alike = (name, f"{name}s", name.removesuffix("s"), f"max_{name}")  # e.g. rows of an engine: --max-rows
-        flag = next((one for one in alike if one in parameters), None)
+        flag = next((alias for alias in alike if alias in parameters), None)
         if flag is not None:
             return _flag(flag, value, parameters[flag])
         return found[0] if value else name.replace("_", " ")

@@ -102,7 +102,7 @@ def _show(name: str, fact: Any) -> str:
     if name == "devices":
         return "\n".join(_show_device(device) for device in fact)
     if name == "backends":
-        return "\n".join(f"{one['device']}: {one['backend']} ({one['detail']})" for one in fact)
+        return "\n".join(f"{device['device']}: {device['backend']} ({device['detail']})" for device in fact)
     if name == "policies":
         return ", ".join(fact)
     return "–" if fact is None else str(fact)

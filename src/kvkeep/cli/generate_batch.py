@@ -602,7 +602,7 @@ def _todo(job: _Job, judge: Judge) -> dict[int, str]:
         set_aside(source, survey, {}, batch)
     elif batch.output != "-":
         remove_bad(beside(batch), survey)
-    return {number: found for number, found in survey.digests.items() if number not in output.done}
+    return {number: fingerprint for number, fingerprint in survey.digests.items() if number not in output.done}
 
 
 def _refusal(number: int, reason: str) -> InputError:

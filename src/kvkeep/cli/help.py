@@ -133,7 +133,7 @@ def show(command: Any, ctx: Any, *, everything: bool = False) -> None:
     rows: dict[str, list[tuple[Text, Text]]] = {}
     for title, name, text in (*_commands(command), *parameters(command, ctx, everything=everything)):
         rows.setdefault(title, []).append((name, text))
-    width = max((name.cell_len for found in rows.values() for name, _ in found), default=0)
+    width = max((name.cell_len for group in rows.values() for name, _ in group), default=0)
     for title in sorted(rows, key=lambda title: ORDER.get(title, 0)):
         _show_section(screen, title, rows[title], width)
 
@@ -176,10 +176,10 @@ def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]]
 
 def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
     """Yield the subcommands of a group: group, name, first sentence."""
-    for name, found in getattr(command, "commands", {}).items():
-        if not found.hidden:
-            first = (found.help or "").split("\n\n")[0]
-            yield getattr(found, "rich_help_panel", None) or _COMMANDS, Text(name, "cyan"), _text(first)
+    for name, child in getattr(command, "commands", {}).items():
+        if not child.hidden:
+            first = (child.help or "").split("\n\n")[0]
+            yield getattr(child, "rich_help_panel", None) or _COMMANDS, Text(name, "cyan"), _text(first)
 
 
 def parameters(command: Any, ctx: Any, *, everything: bool = False) -> Iterator[tuple[str, Text, Text]]:

@@ -90,7 +90,7 @@ def turns_of(note: Mapping[str, Any]) -> int | None:
     messages = note.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
-    return len([one for one in messages if isinstance(one, dict) and one.get("role") == "assistant"])
+    return len([message for message in messages if isinstance(message, dict) and message.get("role") == "assistant"])
 
 
 def _rule(layer_budget: str | tuple[float, ...]) -> str:

@@ -218,15 +218,18 @@ def command(options: type[_O], run: str | Callable[[_O], str]) -> Callable[..., 
 
     def work(**typed: Any) -> None:
         given = options.prepare(typed)
-        values = {one.field: one.option.value(given[one.name], one.option.flag(one.name)) for one in parameters}
+        values = {
+            parameter.field: parameter.option.value(given[parameter.name], parameter.option.flag(parameter.name))
+            for parameter in parameters
+        }
         asked: Any = options(**values).checked()
         module, _, function = (run if isinstance(run, str) else run(asked)).partition(":")
         getattr(import_module(module), function)(asked)
 
     work.__doc__ = inspect.cleandoc(options.__doc__ or "").partition(_ATTRIBUTES)[0]
     work.__name__ = options.__name__
-    described = [one.for_typer() for one in parameters]
-    work.__annotations__ = {one.name: one.annotation for one in described}
+    described = [parameter.for_typer() for parameter in parameters]
+    work.__annotations__ = {parameter.name: parameter.annotation for parameter in described}
     work.__dict__["__signature__"] = inspect.Signature(described)
     return one_line_errors(work)
 
@@ -234,11 +237,11 @@ def command(options: type[_O], run: str | Callable[[_O], str]) -> Callable[..., 
 def _parameters(options: type[CommandOptions]) -> Iterator[_Parameter]:
     """Yield the options of a command in the order of its pages: words, own options, inherited ones."""
     hints = get_type_hints(options)
-    fields = {one.name: one for one in dataclasses.fields(options) if _DESCRIPTION in one.metadata}
-    classes = [one for one in options.__mro__ if issubclass(one, CommandOptions)]
+    fields = {entry.name: entry for entry in dataclasses.fields(options) if _DESCRIPTION in entry.metadata}
+    classes = [cls for cls in options.__mro__ if issubclass(cls, CommandOptions)]
     if options.inherited_first:
         classes = [*classes[-2::-1], CommandOptions]
-    order = [name for one in classes for name in inspect.get_annotations(one) if name in fields]
+    order = [name for cls in classes for name in inspect.get_annotations(cls) if name in fields]
     words = [name for name in fields if fields[name].metadata[_DESCRIPTION].is_argument]
     for name in dict.fromkeys((*words, *order)):
         found: Option = fields[name].metadata[_DESCRIPTION]
