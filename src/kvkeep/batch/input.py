@@ -172,6 +172,7 @@ def request_of(
     if "logit_bias" in chosen:
         chosen["logit_bias"] = {_token(name): value for name, value in chosen["logit_bias"].items()}
     sampling = dataclasses.replace(defaults, **chosen)
+    # lines draw in their own ways; a line with a seed of its own draws as it would alone
     return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
 
 
@@ -410,7 +411,7 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     if messages is None:
         if not isinstance(prompt, str):
             raise InputError('its "prompt" is no text')
-        prompt.encode()
+        prompt.encode()  # half of a UTF-16 pair raises here, before a tokenizer meets it; see `parse`
         return prompt
     is_chat = isinstance(messages, list) and messages
     if not is_chat or not all(
@@ -418,5 +419,5 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     ):
         raise InputError('its "messages" are no list of {"role": "…", "content": "…"}')
     for message in messages:
-        message["content"].encode()
+        message["content"].encode()  # see above
     return cast(list[dict[str, str]], messages)

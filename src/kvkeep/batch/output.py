@@ -155,7 +155,7 @@ class OutputFile:
         """
         try:
             to_file = path.is_file() or not path.exists()
-            file = path.open("ab+" if to_file else "wb")
+            file = path.open("ab+" if to_file else "wb")  # a pipe or a device cannot be read back
         except OSError as error:
             raise InputError(f"The output {path} cannot be written: {error.strerror}. {_remedy(path)}") from error
         output = cls(file, str(path), path if to_file else None)

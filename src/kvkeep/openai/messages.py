@@ -248,7 +248,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
     if role not in _ROLES:
         raise ParameterError(f"{name}.role", f"is {short(role)}; there are system, user, assistant and tool")
     for other in found.keys() - {"role", "content"} - _MORE.get(role, set()):
-        if found[other] != []:
+        if found[other] != []:  # an empty list has nothing that the model could be told
             raise ParameterError(f"{name}.{other[:80]}", "cannot be told to the model; leave it out")
     made = {"role": "system" if role == "developer" else role}
     made["content"] = _content(f"{name}.content", found.get("content", ""))

@@ -197,7 +197,7 @@ def echoed(
     if show is None:
         return {**choice, "text": text}
     before = [None, *ids]
-    pieces = [show(earlier, token) for earlier, token in zip(before, ids, strict=False)]
+    pieces = [show(earlier, token) for earlier, token in zip(before, ids, strict=False)]  # the last has no successor
     values: list[float | None] = [None, *(max(entry.value, LEAST) for entry in result.prompt_logprobs)]
     tops: list[dict[str, float] | None] = [None]
     for earlier, entry in zip(ids, result.prompt_logprobs, strict=False):

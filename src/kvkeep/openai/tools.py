@@ -34,7 +34,7 @@ class ToolCallParser:
         form = use.form
         self._name, self._anywhere = name, anywhere
         heads = {tool: f"{tool}{form.middle}{{" for tool in names}
-        marks = [form.mark] if use.token is None else []
+        marks = [form.mark] if use.token is None else []  # a mark that is a special token never comes as text
         bare = [""] if use.token is not None or not form.needs_mark else []
         self._later = {f"{mark}{begin}{heads[tool]}": tool for mark in marks for begin in form.opens for tool in names}
         first = {f"{mark}{begin}{heads[tool]}": tool for mark in bare for begin in form.opens for tool in names}

@@ -67,7 +67,7 @@ def listen(place: ServerAddress) -> socket.socket:
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         made = socket.create_server((place.host, place.port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
+        why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]  # Python adds the address there
         if place.unix_socket is not None:
             raise InputError(f"`unix_socket={place.unix_socket}` cannot be used: {why}. Give another.") from error
         raise InputError(
@@ -83,7 +83,7 @@ def _unix(path: str) -> socket.socket:
         if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
             os.unlink(path)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
+    before = os.umask(0o177)  # a chmod after bind would leave a moment in which others can connect
     try:
         made.bind(path)
     except BaseException:
@@ -117,6 +117,7 @@ def check_tls(place: ServerAddress) -> None:
     if place.tls_cert is None or place.tls_key is None:
         return
     try:
+        # without a password OpenSSL would ask for that of an encrypted key on the terminal
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(place.tls_cert, place.tls_key, password="")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
@@ -158,7 +159,7 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             access_log=False,
-            timeout_graceful_shutdown=max(1, round(place.grace_s)),
+            timeout_graceful_shutdown=max(1, round(place.grace_s)),  # uvicorn takes whole seconds
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             ssl_certfile=place.tls_cert,
             ssl_keyfile=place.tls_key,
