@@ -230,7 +230,7 @@ def command(options: type[_O], run: str | Callable[[_O], str]) -> Callable[..., 
     work.__name__ = options.__name__
     described = [parameter.for_typer() for parameter in parameters]
     work.__annotations__ = {parameter.name: parameter.annotation for parameter in described}
-    work.__dict__["__signature__"] = inspect.Signature(described)
+    work.__dict__["__signature__"] = inspect.Signature(described)  # typer reads it in place of **typed
     return one_line_errors(work)
 
 
@@ -240,7 +240,7 @@ def _parameters(options: type[CommandOptions]) -> Iterator[_Parameter]:
     fields = {entry.name: entry for entry in dataclasses.fields(options) if _DESCRIPTION in entry.metadata}
     classes = [cls for cls in options.__mro__ if issubclass(cls, CommandOptions)]
     if options.inherited_first:
-        classes = [*classes[-2::-1], CommandOptions]
+        classes = [*classes[-2::-1], CommandOptions]  # the base first; --debug stays last
     order = [name for cls in classes for name in inspect.get_annotations(cls) if name in fields]
     words = [name for name in fields if fields[name].metadata[_DESCRIPTION].is_argument]
     for name in dict.fromkeys((*words, *order)):
@@ -288,7 +288,7 @@ def parse_tokens(text: str, option: str) -> int:
     try:
         number = int(digits) * unit if digits.lstrip("+-").isdecimal() else float(digits) * unit
         tokens = int(number)
-    except (ValueError, OverflowError):  # no number, "nan", "inf"
+    except (ValueError, OverflowError):  # no number, "nan", "inf": two unequal ones are refused below
         tokens, number = 0, 0.5
     if tokens != number:
         raise InputError(f"{option} {text!r} is not a whole number of tokens; write e.g. 1024, 4K (4096) or 4k (4000).")
