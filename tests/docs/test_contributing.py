@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pages
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli import main
@@ -46,7 +46,7 @@ def package(tmp_path_factory):
 SCRIPT = """
 import shlex, sys
 import pytest
-from typer.testing import CliRunner
+from typer.main import get_command
 from kvkeep.cli.main import app
 
 assert pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]) == 0
@@ -76,27 +76,28 @@ def test_the_policy_passes_its_own_tests_and_works_by_its_name(package):
     assert "policy     even:sinks=1, budget 16" in done.stdout
 
 
-def test_the_command_runs_and_has_a_page(tmp_path, monkeypatch):
+def test_the_command_runs_and_has_a_page(tmp_path, monkeypatch, capsys):
     (module,) = [text for _, title, text in pages.fences(PAGE) if title == "kvkeep-count/kvkeep_count.py"]
     (points,) = [text for language, _, text in pages.fences(PAGE) if language == "toml" and "kvkeep_count" in text]
     ((group, named),) = tomllib.loads(points)["project"]["entry-points"].items()
     assert group == main.ENTRY_POINT_GROUP
     (tmp_path / "kvkeep_count.py").write_text(module)
-    info = tmp_path / "kvkeep_count-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvkeep-count\nVersion: 0.1.0\n")
-    lines = [f"{name} = {value}\n" for name, value in named.items()]
-    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
-    application = get_command(main.app)  # a new one, which looks entry points up again
-    run = CliRunner(env={"COLUMNS": "80"}).invoke
-    done = [run(main.app, words) for words in (["count", "a b cc"], ["count", "a b cc", "--shortest", "2"])]
-    assert [result.output for result in done] == ["3\n", "1\n"]
-    page = run(main.app, ["count", "--help"]).output
+    found = [EntryPoint(name, value, group) for name, value in named.items()]
+    monkeypatch.setattr(main, "entry_points", lambda *, group: found)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        with pytest.raises(SystemExit):
+            get_command(main.app).main([*words])  # a new application, since one looks entry points up once
+        return capsys.readouterr().out
+
+    assert run("count", "a b cc") == "3\n"
+    assert run("count", "a b cc", "--shortest", "2") == "1\n"
+    page = run("count", "--help")
     assert "--shortest N" in page
     assert "How many words it has" in page
-    assert "count" in application.commands
-    sys.modules.pop("kvkeep_count")
+    monkeypatch.delitem(sys.modules, "kvkeep_count")
 
 
 def test_every_file_that_the_page_names_exists():
