@@ -540,8 +540,9 @@ def test_json_does_not_change_errors():
     assert "h2p" in refused("-p", PROMPT, "--policy", "h2p", "--json", model=model_folders.folder())
 
 
-def test_debug_shows_the_traceback_and_keeps_the_exit_code():
-    result = invoke("-p", PROMPT, "--policy", "h2p", "--debug", model=model_folders.folder())
+def test_a_traceback_keeps_the_exit_code(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVKEEP_DEBUG", "1")
+    result = invoke("-p", PROMPT, "--policy", "h2p", model=model_folders.folder())
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: Unknown policy")

@@ -25,7 +25,6 @@ from rich.text import Text
 import kvkeep
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.options import Debug
 from kvkeep.models.threads import restored, use
 from kvkeep.policies import DEFAULT
 
@@ -76,7 +75,6 @@ NEXT = (
 @one_line_errors
 def demo(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another story and another question.")] = SEED,
-    debug: Debug = False,
 ) -> None:
     """Show a story in 128 tokens of memory, and what each policy still knows of a long text.
 

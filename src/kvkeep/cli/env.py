@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.options import Debug, Json
+from kvkeep.cli.options import Json
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.version import __version__
 
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_
 
 
 @one_line_errors
-def env(json: Json = False, debug: Debug = False) -> None:
+def env(json: Json = False) -> None:
     """Show versions, devices, memory and policies, as a bug report needs them."""
     facts = {
         "kvkeep": __version__,

@@ -172,16 +172,12 @@ def argument(described: Option | str, **changes: Any) -> Any:
     return option(described, is_argument=True, **changes)
 
 
-DEBUG = Option(help="Show the traceback of an error.", default=False, group=OUTPUT, rare=True)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
     """The options of a command, read from the command line."""
 
     inherited_first: ClassVar[bool] = False
     """Whether pages of help show inherited options before a class's own."""
-    debug: bool = option(DEBUG)
 
     @classmethod
     def prepare(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -240,7 +236,7 @@ def _parameters(options: type[CommandOptions]) -> Iterator[_Parameter]:
     fields = {entry.name: entry for entry in dataclasses.fields(options) if _DESCRIPTION in entry.metadata}
     classes = [cls for cls in options.__mro__ if issubclass(cls, CommandOptions)]
     if options.inherited_first:
-        classes = [*classes[-2::-1], CommandOptions]  # the base first; --debug stays last
+        classes.reverse()
     order = [name for cls in classes for name in inspect.get_annotations(cls) if name in fields]
     words = [name for name in fields if fields[name].metadata[_DESCRIPTION].is_argument]
     for name in dict.fromkeys((*words, *order)):
@@ -526,7 +522,6 @@ RAY_ADDRESS = Option(
 )
 """Where workers of Ray run."""
 
-Debug = Annotated[bool, DEBUG.info("debug", bool)]
 Json = Annotated[bool, JSON.info("json", bool)]
 """Options of commands that are written as functions, for they have few."""
 

@@ -81,7 +81,7 @@ def _config(ctx: Any, file: str | None) -> str | None:
         raise CommandLineError(f"--config {file} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CommandLineError(f"--config {file} is no TOML: {error}.") from error
-    names = {param.name for param in ctx.command.params} - {"config", "check", "debug"}
+    names = {param.name for param in ctx.command.params} - {"config", "check"}
     found.pop("tuned", None)  # how `kvkeep tune` found the other settings
     ctx.default_map = {_known(name, file, names): _plain(name, value, file) for name, value in found.items()}
     return file

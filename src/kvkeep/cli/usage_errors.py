@@ -65,7 +65,6 @@ _OTHER_NAMES = {
     "--output-dir": "--output",
     "--system-prompt": "--system",
     "--text": "--prompt",
-    "--verbose": "--debug",
 }
 """Names of options in other tools."""
 
