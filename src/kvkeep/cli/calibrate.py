@@ -58,12 +58,6 @@ class CalibrateOptions(ModelOptions):
     documents: int = option(
         "Number of texts with planted facts.", default=6, least=0, metavar="N", group=_MEASURE, rare=True
     )
-    questions: int = option(
-        "Questions about each text with facts, at most 16.", default=16, least=1, metavar="N", group=_MEASURE, rare=True
-    )
-    windows: int = option(
-        "Windows of --text that are read.", default=3, least=1, metavar="N", group=_MEASURE, rare=True
-    )
     seed: int = option(
         "Seed of facts, questions and windows.",
         default=0,
