@@ -52,7 +52,7 @@ def theory(
         outcome = claim.check()
         verdicts[outcome.verdict] += 1
         screen.print(_entry(claim, outcome))
-        screen.print(Text(f"  {command(claim)}", "dim"), soft_wrap=True)
+        screen.print(Text(command(claim), "dim"), soft_wrap=True)
         screen.print()
     screen.print(_summary(verdicts))
 
