@@ -53,7 +53,7 @@ class ChatFolder:
     def names(self) -> Iterator[str]:
         """Yield the names of all saved conversations, in order."""
         with suppress(OSError):
-            yield from sorted(one.name for one in self.path.iterdir() if (one / _MEMORY).is_file())
+            yield from sorted(folder.name for folder in self.path.iterdir() if (folder / _MEMORY).is_file())
 
     def file_of(self, name: str) -> Path:
         """Return the path of a conversation's file."""
@@ -165,7 +165,7 @@ class ChatPlace:
         if linked:
             link = self.file.with_name(_LINK)
             with suppress(OSError):  # the file system has no links
-                link.unlink(missing_ok=True)
+                link.unlink(missing_ok=True)  # `os.link` replaces nothing, so a rename does that below
                 os.link(self.file, link)
                 link.replace(self._before)
                 return

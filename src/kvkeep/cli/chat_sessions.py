@@ -72,7 +72,7 @@ class ChatSession:
     @property
     def turns(self) -> int:
         """Answers in the conversation."""
-        return sum(one["role"] == "assistant" for one in self.session.messages)
+        return sum(message["role"] == "assistant" for message in self.session.messages)
 
     @property
     def state(self) -> Snapshot | None:
@@ -86,7 +86,7 @@ class ChatSession:
 
     def said(self) -> list[str]:
         """Return the user's earlier messages, for the line editor."""
-        return [one["content"] for one in self.session.messages if one["role"] == "user"]
+        return [message["content"] for message in self.session.messages if message["role"] == "user"]
 
     def greeting(self) -> dict[str, str]:
         """Describe the conversation, and how to find out more: name → text."""
@@ -138,7 +138,7 @@ class ChatSession:
         if state is self.state:
             return False
         self._states.append(state)
-        while len(self._states) > 2 and sum(one.nbytes for one in self._states if one) > _MOST_BYTES:
+        while len(self._states) > 2 and sum(state.nbytes for state in self._states if state) > _MOST_BYTES:
             self._states.popleft()
         self._is_saved = False
         self.save()
@@ -258,14 +258,20 @@ def show(request: ChatOptions) -> None:
         console.note(f"no conversations are saved in {folder.path}")
         return
     table = console.table("name", "model", "turns", "tokens", "size", "last used")
-    for one in found:
-        if "error" in one:
-            table.add_row(console.visible(one["name"]), f"cannot be read: {one['error']}")
+    for conversation in found:
+        if "error" in conversation:
+            table.add_row(console.visible(conversation["name"]), f"cannot be read: {conversation['error']}")
             continue
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["last_used"]))
-        turns = "–" if one["turns"] is None else str(one["turns"])
-        cells = (one["model"], turns, str(one["tokens"]), console.show_bytes(one["bytes"]), used)
-        table.add_row(console.visible(one["name"]), *map(console.visible, cells))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(conversation["last_used"]))
+        turns = "–" if conversation["turns"] is None else str(conversation["turns"])
+        cells = (
+            conversation["model"],
+            turns,
+            str(conversation["tokens"]),
+            console.show_bytes(conversation["bytes"]),
+            used,
+        )
+        table.add_row(console.visible(conversation["name"]), *map(console.visible, cells))
     console.out().print(table)
 
 

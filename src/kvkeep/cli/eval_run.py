@@ -109,7 +109,7 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
     table = console.table("case", "cells", "rows", "tokens", "at once", "caches", "full caches")
     for column in table.columns[1:]:
         column.justify = "right"
-    cases = grouped(found, lambda one: f"{one.planned.cell.task} {one.planned.cell.case}")
+    cases = grouped(found, lambda expected: f"{expected.planned.cell.task} {expected.planned.cell.case}")
     for case in list(cases)[:_MOST_SHOWN]:
         table.add_row(*_line(case, cases[case]))
     screen.print(table)
@@ -118,14 +118,15 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
     screen.print()
     console.progress("measuring the memory of this machine …")
     speed = measure_bandwidth(parse_device(device)).best
+    decoded = sum(expected.decode_bytes for expected in found)
     screen.print(
         console.facts(
             {
                 **about,
                 "cells": str(len(found)),
-                "tokens to read": f"{sum(sum(one.planned.lengths) for one in found):,}",
-                "peak memory": f"{show_bytes(max(one.peak_bytes for one in found))}, weights included",
-                "decoding": f"{_time(sum(one.decode_bytes for one in found) / speed)} at {speed / 1e9:.3g} GB/s",
+                "tokens to read": f"{sum(sum(expected.planned.lengths) for expected in found):,}",
+                "peak memory": f"{show_bytes(max(expected.peak_bytes for expected in found))}, weights included",
+                "decoding": f"{_time(decoded / speed)} at {speed / 1e9:.3g} GB/s",
             }
         )
     )
@@ -137,12 +138,12 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
 
 def _line(case: str, own: Sequence[Expected]) -> list[str]:
     first = own[0]
-    bounded = [one for one in own if one.planned.policy.evicts] or own
+    bounded = [expected for expected in own if expected.planned.policy.evicts] or own
     return [
         console.visible(case),
         *(str(len(own)), str(len(first.planned.lengths)), str(first.tokens), str(first.rows)),
-        show_bytes(max(one.cache_bytes for one in bounded)),
-        show_bytes(max(one.full_bytes for one in own)),
+        show_bytes(max(expected.cache_bytes for expected in bounded)),
+        show_bytes(max(expected.full_bytes for expected in own)),
     ]
 
 
@@ -336,7 +337,6 @@ def _options(request: EvalOptions) -> list[Options]:
         contexts=request.contexts,
         facts=request.facts,
         documents=request.documents,
-        depths=request.depths,
         ask=request.ask,
         turns=request.turns,
         window=request.window,
@@ -365,13 +365,13 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
     screen = console.out()
     if request.recipe is not None:
         _show_recipe(request.recipe, records.rows)
-    for found in [
+    for table in [
         *reports.tables(records.rows, confidence.of_cell),
         *confidence.share_tables(records.rows),
         *confidence.difference_tables(records.rows),
     ]:
-        screen.print(console.visible(found.title), style="bold")
-        for part in parts(found, screen.width):
+        screen.print(console.visible(table.title), style="bold")
+        for part in parts(table, screen.width):
             screen.print(part)
         screen.print()
     for note in confidence.notes(records.rows):
@@ -479,7 +479,7 @@ def _bytes(grid: Grid, request: EvalOptions) -> int:
     """Main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
     with suppress(KVKeepError):
         less = request.load_in is not None  # nobody knows how many bytes these weights have
-        found = [one.peak_bytes - less * one.weight_bytes for one in expect(grid, request.dtype)]
+        found = [expected.peak_bytes - less * expected.weight_bytes for expected in expect(grid, request.dtype)]
         return PROCESS_BYTES + max(found, default=0)
     return 0
 

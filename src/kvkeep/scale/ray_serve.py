@@ -15,6 +15,7 @@ from kvkeep.errors import InputError, KVKeepError, pip_install
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.weight_hash import fingerprint
+from kvkeep.parameters import GRACE
 from kvkeep.scale import EXTRA, ray_serve_replicas
 from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.ray_serve_replicas import ReplicaFacts
@@ -251,7 +252,7 @@ def deployment(
     replicas: int | tuple[int, int],
     *,
     resources: Mapping[str, Any],
-    grace_s: float = 30.0,
+    grace_s: float = GRACE.default,
 ) -> Any:
     """Build the deployment of replicas, to be bound to a `kvkeep.scale.ray_serve.ReplicaRecipe`.
 
