@@ -32,13 +32,14 @@ from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import Parked, SessionStore
 from kvkeep.engine.swapping import Swapper
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
-from kvkeep.errors import InputError, KVKeepError
+from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
 from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
+from kvkeep.models.weight_hash import adapters
 from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
@@ -47,6 +48,11 @@ from kvkeep.snapshot.snapshot import Pending, Snapshot
 from kvkeep.types import MemoryUsage
 
 _log = logging.getLogger(__name__)
+
+_SWITCHED = (
+    "The model's adapters were switched, scaled, or turned on or off while the request ran. Its tokens belong to "
+    "the old ones: send it again."
+)
 
 _A_MOMENT = 0.01
 """Seconds for which a step without any run waits for the disk."""
@@ -163,6 +169,7 @@ class Engine:
         self._admission = Admission(self.model, tokenizer, policy=self.policy, budget=budget, **room, **rules)
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, self._admission.weights_hash)
         self._runner = ModelRunner(self.model, graphs=graphs)
+        self._adapters = adapters(self.model)
         self._sampler = Sampler(self._agreement.together)
         self._pacing: dict[str, Any] = {"decode_every": decode_every or pace(device), "prompts_first": prompts_first}
         self._pacing |= {"mixed_tokens": 0 if graphs else most_mixed_tokens(device), "chunk": prefill_chunk}
@@ -451,6 +458,7 @@ class Engine:
         with Uninterrupted(), self._dispatcher.turn, self._swapper:
             self._dispatcher.sweep(self.cancel)
             self._agreement.check(self._sequences.values())
+            self._check_adapters()
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
             runs = self._scheduler.plan()
@@ -461,6 +469,18 @@ class Engine:
                 self._dispatcher.wake()
             self._settle(wait=0.0 if runs else _A_MOMENT)
             self._dispatcher.sweep(self.cancel)
+
+    def _check_adapters(self) -> None:
+        """End the requests that have begun under other adapters of the model than are active now."""
+        with Guard(self._recover, lambda: list(self._sequences.values())):
+            here = adapters(self.model)
+            if here == self._adapters:
+                return
+            self._adapters = here
+            self._runner.forget()  # recorded steps run the adapters of their time
+            unread = SequenceStatus.WAITING, SequenceStatus.FINISHED
+            begun = [sequence for sequence in self._sequences.values() if sequence.status not in unread]
+            self._recover(SnapshotError(_SWITCHED), begun)
 
     def _settle(self, *, wait: float) -> None:
         """Report the turns whose memories are on the disk, or cannot be written; see `Parked.ready`."""

@@ -363,6 +363,8 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     Raises:
         InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong;
             there is no new token; or the cache is not to be used.
+        SnapshotError: the cache holds a memory of other weights or adapters.
+        UnsupportedOperationError: each row has an adapter of its own.
     """
     cache = handed_over(kwargs)
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -382,6 +384,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
             _check_heads(cache, cast(PreTrainedModel, model).config)
             cache.feeds(WeightsOf(model))
+        cache.check_adapters()
         if cache.records and ids.shape[1] > 1:
             check_positions(cast(PreTrainedModel, model), ids)
         if cache.get_seq_length() == 0:
