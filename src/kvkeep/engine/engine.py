@@ -36,7 +36,7 @@ from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
-from kvkeep.models.load import load_with_tokenizer
+from kvkeep.models.load import BannedTokens, load_with_tokenizer
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
 from kvkeep.models.weight_hash import adapters
@@ -119,6 +119,7 @@ class Engine:
 
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
+        InputError: the model's generation config bans something that is no token.
         UnsupportedModelError: the model cannot run rows of different lengths, or its cache cannot be bounded.
         UnsupportedOperationError: the model is split over processes, and an option cannot follow.
     """
@@ -170,7 +171,7 @@ class Engine:
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, self._admission.weights_hash)
         self._runner = ModelRunner(self.model, graphs=graphs)
         self._adapters = adapters(self.model)
-        self._sampler = Sampler(self._agreement.together)
+        self._sampler = Sampler(self._agreement.together, BannedTokens.of(self.model.generation_config))
         self._pacing: dict[str, Any] = {"decode_every": decode_every or pace(device), "prompts_first": prompts_first}
         self._pacing |= {"mixed_tokens": 0 if graphs else most_mixed_tokens(device), "chunk": prefill_chunk}
         self._dispatcher, self._duplicates = Dispatcher(), DuplicatePrompts()

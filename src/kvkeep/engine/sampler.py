@@ -2,7 +2,7 @@
 
 Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed, its
 sequence and n, not on the batch. The order of the steps is that of transformers: penalties, the mask of a grammar,
-temperature, top-k, top-p, min-p.
+tokens that the model's makers ban, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.errors import KVKeepError, NoNumbersError
 from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.models.load import BannedTokens
 from kvkeep.noise import spread, uniform
 
 # Changes of logits that depend on the tokens of a row: a bias, and penalties for tokens that occurred before.
@@ -114,15 +115,45 @@ def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     return sequence.counts
 
 
+def without(
+    logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence], banned: BannedTokens
+) -> Float[Tensor, "n V"]:
+    """Return the logits with minus infinity for the tokens that the model's makers ban.
+
+    The form of an answer goes first: where it allows nothing else, banned tokens are allowed.
+    """
+    if not any(banned):
+        return logits
+    V, now = logits.shape[-1], list[tuple[int, int]]()
+    for i, sequence in enumerate(generations):
+        tokens = {word[-1] for word in banned.words if _ends_with(sequence, word[:-1])}
+        now += [(i, token) for token in (tokens if sequence.token_ids else tokens | banned.first) if 0 <= token < V]
+    always = torch.tensor([token for token in banned.always if 0 <= token < V], dtype=torch.int64, device=logits.device)
+    left = logits.index_fill(1, always, -torch.inf)
+    rows, last = torch.tensor(now, dtype=torch.int64, device=logits.device).view(-1, 2).unbind(dim=1)
+    left = left.index_put((rows, last), logits.new_tensor(-torch.inf))
+    formed = torch.tensor([sequence.constraint is not None for sequence in generations], device=logits.device)
+    stuck = formed & (left.amax(dim=-1) == -torch.inf)
+    return torch.where(stuck[:, None], logits, left)
+
+
+def _ends_with(sequence: Sequence, tokens: tuple[int, ...]) -> bool:
+    """Return whether the prompt and the new tokens of a row end with these tokens."""
+    n = len(tokens)
+    last = sequence.token_ids[-n:]
+    return (*sequence.prompt[len(sequence.prompt) - n + len(last) :], *last) == tokens
+
+
 class Sampler:
     """Turns logits into tokens.
 
     Args:
         heads: the processes that share the model; all take the tokens that the first one has drawn.
+        banned: the tokens that the model's makers ban.
     """
 
-    def __init__(self, heads: Heads = ALONE) -> None:
-        self._heads = heads
+    def __init__(self, heads: Heads = ALONE, banned: BannedTokens = BannedTokens()) -> None:  # noqa: B008  immutable
+        self._heads, self._banned = heads, banned
 
     def draw(self, logits: Float[Tensor, "n V"], sequences: GenericSequence[Sequence]) -> list[int | None]:
         """Return the next token of every row; ``None`` where no token can be drawn.
@@ -135,6 +166,7 @@ class Sampler:
         """
         logits = logits.float()
         penalised = masked(changed(logits, sequences), [sequence.constraint for sequence in sequences])
+        penalised = without(penalised, sequences, self._banned)
         best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
         drawn = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
         if drawn:
