@@ -29,6 +29,7 @@ from kvkeep.models.checkpoint import Model, Tokenizer
 from kvkeep.models.device import device_of
 from kvkeep.models.load import ends_of, position_limit
 from kvkeep.models.support import placeholders
+from kvkeep.models.rotary import LengthRule
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, end, spans
 from kvkeep.policies.base import Policy
@@ -270,6 +271,7 @@ class Admission:
     Attributes:
         identity: the model and the settings, as snapshots name them.
         words: turns texts into token ids.
+        rule: how the model's rotary frequencies follow the length of a text.
 
     Raises:
         KVKeepError: the policy does not go together with the model or the options.
@@ -298,6 +300,7 @@ class Admission:
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
+        self.rule = LengthRule.of(model)
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
         self.identity = Identity(model, tokenizer, self._chunk)
@@ -324,6 +327,8 @@ class Admission:
         if past and past.ids and request.prompt_logprobs is not None:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
         prompt = self.words.continued(request, past or ConversationHistory())
+        if past and (why := self.rule.refusal(len(past.ids), len(prompt))) is not None:
+            raise InputError(why)
         if prompt is not request.prompt:
             request = request.replaced(prompt=prompt, messages=None, tools=())
         if not past and request.guard is None and self._guard is not None:

@@ -168,7 +168,8 @@ class Engine:
         room: dict[str, Any] = {"rows": rows, "kv_memory": kv_memory, "host_rows": self._swapper.host_rows}
         rules: dict[str, Any] = {"staging": staging, "chunk": prefill_chunk, "options": options, "guard": guard}
         self._admission = Admission(self.model, tokenizer, policy=self.policy, budget=budget, **room, **rules)
-        self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, self._admission.weights_hash)
+        hashes = self._admission.weights_hash, self._admission.rule.key
+        self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes)
         self._runner = ModelRunner(self.model, graphs=graphs)
         self._adapters = adapters(self.model)
         self._sampler = Sampler(self._agreement.together, BannedTokens.of(self.model.generation_config))

@@ -14,6 +14,7 @@ from kvkeep.errors import UnsupportedOperationError
 from kvkeep.models.device import weights_of
 from kvkeep.models.fused_modules import PackedLinear
 from kvkeep.models.quantized_weights import parts
+from kvkeep.models.rotary import follows_length
 from kvkeep.models.support import unwrapped
 
 _SAMPLES = 256
@@ -167,7 +168,7 @@ class _Modules:
             module = reference()
             if module is None or _children(module) != children:
                 return None
-            own = module._parameters if _counts_positions(module) else {**module._parameters, **module._buffers}
+            own = module._parameters if follows_length(module) else {**module._parameters, **module._buffers}
             for name, tensor in own.items():
                 if tensor is not None:
                     found += [name, *((part.data_ptr(), _version(part)) for part in parts(tensor))]
@@ -230,7 +231,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     They are left out where they follow from the configuration. So an untouched rotary embedding may be computed on any
     device, and be rounded with the model.
     """
-    if _counts_positions(module):
+    if follows_length(module):
         return
     held = {name: tensor for name, tensor in module._buffers.items() if tensor is not None and not tensor.is_meta}
     computed = held.keys() & module._non_persistent_buffers_set
@@ -259,13 +260,6 @@ def _is_close(tensor: Tensor, expected: Tensor) -> bool:
     if expected.shape != tensor.shape or expected.is_meta:
         return False
     return torch.allclose(tensor.detach().cpu().double(), expected.cpu().double(), rtol=2**-8, atol=0)
-
-
-def _counts_positions(module: nn.Module) -> bool:
-    """Return whether a module is a rotary embedding whose frequencies follow the length of the text in each run."""
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-    return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in kinds)
 
 
 def _version(tensor: Tensor) -> int:
