@@ -28,8 +28,8 @@ from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, s
 from kvkeep.models.checkpoint import Model, Tokenizer
 from kvkeep.models.device import device_of
 from kvkeep.models.load import ends_of, position_limit
-from kvkeep.models.support import placeholders
 from kvkeep.models.rotary import LengthRule
+from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, end, spans
 from kvkeep.policies.base import Policy

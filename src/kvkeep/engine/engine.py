@@ -463,6 +463,7 @@ class Engine:
             self._check_adapters()
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
+            self._read_again()
             runs = self._scheduler.plan()
             for run in runs:
                 with Guard(self._recover, partial(getattr, run, "requests")):
@@ -509,6 +510,21 @@ class Engine:
             with self._guarded(gap.sequence):
                 self._kv.move(gap.source, gap.target)
                 self._scheduler.move(gap)
+
+    def _read_again(self) -> None:
+        """Empty the rows of texts that have just grown so long that keys get other frequencies; read them again."""
+        border = self._admission.rule.read_again
+        for sequence in self._scheduler.running if border else ():
+            if sequence.status is SequenceStatus.DECODE and len(sequence.prompt) <= border == sequence.fed:
+                with self._guarded(sequence):
+                    sequence.begin_again()
+                    self._kv.begin(
+                        cast(int, sequence.row),
+                        policy=sequence.policy,
+                        budget=sequence.budget,
+                        sequence=sequence.request.sequence,
+                        pins=(*sequence.held_pins, *sequence.pins),
+                    )
 
     def _session_host(self) -> SessionHost:
         """Return what a session needs of this engine."""

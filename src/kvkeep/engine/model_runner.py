@@ -218,7 +218,7 @@ class _Input(NamedTuple):
             real.append([False] * pad + [True] * len(tokens))
         mask = None if all(map(all, real)) else torch.tensor(real, device=device)
         ends = [max(row) + 1 for row in positions]
-        prompts = [0 if sequence is None else len(sequence.prompt) for sequence in batch.rows]
+        prompts = [0 if sequence is None else len(sequence.to_read) for sequence in batch.rows]
         lengths = torch.tensor(list(map(max, ends, prompts)))[:, None].expand(-1, T)
         return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask, lengths)
 

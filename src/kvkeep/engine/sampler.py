@@ -254,7 +254,12 @@ _AT_ONCE = 64
 
 def is_scored(run: ModelRun) -> bool:
     """Tell whether a run needs the logits after all of its tokens."""
-    return run.reads and any(sequence.scored for sequence in run.requests)
+    return run.reads and any(map(_is_scored, run.requests))
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Tell whether the log-probabilities of a prompt are to be noted while it is read for the first time."""
+    return sequence.scored and sequence.status is SequenceStatus.PREFILL and not sequence.read_again
 
 
 def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
@@ -268,7 +273,7 @@ def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
     for batch in run.batches:
         width = max(map(len, batch.tokens))
         for place, (sequence, tokens) in enumerate(zip(batch.rows, batch.tokens, strict=True)):
-            if sequence is not None and sequence.scored and sequence.status is SequenceStatus.PREFILL:
+            if sequence is not None and _is_scored(sequence):
                 end = start + (place + 1) * width
                 sequence.prompt_logprobs += _scores(sequence, flat[end - len(tokens) : end])
         start += _size(batch, width)

@@ -377,8 +377,8 @@ class Scheduler:
         chosen: list[PromptChunk] = []
         prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
         for sequence in sorted(prompts, key=lambda sequence: sequence.id):
-            stop = len(sequence.prompt) if self._chunk is None else sequence.fed + self._chunk
-            tokens = sequence.prompt[sequence.fed : stop]
+            stop = len(sequence.to_read) if self._chunk is None else sequence.fed + self._chunk
+            tokens = sequence.to_read[sequence.fed : stop]
             if not chosen or len(tokens) <= most:
                 most -= len(tokens)
                 chosen.append(PromptChunk(cast(int, sequence.row), sequence, tokens))

@@ -27,10 +27,13 @@ class LengthRule:
     Attributes:
         switches: lengths beyond which other frequencies hold (longrope).
         grows: lengths beyond which every length has its own frequencies (dynamic NTK).
+        read_again: the length beyond which a text that has grown is read again from its beginning, as the ``generate``
+            of the Phi family does; ``None``: its older keys stay as they are.
     """
 
     switches: tuple[int, ...] = ()
     grows: tuple[int, ...] = ()
+    read_again: int | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> LengthRule:
@@ -38,7 +41,8 @@ class LengthRule:
         parts = [part for part in model.modules() if follows_length(part)]
         borders = {(kind, border) for part in parts for kind, border in map(_kind, *_each(part))}
         switches, grows = (sorted(n for one, n in borders if one == kind) for kind in ("longrope", "dynamic"))
-        return cls(tuple(switches), tuple(grows))
+        again = getattr(getattr(model, "config", None), "original_max_position_embeddings", None)
+        return cls(tuple(switches), tuple(grows), again if again in switches else None)
 
     def __bool__(self) -> bool:
         return bool(self.switches or self.grows)
@@ -53,9 +57,9 @@ class LengthRule:
             return None
         border = min(border for border in (*self.switches, *self.grows) if n > border)
         return (
-            f"This model rotates keys by the length of the whole text, in another way beyond {border} tokens. The memory "
-            f"stands for {past} tokens, and the new ones bring the text to {n}, where its keys would be wrong. Give the "
-            f"whole text as one prompt, or keep it within {border} tokens."
+            f"This model rotates keys by the length of the whole text, in another way beyond {border} tokens. The "
+            f"memory stands for {past} tokens, and the new ones bring the text to {n}, where its keys would be wrong. "
+            f"Give the whole text as one prompt, or keep it within {border} tokens."
         )
 
 
@@ -121,7 +125,8 @@ def rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
         at = (beyond == n).nonzero()[:, 0]
         own = flat[..., at]
         own = torch.cat([own, torch.full_like(own[..., :1], n - 1)], dim=-1)  # the last column stands for the length
-        module.forward(x, torch.zeros_like(own[..., None, :1]), **more)  # forgets the length of the run before
+        if kind == "dynamic":
+            module.forward(x, torch.zeros_like(own[..., None, :1]), **more)  # forgets the length of the run before
         part = module.forward(x, own[..., None, :], **more)
         for whole, piece in zip(found, part if isinstance(part, tuple) else (part,), strict=True):
             whole.index_copy_(-2, at, piece.flatten(-3, -2)[..., :-1, :])
