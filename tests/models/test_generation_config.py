@@ -226,6 +226,12 @@ def test_banned_tokens_that_are_none_are_refused(wishes: dict[str, object], tmp_
     assert result.stderr.count("\n") == 1
 
 
+def test_a_ban_of_all_tokens_is_refused(tmp_path: Path):
+    result = generate(asking(tmp_path / "m", suppress_tokens=list(range(150)), begin_suppress_tokens=list(range(300))))
+    assert result.exit_code == 2, result.output or result.exception
+    assert "ban all 296 tokens of the model" in " ".join(result.stderr.split())
+
+
 def test_a_model_configuration_of_old_with_options_of_sampling(tmp_path: Path, plain: list[int]):
     """Before there were generation configs, such options stood in config.json."""
     folder = model_folders.copy(tmp_path / "m", "generation_config.json")

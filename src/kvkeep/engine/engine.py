@@ -172,7 +172,9 @@ class Engine:
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes)
         self._runner = ModelRunner(self.model, graphs=graphs)
         self._adapters = adapters(self.model)
-        self._sampler = Sampler(self._agreement.together, BannedTokens.of(self.model.generation_config))
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        banned = BannedTokens.of(self.model.generation_config, vocabulary)
+        self._sampler = Sampler(self._agreement.together, banned)
         self._pacing: dict[str, Any] = {"decode_every": decode_every or pace(device), "prompts_first": prompts_first}
         self._pacing |= {"mixed_tokens": 0 if graphs else most_mixed_tokens(device), "chunk": prefill_chunk}
         self._dispatcher, self._duplicates = Dispatcher(), DuplicatePrompts()
@@ -513,8 +515,9 @@ class Engine:
 
     def _read_again(self) -> None:
         """Empty the rows of texts that have just grown so long that keys get other frequencies; read them again."""
-        border = self._admission.rule.read_again
-        for sequence in self._scheduler.running if border else ():
+        if (border := self._admission.rule.read_again) is None:
+            return
+        for sequence in self._scheduler.running:
             if sequence.status is SequenceStatus.DECODE and len(sequence.prompt) <= border == sequence.fed:
                 with self._guarded(sequence):
                     sequence.begin_again()

@@ -309,9 +309,9 @@ def attach(model: _Model) -> _Model:
             inner.set_attn_implementation({"": ATTENTION})  # for the masks that the outer model makes
     if _tell_ids not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_tell_ids, with_kwargs=True)
-    for part in inner.modules():
-        if follows_length(part) and rotate_by_text not in part._forward_hooks.values():
-            part.register_forward_hook(rotate_by_text, with_kwargs=True)
+    for module in inner.modules():
+        if follows_length(module) and rotate_by_text not in module._forward_hooks.values():
+            module.register_forward_hook(rotate_by_text, with_kwargs=True)
     return model
 
 
@@ -330,7 +330,7 @@ def attached(model: _Model) -> Iterator[_Model]:
         modes = [(part, part.training) for part in model.modules()]
         parts = [part.config for part in inner.modules() if isinstance(part, PreTrainedModel)]
         chosen, told = [config._attn_implementation for config in parts], _tell_ids in inner._forward_pre_hooks.values()
-        turned = [part for part in inner.modules() if rotate_by_text not in part._forward_hooks.values()]
+        turned = [module for module in inner.modules() if rotate_by_text not in module._forward_hooks.values()]
         try:
             model.eval()
             yield attach(model)
@@ -343,10 +343,10 @@ def attached(model: _Model) -> Iterator[_Model]:
                 for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
                     inner._forward_pre_hooks.pop(number)
                     inner._forward_pre_hooks_with_kwargs.pop(number, None)
-            for part in turned:
-                for number in [number for number, hook in part._forward_hooks.items() if hook is rotate_by_text]:
-                    part._forward_hooks.pop(number)
-                    part._forward_hooks_with_kwargs.pop(number, None)
+            for module in turned:
+                for number in [number for number, hook in module._forward_hooks.items() if hook is rotate_by_text]:
+                    module._forward_hooks.pop(number)
+                    module._forward_hooks_with_kwargs.pop(number, None)
 
 
 def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:

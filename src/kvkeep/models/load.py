@@ -145,11 +145,15 @@ class BannedTokens(NamedTuple):
     words: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, config: Any) -> BannedTokens:
+    def of(cls, config: Any, vocabulary: int | None = None) -> BannedTokens:
         """Read them from a generation config, as transformers does: a word that is an end token is allowed.
 
+        Args:
+            config: the generation config.
+            vocabulary: number of tokens of the model, if it is known.
+
         Raises:
-            InputError: a value is no list of token ids.
+            InputError: a value is no list of token ids, or nothing is left to generate.
         """
         always, first = (_token_ids(name, getattr(config, name, None)) for name in (_SUPPRESS, _BEGIN_SUPPRESS))
         listed = getattr(config, _BAD_WORDS, None)
@@ -161,7 +165,13 @@ class BannedTokens(NamedTuple):
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         single = {word[0] for word in words if len(word) == 1} - set(ends)
         longer = tuple(sorted(word for word in words if len(word) > 1))
-        return cls(frozenset(always) | single, frozenset(first), longer)
+        banned = single.union(always)
+        if vocabulary is not None and banned.union(first).issuperset(range(vocabulary)):
+            raise InputError(
+                f"{_SUPPRESS}, {_BEGIN_SUPPRESS} and {_BAD_WORDS} of the generation config ban all {vocabulary} tokens "
+                "of the model. Remove them from its generation_config."
+            )
+        return cls(frozenset(banned), frozenset(first), longer)
 
 
 _SUPPRESS, _BEGIN_SUPPRESS, _BAD_WORDS = "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"

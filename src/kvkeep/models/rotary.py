@@ -7,7 +7,7 @@ runs, nor on the pieces in which its prompt is read.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -106,13 +106,11 @@ def reading(lengths: Int[Tensor, "n T"] | None) -> Iterator[None]:
         _lengths.reset(token)
 
 
-def rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Return what a rotary embedding puts out, with each text's own frequencies; a forward hook."""
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
     x, positions, layer_type = given["x"], given["position_ids"], given.get("layer_type")
-    if torch.compiler.is_compiling() or not _follows(
-        module.rope_type if layer_type is None else module.rope_type[layer_type]
-    ):
+    if not _follows(module.rope_type if layer_type is None else module.rope_type[layer_type]):
         return None
     kind, border = _kind(module, layer_type)
     more = {} if layer_type is None else {"layer_type": layer_type}
@@ -132,6 +130,10 @@ def rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
             whole.index_copy_(-2, at, piece.flatten(-3, -2)[..., :-1, :])
     made = tuple(whole.view_as(tensor) for whole, tensor in zip(found, tensors, strict=True))
     return made if isinstance(output, tuple) else made[0]
+
+
+# a compiled model breaks its graph here, since the number of lengths is not known beforehand
+rotate_by_text: Callable[..., Any] = torch.compiler.disable(_rotate_by_text)
 
 
 def _shown_lengths(positions: Int[Tensor, "*A B T"]) -> Int[Tensor, "B T"]:
