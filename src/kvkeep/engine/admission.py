@@ -52,8 +52,12 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
         CapacityError: there are too few slots.
         BudgetError: the policy protects more than a layer's budget.
     """
-    policy, room = layout.policy, layout.room(budget)
-    if room is None or (policy.evicts and not policy.grows):
+    policy = layout.policy
+    if policy.evicts and not policy.grows:
+        layout.slots(budget)  # refuses a budget that the policy cannot work with
+        return
+    room = layout.room(budget)
+    if room is None:
         return
     kept = min(prompt_tokens, room - policy.grows.room) if policy.grows else prompt_tokens
     needed = kept + new_tokens - 1
@@ -304,6 +308,7 @@ class Admission:
         self.grammars = Grammars(tokenizer, self._vocabulary, self._end_ids)
         self.words = PromptEncoder(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: self.identity.checked(Layout.of(model.config, policy, **options))}
+        self._layouts[policy].slots(budget)  # checked and spread now, so that no request waits for it
 
     def check(self, request: Request, number: int, past: ConversationHistory | None = None) -> Sequence:
         """Return the beginning of a request's generation.
@@ -342,7 +347,7 @@ class Admission:
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
         load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
-        bound = self.grammars.constraint(request)
+        bound = None if request.structured_outputs is None else self.grammars.constraint(request)
         found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
         if past is not None:
             found.held, found.held_pins = len(past.ids), past.pins
@@ -376,7 +381,7 @@ class Admission:
         """
         pins, n = cast(Spans, request.pins), len(cast(GenericSequence[int], request.prompt))
         before = len(past.ids)
-        if end(pins) > n:
+        if pins and end(pins) > n:
             raise InputError(
                 f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of the prompt only."
             )
@@ -385,7 +390,8 @@ class Admission:
                 f"The pins begin at position {pins[0][0]}, and the memory has read {before} tokens already, of "
                 "which some may be gone. Pin later tokens, or pin these when the memory is made."
             )
-        self.check_pins(policy, budget, spans((*past.pins, *pins)) if pins else ())
+        if pins:
+            self.check_pins(policy, budget, spans((*past.pins, *pins)))
         if request.guard is None:
             return ()
         if before:

@@ -92,11 +92,6 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def measure(sequence: Sequence, rows: KVManager, row: int) -> None:
-    """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
-    sequence.memory_usage, sequence.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
-
-
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     """Return the budgets among which a request chooses, in order: those that hold what is protected and pinned.
 
@@ -228,7 +223,7 @@ class Trial:
     """Watches a batch of prompts in every layer, and reduces its guarded rows afterwards.
 
     Args:
-        batch: whole prompts.
+        batch: whole prompts, of which some have a budget to choose: see `InputBatch.chooses_budgets`.
         rows: the rows of the engine.
     """
 
@@ -241,11 +236,6 @@ class Trial:
         }
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._rated: dict[tuple[int, int], list[Rated]] = {}
-
-    @classmethod
-    def of(cls, batch: InputBatch, rows: KVManager) -> Trial | None:
-        """Return the trial of a batch; ``None`` if no row of it has a budget to choose."""
-        return cls(batch, rows) if batch.fresh and any(sequence.levels for sequence in batch.requests) else None
 
     def watch(self, layer: int, segment: Segment, policy: Policy) -> Policy:
         """Return the policy of some rows of a layer, which notes the cuts of smaller budgets when asked for scores."""

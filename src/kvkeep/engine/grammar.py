@@ -160,15 +160,6 @@ class Grammars:
         self._tried = 0
         weakref.finalize(self, self._worker.end)
 
-    def prepared(self, request: Request) -> Request:
-        """Return a request after its grammar was compiled, which may take seconds.
-
-        Raises:
-            FormError: see `constraint`.
-        """
-        self.constraint(request)
-        return request
-
     def constraint(self, request: Request) -> Constraint | None:
         """Return what a request's next token may be, at its beginning; ``None`` if it may be any.
 

@@ -130,7 +130,7 @@ class ModelRunner:
         graphs = self.graphs if len(run.batches) == 1 else None
         if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
             return logits
-        trials = [Trial.of(batch, rows) for batch in run.batches]
+        trials = [Trial(batch, rows) if batch.chooses_budgets else None for batch in run.batches]
         caches = [_part(batch, rows, trial) for batch, trial in zip(run.batches, trials, strict=True)]
         given = [_Input.of(batch, device_of(self._model)) for batch in run.batches]
         last = self._last(given, caches, run if is_scored(run) else None)

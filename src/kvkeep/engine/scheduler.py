@@ -53,6 +53,11 @@ class InputBatch:
         """Return the sequences that are fed to the model."""
         return [sequence for sequence in self.rows if sequence is not None]
 
+    @property
+    def chooses_budgets(self) -> bool:
+        """Return whether a request gets its budget when its prompt has been read, see `kvkeep.engine.budget_guard`."""
+        return self.fresh and any(sequence.levels for sequence in self.requests)
+
     def commit(self) -> list[tuple[int, Sequence]]:
         """Note that the model has seen the tokens.
 

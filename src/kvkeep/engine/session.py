@@ -407,7 +407,9 @@ class Session:
 
     def _enqueue(self, asked: Turn, sampling: SamplingParams | None, box: Box, *, reads: bool = False) -> int:
         """Start a turn, or let it wait for the one that runs, and return its number."""
-        request = self._host.admission.grammars.prepared(turn_of(asked, sampling))
+        request = turn_of(asked, sampling)
+        if request.structured_outputs is not None:
+            self._host.admission.grammars.constraint(request)  # compiled outside of the lock: it may take seconds
         with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             sequence = Sequence(self._host.new_number(), request, self.policy, self.budget, frozenset())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 _START_S = 300.0
 """Seconds until the script is ready. It was asked nothing yet, so only a machine without a free core takes long."""
+
+_READ_BYTES = 2**16
 
 
 class SandboxProcess:
@@ -92,11 +95,18 @@ class SandboxProcess:
 
     @staticmethod
     def _read(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any] | None:
-        """Return one line of the process; ``None`` if it ends first. It is killed when the time is over."""
-        clock = threading.Timer(timeout_s, process.kill)
-        clock.start()
-        try:
-            line = cast(IO[str], process.stdout).readline()
-        finally:
-            clock.cancel()
-        return cast("dict[str, Any] | None", json.loads(line) if line.endswith("\n") else None)
+        """Return one line of the process; ``None`` if it ends first, or the time is over."""
+        latest = time.monotonic() + timeout_s
+        source = cast(IO[str], process.stdout).fileno()
+        poll = select.poll()  # select.select takes no file numbers above 1023, which a server has
+        poll.register(source, select.POLLIN)
+        line = b""
+        while not line.endswith(b"\n"):
+            left_s = latest - time.monotonic()
+            if left_s <= 0 or not poll.poll(1000 * left_s):
+                return None
+            part = os.read(source, _READ_BYTES)
+            if not part:  # the process has ended
+                return None
+            line += part
+        return cast("dict[str, Any]", json.loads(line))
