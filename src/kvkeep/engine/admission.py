@@ -90,6 +90,7 @@ def free_bytes(device: torch.device) -> int | None:
 def _limits(root: Path, groups: Path) -> Iterator[int]:
     """Yield the bytes that each control group (v2) of this process still allows, swap aside. There may be none."""
     try:
+        # the line of version 2, which has one hierarchy for everything
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
         folder = None if own is None else root / own.strip("/")
         for group in [] if folder is None else (folder, *folder.parents):
@@ -97,6 +98,7 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
                 return
             limit = _read(group / "memory.max")
             if limit.isdecimal():
+                # pages of files count as used, and the kernel gives these back when memory runs short
                 cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
                 yield max(0, int(limit) - int(_read(group / "memory.current") or 0) + int(cached[1] if cached else 0))
     except (OSError, ValueError):
@@ -460,6 +462,7 @@ class Admission:
                 f"and {count} of them do not fit into the {show_bytes(free)} that are free. Use fewer rows or a "
                 "smaller `budget`."
             )
+        # rows on a device take no main memory
         beside, pinned = 0 if free is None else count, self._staging is not None
         check_host_rows(self._host_rows, rows.row_bytes, beside=beside, pinned=pinned)
         rows.allocate(count, most_bytes=self._bytes_of_rows(rows, count))
@@ -511,6 +514,7 @@ class Admission:
             layout = Layout.of(self._model.config, policy, **self._options)
             layout.slots(self._budget)  # its rows are made for the engine's budget
             if self._kv_memory is not None:
+                # refuses a policy under which not one row fits
                 self._rows_that_fit(KVManager(self._model, policy, self._budget, **self._options))
             if len(self._layouts) >= MOST_POLICIES:
                 self._layouts.clear()

@@ -251,7 +251,9 @@ class Trial:
         Raises:
             PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.
         """
+        # heads share a smaller budget in other parts, so that its tokens need not be among those of a larger one
         last = _kept(policy, view, after)[1] if policy.spreads is None else None
+        # from large to small, so that each cut is compared with the next larger one
         for place in reversed(range(len(SHARES))):
             numbers = [self._number(row, place, layer) for row in range(segment.start, segment.stop)]
             column = torch.tensor(numbers, device=view.seen.device)[:, None]

@@ -88,6 +88,7 @@ class FairLock:
             gate.acquire()  # until it is opened by the thread that had the turn before
         except BaseException:
             with self._inner:
+                # the turn may have been handed to this thread in the moment of its interruption
                 given = gate not in self._waiting
                 if not given:
                     self._waiting.remove(gate)
@@ -327,9 +328,8 @@ class Dispatcher:
                 yield from self.events(box, step)
         finally:  # a caller that stops listening wants no more tokens
             self.leave(box)
-            if not (
-                self.turn.mine or self.turn.lost
-            ):  # otherwise it was collected in the middle of a step, which sweeps at its end
+            # with the turn, it was collected in the middle of a step, which sweeps at its end
+            if not (self.turn.mine or self.turn.lost):
                 with Uninterrupted(), self.turn:
                     self.sweep(end)
 

@@ -470,6 +470,7 @@ class Engine:
                     self._sample(run, logits)
                 self._dispatcher.wake()
             self._settle(wait=0.0 if runs else _A_MOMENT)
+            # requests whose listeners have gone while the step ran
             self._dispatcher.sweep(self.cancel)
 
     def _settle(self, *, wait: float) -> None:
@@ -543,8 +544,10 @@ class Engine:
         ]
         places = [*(place for place, *_ in twins), *(place for place, _ in ready)]
         sequences = [*(twin for *_, twin in twins), *(sequence for _, sequence in ready)]
+        # logits of a whole batch are not copied
         chosen = logits if len(sequences) == len(logits) and not twins else logits[places]
         tokens = self._sampler.draw(chosen, sequences)
+        # taken before any request gets its token: one that ends with it loses its row
         contents = {reader.id: self._kv.take(cast(int, reader.row)) for _, reader, _ in twins}
         for n, (_, reader, twin) in enumerate(twins):
             with self._guarded(twin):

@@ -95,9 +95,9 @@ class CudaCopyQueue:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
-                for one in (source, target):
-                    if one.is_cuda:
-                        one.record_stream(self._stream)
+                for block in (source, target):
+                    if block.is_cuda:  # else torch could give its memory away before the copy has ended
+                        block.record_stream(self._stream)
                 target.copy_(source, non_blocking=True)
             ended: torch.cuda.Event = self._stream.record_event()
         return ended
@@ -323,6 +323,7 @@ class Staging:
             self._arrived = pinned.stage()
         except Exception as error:
             _log.debug("A sequence is not brought to the device ahead of its turn.", exc_info=error)
+            # so that it is not tried again in each step
             pinned.stays = True
         return True
 

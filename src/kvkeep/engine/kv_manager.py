@@ -326,6 +326,7 @@ class KVManager:
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
         """Return some rows of all layers as a cache for the model."""
+        # rows with a state run alone, so it is the only row
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
         sharing = {segment: self._layout(segment.owner.policy).sharing for segment in parts}
@@ -355,6 +356,7 @@ class KVManager:
         policy = segment.owner.policy
         block = self._blocks[index].under(policy.slots, policy.summaries).part(segment.start, segment.stop)
         if not segment.owner.pinned:
+            # fused and recorded steps know nothing of pins, so rows without any show none
             block.pins = None
         layer = self._layers_of(policy)[index].over(block, columns=columns, before=before, together=shared)
         if watch is not None:

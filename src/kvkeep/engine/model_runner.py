@@ -121,6 +121,7 @@ class ModelRunner:
             )
         keeps = known.get("logits_to_keep")
         self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
+        # the annotation says whether the model takes the places of tokens, or only how many of the last ones
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
         self.graphs = Graphs(model, self._options) if graphs else None
 

@@ -198,6 +198,7 @@ def choose(
     seeds = torch.tensor([s.seed for s in samplings], dtype=torch.int64, device=logits.device)
     u = uniform(0, seeds, steps).double()[:, None]
     total = logits.softmax(dim=-1).double().cumsum(dim=-1)
+    # float32 probabilities do not sum to 1 exactly; their own sum takes its place
     return (total > u * total[:, -1:]).int().argmax(dim=-1)
 
 

@@ -352,6 +352,7 @@ class Scheduler:
             sequence if sequence is not None and sequence.status is SequenceStatus.DECODE else None
             for sequence in self._rows
         ]
+        # rows behind the last running one cost nothing; free rows before it are padding
         while decoding and decoding[-1] is None:
             decoding.pop()
         groups = (

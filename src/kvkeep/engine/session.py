@@ -93,6 +93,7 @@ class SessionMemory:
             KVKeepError: the engine cannot run it.
         """
         past, (policy, budget) = self.state.past, self._settled
+        # each turn draws other random numbers, though its tokens are counted from 0 again
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
         request = asked.request.replaced(policy=policy, budget=budget, sequence=sequence, pins=spans(pins))
@@ -330,6 +331,7 @@ class Session:
         """
         while True:
             with Uninterrupted(), self._host.dispatcher.turn:
+                # a turn that has ended since the last look has left another memory
                 if (move := self._memory.write()) is None:
                     return
             move.writing.join()  # others step the engine meanwhile

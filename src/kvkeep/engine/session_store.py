@@ -414,7 +414,7 @@ class Parked:
         """
         for sequence, event, pending in list(self.turns.values()):
             pending.writing.join(None if wait == math.inf else wait)
-            wait = wait if wait == math.inf else 0.0
+            wait = wait if wait == math.inf else 0.0  # only the oldest one is waited for
             if pending.writing.is_alive():
                 return
             del self.turns[sequence.id]

@@ -99,6 +99,7 @@ def keep(
         A mask with ``min(n, occupied)`` true entries per row and head.
     """
     S = positions.shape[-1]
+    # sorted by age first, so that the stable sort by score breaks ties in favour of newer tokens
     by_age = positions.argsort(dim=-1, stable=True)
     occupied = positions >= 0
     ranked = scores.masked_fill(~occupied, -torch.inf).gather(-1, by_age).argsort(dim=-1, stable=True)
@@ -154,6 +155,7 @@ def pooled(
         found = avg_pool1d(ordered.masked_fill(~inside, 0.0), kernel, stride=1, padding=kernel // 2)
         if kind == "mean":
             share = avg_pool1d(inside.to(values.dtype), kernel, stride=1, padding=kernel // 2)
+            # half of the smallest share there is: nothing is divided by 0 where no value counts
             found = found / share.clamp(min=0.5 / kernel)
     return torch.empty_like(values).scatter_(-1, order, found.masked_fill(~inside, 0.0))
 

@@ -272,6 +272,7 @@ def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> 
     positions = block.store.positions[rows]
     used, cut = _used(positions), block.per_slot()
     most, capacity = max(used), block.store.capacity
+    # together each row would take the slots of the longest one
     if sum(used) < _DENSE * most * len(used):
         each = range(len(block.seen))[rows]
         return tuple(copy for row in each for copy in take_rows(block, slice(row, row + 1), device))

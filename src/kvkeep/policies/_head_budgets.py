@@ -42,6 +42,7 @@ def under(policy: Policy, rule: str | None) -> Policy:
     name, share = parsed(rule)
     if name != "uniform":
         _check(policy)
+    # `spreads` is no option of the policy, so `dataclasses.replace` does not know it
     found = copy.copy(policy)
     object.__setattr__(found, "spreads", _SHARING[name](share) if name in _SHARING else None)
     return found
@@ -57,6 +58,7 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
     """
     near = None
     if profile is not None and any(map(any, limited := profile.limited())):
+        # what the policy protects must fit into a head that keeps the ends only
         slots = max(policy.least, profile.least)
         near = NearHeads(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)
     if policy.near == near:

@@ -67,6 +67,7 @@ class Leverages(Policy):
                     return mean.new_full(mean.shape[:2], new.shape[2]), mean, centred.mT @ centred
         counts = counts & keys.isfinite().all(dim=-1)
         number, weights = counts.sum(dim=-1).float(), counts.float()[:, :, None]
+        # a weight of 0 does not remove NaN from a product
         keys = keys.nan_to_num(0.0, 0.0, 0.0)
         mean = (weights @ keys).squeeze(2) / number.clamp(min=1.0)[..., None]
         centred = (keys - mean[:, :, None]).mul_(weights.mT)
