@@ -144,6 +144,7 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
     if policy.tally is None:
         assert policy.sums is not None
         score = policy.sums.score
+        # the backend takes the first sum for the score
         names = sorted(policy.slots, key=lambda name: name != score)
         return Added(tuple(state[name] for name in names), score is not None, lost=lost)
     *words, mass, due = (state[name] for name in policy.slots)

@@ -272,7 +272,7 @@ def checked_row(row: object, rows: int) -> int:
     try:
         number = operator.index(row)  # type: ignore[arg-type]
     except TypeError:
-        number = -1
+        number = -1  # refused below, with the same message
     if not 0 <= number < rows:
         raise InputError(f"row={row!r:.40} is not one of the cache's rows, 0 to {rows - 1}.")
     return number
@@ -287,7 +287,7 @@ def ids_of_row(tokens: Any) -> Tensor:
     try:
         (row,) = rows_of(tokens, None)
     except (InputError, ValueError):
-        row = torch.tensor([-1])
+        row = torch.tensor([-1])  # refused below, with the same message
     if bool(((row < 0) | (row >= 2**31)).any()):
         raise InputError(f"tokens={tokens!r:.60} are not the token ids of one row.")
     return row.int()
@@ -302,7 +302,7 @@ def identities(sequences: Sequence[int]) -> list[int]:
     try:
         numbers = list(map(operator.index, sequences))
     except TypeError:
-        numbers = [2**63]
+        numbers = [2**63]  # refused below, with the same message
     if not all(-(2**63) <= number < 2**63 for number in numbers):
         raise InputError(f"sequences={sequences!r:.60} is no list of whole numbers below 2^63, one per row.")
     return numbers

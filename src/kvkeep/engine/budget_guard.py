@@ -303,6 +303,7 @@ class Trial:
     def _reduce(self, row: int, sequence: Sequence) -> None:
         """Reduce a row to the tokens of the budget that was chosen."""
         cuts = [cut for _, cut in self._of(row, sequence.levels.index(sequence.budget))]
+        # read first: new budgets divide a pool anew, and its slots lose their content
         held = [Reduced.of(block, cut) for block, cut in zip(self._rows.blocks_of(row), cuts, strict=True)]
         self._rows.limit_row(row, sequence.policy, sequence.budget)
         blocks = self._rows.blocks_of(row)

@@ -259,6 +259,7 @@ class Dispatcher:
         """
         box.open.add(number)
         self._boxes[number] = box
+        # a single listener that blocks steps by itself while it waits
         if self._thread is None and (not box.blocks or any(listener is not box for listener in self._boxes.values())):
             thread = threading.Thread(target=self._serve, args=(step,), name="kvkeep-engine", daemon=True)
             thread.start()

@@ -623,7 +623,7 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         """Forget a request, and free its row or its place in the queue."""
-        self._free(sequence)
+        self._free(sequence)  # does nothing if the request has ended in a row, which was freed then
         if self._sequences.pop(sequence.id, None) is not None and sequence.left:
             sequence.left(sequence)
 

@@ -169,6 +169,7 @@ class _Layout:
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._starts:
             self._starts[storage.data_ptr()] = self.nbytes
+            # the whole storage, once, however many of the tensors are views of it
             whole = x.as_strided((storage.nbytes() // x.element_size(),), (1,), 0).view(torch.uint8)
             self.storages.append((self.nbytes, whole))
             self.nbytes += -(-storage.nbytes() // _ALIGNED) * _ALIGNED

@@ -75,6 +75,7 @@ def _repetition(logits: Float[Tensor, "n V"], generations: GenericSequence[Seque
     used = torch.stack([_used(sequence, logits) for sequence in rows])
     factors = logits.new_tensor([sequence.request.sampling.repetition_penalty for sequence in rows])[:, None]
     part = logits[index]
+    # both make a token less likely: a negative logit is multiplied, a positive one divided
     lowered = torch.where(part < 0, part * factors, part / factors)
     return logits.index_copy(0, index, torch.where(used, lowered, part))
 

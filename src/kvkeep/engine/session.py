@@ -113,6 +113,7 @@ class SessionMemory:
         if (kept := self.state.kept) is None:
             return None
         snapshot = self._store.load(kept)
+        # the model's weights may have changed since the last turn
         snapshot.fingerprint.check(self._fingerprint)
         return snapshot.contents
 

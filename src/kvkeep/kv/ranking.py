@@ -162,6 +162,7 @@ def pooled(
 
 def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tensor, "B n"]:
     """Round shares so that they add up to the total. The largest remainders go up; among equals, the first."""
+    # 1e-9: a share that is a whole number may have come out just below it
     whole = (shares + 1e-9).floor().long()
     missing = total - whole.sum(dim=1, keepdim=True)
     n = shares.shape[1]

@@ -151,6 +151,7 @@ def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
     """Pin spans in an empty row, or in several. Return whether the block's table had to be replaced by a wider one."""
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
+        # a power of two, so that it is rarely replaced: whatever holds the table is then made anew
         rows, device = len(block.seen), block.seen.device
         block.pins = spans.table([()] * rows, device, width=1 << (2 * len(pins) - 1).bit_length())
         if held is not None:

@@ -173,6 +173,7 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
     """Return each head's budget. Protected tokens are not shared out. Equal if there is nothing to choose."""
     now, mean = table(view.budget, view.seen).expand(view.positions.shape[:2]), average(view)
     base, tokens = _older(policy, view, mean)
+    # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
     own, Hk = (alpha * base.double() + 1e-9).long(), tokens.shape[1]
     best = _among_the_best(view, score, tokens, base * Hk)
     share = ranking.rounded(best.double() * (1.0 - alpha) + own, base * Hk)

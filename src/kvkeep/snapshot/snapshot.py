@@ -414,7 +414,7 @@ def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
     for number, state in parts.contents.states.items():
         for (name, key), tensor in state.tensors.items():
             found.append((f"states.{number}.{name}" + ("" if key is None else f".{key}"), tensor))
-    found.sort(key=lambda one: -one[1].element_size())
+    found.sort(key=lambda entry: -entry[1].element_size())
     yield from ((name, tensor.cpu().contiguous()) for name, tensor in found)
 
 
