@@ -1,4 +1,4 @@
-"""The only place that fills slots, empties them or moves them: tokens come in, and the weakest are evicted."""
+"""Fill slots, empty them or move them: tokens come in, and the weakest are evicted (a budget of all layers: `shared_budget`)."""
 
 from __future__ import annotations
 
