@@ -1,4 +1,7 @@
-"""Fill slots, empty them or move them: tokens come in, and the weakest are evicted (a budget of all layers: `shared_budget`)."""
+"""Fill slots, empty them or move them: tokens come in, and the weakest are evicted.
+
+`kvkeep.cache.shared_budget` does it for a budget that all layers share.
+"""
 
 from __future__ import annotations
 
