@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_probe import LayerStep, OnePass, probe_cache
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import choose, reference
+from kvkeep.backends import AttentionInputs, choose, reference
 from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.evals import task
@@ -163,7 +162,7 @@ def _full(
     B, t = query.shape[0], query.shape[2]
     slots = Slots(keys, values, places.expand(B, 1, -1))
     now = places[-t:].expand(B, -1)
-    out, _ = choose(query.device, query.dtype).attend(query, slots, now, statistic=Nothing(), options=options)
+    out, _ = choose(query.device, query.dtype).attend(AttentionInputs(query, slots, now, options))
     return out
 
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import choose
+from kvkeep.backends import AttentionInputs, choose
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
@@ -489,7 +488,7 @@ def _dense(
     k = k.masked_fill(k > last, EMPTY)  # a static cache hands over slots that are not written yet
     q = (mask.q_offset + torch.arange(T, device=key.device)).expand(B, T)
     backend = choose(query.device, query.dtype)
-    out, _ = backend.attend(query, Slots(key, value, k[:, None]), q, statistic=Nothing(), options=options)
+    out, _ = backend.attend(AttentionInputs(query, Slots(key, value, k[:, None]), q, options))
     return out
 
 
