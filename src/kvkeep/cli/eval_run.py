@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, ended_with_its_cluster, interruptible, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, ended_with_its_cluster, interruptible, model_recipe, room_for, whole
 from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.progress import EvalBar, eval_progress
@@ -460,19 +460,12 @@ def _pool(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]
     need, device = room_for(
         size, _bytes(grid, request), device=request.device, threads=request.threads, address=request.ray_address
     )
-    model = ModelRecipe(
-        model=whole(request.model),
-        dtype=request.dtype,
-        device=device,
-        load_in=request.load_in,
-        threads=request.threads,
-        allow_pickle=request.allow_pickle,
-    )
     sources = tuple(
         PartSource(type(part.task), replace(part.options, data=_folder(part.options.data)), part.task.settings())
         for part in grid.parts
     )
-    return WorkerPool(CELLS, CellRecipe(model=model, name=grid.name, sources=sources), size, need, tell=console.note)
+    recipe = CellRecipe(model=model_recipe(request, device), name=grid.name, sources=sources)
+    return WorkerPool(CELLS, recipe, size, need, tell=console.note)
 
 
 def _bytes(grid: Grid, request: EvalOptions) -> int:

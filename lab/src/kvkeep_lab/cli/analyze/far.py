@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, interruptible, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, interruptible, model_recipe, room_for
 from kvkeep.cli.progress import counted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ _RUN_BYTES = 20 * 128 * 768 * 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class MeasurementRecipe:
     """What a worker needs to make measurements; see `kvkeep.scale.worker.MakeModelWorker`.
 
     Attributes:
@@ -114,16 +114,10 @@ def _pool(
         address=request.ray_address,
         less=_LESS,
     )
-    model = ModelRecipe(
-        model=whole(request.model),
-        dtype=request.dtype,
-        device=device,
-        load_in=request.load_in,
-        threads=request.threads,
-        allow_pickle=request.allow_pickle,
-    )
     tokens = job.text.tokens
-    recipe = Recipe(model=model, seed=request.seed, tokens=tokens, words=words(job.checkpoint, tokens))
+    recipe = MeasurementRecipe(
+        model=model_recipe(request, device), seed=request.seed, tokens=tokens, words=words(job.checkpoint, tokens)
+    )
     return WorkerPool(MEASUREMENTS, recipe, size, need, tell=console.note)
 
 
