@@ -31,7 +31,7 @@ from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders
 from kvkeep.evals.records import read as read_folders
 from kvkeep.evals.report import grouped
-from kvkeep.evals.run import CellPiece, CellQueue, CellRunner, Grid, PartSource, as_planned, lay_out, manifest, run
+from kvkeep.evals.run import CellRunner, Grid, PartSource, cells_to_run, lay_out, manifest, run
 from kvkeep.evals.task import Options
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
@@ -247,7 +247,7 @@ def serve(request: EvalOptions) -> None:
             _run_here(grid, request, records, todo)
             _show(request, records)
         else:
-            _show(request, records, workers=run_on_ray(grid, request, records))
+            _show(request, records, workers=run_on_ray(grid, request, records, todo))
 
 
 def _run_here(grid: Grid, request: EvalOptions, records: Records, todo: int) -> None:
@@ -425,8 +425,14 @@ class CellRecipe:
         return CellRunner(self.model.load(), self.name, self.sources)
 
 
-def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
+def run_on_ray(grid: Grid, request: EvalOptions, records: Records, todo: int) -> int:
     """Run every cell without a row on workers; return their number.
+
+    Args:
+        grid: the grid.
+        request: the options of the command.
+        records: the folder for the rows.
+        todo: the number of cells without a row.
 
     Raises:
         KeyboardInterrupt: the user ended it; what is finished is written.
@@ -434,7 +440,6 @@ def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
             cannot be run.
     """
     assert request.workers is not None
-    todo = sum(planned.cell not in records.done for planned in grid.planned)
     size = pool_size(request.workers, todo, piece="cell", tell=console.note)
     console.progress(f"starting {console.count(size, 'worker')} …")
     with (
@@ -484,36 +489,25 @@ def _folder(data: str | None) -> str | None:
 def _fill(
     grid: Grid, records: Records, pool: WorkerPool[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]
 ) -> None:
-    """Run the cells without a row, write the rows as they come, and put them into the grid's order at the end."""
+    """Run the cells without a row, and write the rows as they come."""
     about = pool.facts.about
-    cells = dict(enumerate(grid.planned, start=1))
+    with cells_to_run(grid, records, about) as queue:
 
-    def write(answer: WorkResult) -> str | None:
-        if answer.whole["dtype"] != about["dtype"]:
-            return f"A worker computes in {answer.whole['dtype']}, others in {about['dtype']}. Give `dtype`."
-        planned = cells[answer.number]
-        records.append(as_planned(answer.whole, planned))
-        bar.end(planned)
-        return None
+        def take(worker: int) -> Item | None:
+            if (item := queue.take(worker)) is None:
+                return None
+            number, piece = item
+            planned = replace(piece.planned, setup=_with_whole_path(piece.planned.setup))
+            return number, replace(piece, planned=planned)
 
-    with records.locked():
-        records.open({**manifest(grid), **about})
-        outcome = run_pieces(pool, _handing(CellQueue(grid, records.done)), write, stopped)
-        records.arrange([planned.cell for planned in grid.planned])
-    outcome.check(lambda failed: _unfinished(failed, cells))
-
-
-def _handing(queue: CellQueue) -> Callable[[int], Item | None]:
-    """Return a function that returns the next cell for a worker."""
-
-    def take(worker: int) -> Item | None:
-        if (number := queue.take(worker)) is None:
+        def write(answer: WorkResult) -> str | None:
+            if answer.whole["dtype"] != about["dtype"]:
+                return f"A worker computes in {answer.whole['dtype']}, others in {about['dtype']}. Give `dtype`."
+            bar.end(queue.write(answer.number, answer.whole))
             return None
-        planned = queue.cells[number]
-        setup = _with_whole_path(planned.setup)
-        return number, CellPiece(queue.parts[number], planned.cell, setup, planned.budgets, planned.lengths)
 
-    return take
+        outcome = run_pieces(pool, take, write, stopped)
+    outcome.check(lambda failed: _unfinished(failed, queue.cells))
 
 
 def _with_whole_path(setup: Setup) -> Setup:
