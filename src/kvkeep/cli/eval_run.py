@@ -30,7 +30,7 @@ from kvkeep.evals.recipes import find as find_recipe
 from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders
 from kvkeep.evals.records import read as read_folders
-from kvkeep.evals.report import grouped
+from kvkeep.evals.results import grouped
 from kvkeep.evals.run import CellRunner, Grid, PartSource, cells_to_run, lay_out, manifest, run
 from kvkeep.evals.task import Options
 from kvkeep.models import threads
@@ -366,15 +366,15 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
     if request.recipe is not None:
         _show_recipe(request.recipe, records.rows)
     for found in [
-        *reports.tables(records.rows, confidence.of_cell),
-        *confidence.share_tables(records.rows),
-        *confidence.difference_tables(records.rows),
+        *reports.tables(records.rows),
+        *reports.share_tables(records.rows),
+        *reports.difference_tables(records.rows),
     ]:
         screen.print(console.visible(found.title), style="bold")
         for part in parts(found, screen.width):
             screen.print(part)
         screen.print()
-    for note in confidence.notes(records.rows):
+    for note in reports.notes(records.rows):
         console.note(note)
     console.err().print(console.facts(_places(request, pictures)))
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.errors import InputError
-from kvkeep.evals.confidence import of_cell
+from kvkeep.evals.confidence import interval_text, of_cell
 from kvkeep.evals.records import ResultFolder, protocol
-from kvkeep.evals.report import MEASURES, Row, ScoreMeasure, by_case, grouped, held, of_task, over
+from kvkeep.evals.results import MEASURES, Row, ScoreMeasure, by_case, grouped, held, of_task, over
 from kvkeep.result_files import read_whole, write_whole
 
 FILES = ("leaderboard.html", "leaderboard.md")
@@ -126,8 +126,7 @@ def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> st
     if math.isnan(value):
         return "–"
     text = f"{value:#.3g}" if measure.decimals is None else f"{value:.{max(1, measure.decimals)}f}"
-    low, high = of_cell(mine) if measure.graded else (math.nan, math.nan)
-    text += "" if math.isnan(low) else f" ({low:.0f}–{high:.0f})"
+    text += interval_text(of_cell(mine)) if measure.graded else ""
     done = len(by_case(mine))
     return text if done == cases else f"{text}, {done} of {cases} cases"
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from kvkeep.errors import InputError
 from kvkeep.evals.curves import PICTURES
 from kvkeep.evals.grid import Cell
-from kvkeep.evals.report import ASKED, MEASURES, Row, grouped, shown
+from kvkeep.evals.results import ASKED, MEASURES, Row, case_title, grouped
 from kvkeep.evals.task import TENTHS
 from kvkeep.result_files import (
     MANIFEST,
@@ -226,7 +226,6 @@ _SCORES["recall"] |= {
 
 # Folders of results taken together: shards of a run, or several runs. Folders of other protocols are refused.
 
-_RUN = {"model": "the model", "weights": "the model's weights", "dtype": "the dtype"}
 _FEW = ("shots=",)
 
 
@@ -269,7 +268,7 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
     """
     folders = read(paths)
     for one, other in combinations(folders, 2):
-        _same(one, other, one.manifest, other.manifest, _RUN)
+        _same(one, other, one.manifest, other.manifest, _SAME)
     target = Records(output)
     if target.rows:
         before = _folder(output)
@@ -290,7 +289,7 @@ def protocol(row: Row) -> str:
     """Return how questions were asked: ``inside`` or ``later``, and the solved examples; empty for other tasks."""
     if row["task"] not in ASKED:
         return ""
-    *rest, when = shown(row["task"], row["case"]).split(",")
+    *rest, when = case_title(row["task"], row["case"]).split(",")
     return ",".join([*(part for part in rest if part.startswith(_FEW)), when.strip()])
 
 

@@ -17,7 +17,7 @@ from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals import grid
 from kvkeep.evals.grid import GridArguments, Planned
 from kvkeep.evals.records import Records
-from kvkeep.evals.report import Row
+from kvkeep.evals.results import Row
 from kvkeep.evals.task import Options, Task, notes
 from kvkeep.models import weight_hash
 from kvkeep.models.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from kvkeep.errors import BudgetError, InputError, UnsupportedModelError, Unsupp
 from kvkeep.evals.confidence import of_clustered_share, of_clusters, of_mean
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.qa_task import decode_greedily
-from kvkeep.evals.report import over
+from kvkeep.evals.results import over
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.documents import DocumentQuestion, Documents
 from kvkeep.models.load import ends_of
