@@ -104,12 +104,12 @@ def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
 
 def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
     """Print the largest cell of each case, the memory and time of the whole grid, and what else there is to say."""
-    found = expect(grid, dtype)
+    expected = expect(grid, dtype)
     screen = console.out()
     table = console.table("case", "cells", "rows", "tokens", "at once", "caches", "full caches")
     for column in table.columns[1:]:
         column.justify = "right"
-    cases = grouped(found, lambda one: f"{one.planned.cell.task} {one.planned.cell.case}")
+    cases = grouped(expected, lambda cost: f"{cost.planned.cell.task} {cost.planned.cell.case}")
     for case in list(cases)[:_MOST_SHOWN]:
         table.add_row(*_line(case, cases[case]))
     screen.print(table)
@@ -122,10 +122,10 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
         console.facts(
             {
                 **about,
-                "cells": str(len(found)),
-                "tokens to read": f"{sum(sum(one.planned.lengths) for one in found):,}",
-                "peak memory": f"{show_bytes(max(one.peak_bytes for one in found))}, weights included",
-                "decoding": f"{_time(sum(one.decode_bytes for one in found) / speed)} at {speed / 1e9:.3g} GB/s",
+                "cells": str(len(expected)),
+                "tokens to read": f"{sum(sum(cost.planned.lengths) for cost in expected):,}",
+                "peak memory": f"{show_bytes(max(cost.peak_bytes for cost in expected))}, weights included",
+                "decoding": f"{_time(sum(cost.decode_bytes for cost in expected) / speed)} at {speed / 1e9:.3g} GB/s",
             }
         )
     )
@@ -137,12 +137,12 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
 
 def _line(case: str, own: Sequence[Expected]) -> list[str]:
     first = own[0]
-    bounded = [one for one in own if one.planned.policy.evicts] or own
+    bounded = [cost for cost in own if cost.planned.policy.evicts] or own
     return [
         console.visible(case),
         *(str(len(own)), str(len(first.planned.lengths)), str(first.tokens), str(first.rows)),
-        show_bytes(max(one.cache_bytes for one in bounded)),
-        show_bytes(max(one.full_bytes for one in own)),
+        show_bytes(max(cost.cache_bytes for cost in bounded)),
+        show_bytes(max(cost.full_bytes for cost in own)),
     ]
 
 
@@ -160,11 +160,11 @@ _GAP = 2
 """Spaces between two columns."""
 
 
-def parts(found: reports.Table, width: int) -> Iterator[Table]:
+def parts(source: reports.Table, width: int) -> Iterator[Table]:
     """Yield one table, or several tables if its columns do not fit beside each other."""
-    names = [console.visible(policy) for policy in found.rows]
+    names = [console.visible(policy) for policy in source.rows]
     longest = min(max(map(len, ("policy", *names))), width // 2)
-    columns = list(zip(map(console.visible, found.columns), *found.rows.values(), strict=True))
+    columns = list(zip(map(console.visible, source.columns), *source.rows.values(), strict=True))
     for some in _fitting(columns, width - longest - _GAP):
         part = console.table("policy", *(column[0] for column in some))
         part.columns[0].overflow, part.columns[0].max_width = "fold", longest
@@ -203,9 +203,9 @@ def _recipe_facts(name: str | None) -> dict[str, str]:
 def _show_recipe(name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print the paper's figures beside ours, and what keeps them apart."""
     recipe, screen = find_recipe(name), console.out()
-    found = recipe.table(rows)
-    screen.print(console.visible(found.title), style="bold")
-    for part in parts(found, screen.width):
+    compared = recipe.table(rows)
+    screen.print(console.visible(compared.title), style="bold")
+    for part in parts(compared, screen.width):
         screen.print(part)
     for note in recipe.notes(rows):
         screen.print(f"  {console.visible(note)}", style="dim")
@@ -365,13 +365,13 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
     screen = console.out()
     if request.recipe is not None:
         _show_recipe(request.recipe, records.rows)
-    for found in [
+    for tabled in [
         *reports.tables(records.rows),
         *reports.share_tables(records.rows),
         *reports.difference_tables(records.rows),
     ]:
-        screen.print(console.visible(found.title), style="bold")
-        for part in parts(found, screen.width):
+        screen.print(console.visible(tabled.title), style="bold")
+        for part in parts(tabled, screen.width):
             screen.print(part)
         screen.print()
     for note in reports.notes(records.rows):
@@ -477,8 +477,8 @@ def _bytes(grid: Grid, request: EvalOptions) -> int:
     """Main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
     with suppress(KVKeepError):
         less = request.load_in is not None  # nobody knows how many bytes these weights have
-        found = [one.peak_bytes - less * one.weight_bytes for one in expect(grid, request.dtype)]
-        return PROCESS_BYTES + max(found, default=0)
+        peaks = [cost.peak_bytes - less * cost.weight_bytes for cost in expect(grid, request.dtype)]
+        return PROCESS_BYTES + max(peaks, default=0)
     return 0
 
 

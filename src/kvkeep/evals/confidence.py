@@ -159,12 +159,12 @@ class PolicyPair:
 
 def grades(rows: Iterable[Row]) -> Grades:
     """Return the grades in rows that differ only by seed and case; rows without a record of questions have none."""
-    found: Grades = {}
+    grades_of: Grades = {}
     for row in rows:
         place, score = (str(row["case"]), int(row["seed"])), row["score"]
-        found |= {(*place, text, number): float(right) for text, number, right in score.get("asked", ())}
-        found |= {(*place, number, 0): float(grade) for number, grade in enumerate(score.get("grades", ()))}
-    return found
+        grades_of |= {(*place, text, number): float(right) for text, number, right in score.get("asked", ())}
+        grades_of |= {(*place, number, 0): float(grade) for number, grade in enumerate(score.get("grades", ()))}
+    return grades_of
 
 
 def of_cell(rows: Sequence[Row]) -> Interval:
@@ -173,15 +173,15 @@ def of_cell(rows: Sequence[Row]) -> Interval:
     Answers that are right or wrong have Wilson's interval, for the effective number of questions where a text has
     several. Other grades have the percentiles of a bootstrap over texts.
     """
-    found = grades(rows)
-    texts = _by_text(found)
+    grade_of = grades(rows)
+    texts = _by_text(grade_of)
     if len(texts) < 2:
         return UNKNOWN
-    if any(grade not in (0, 1) for grade in found.values()):
-        return _bootstrap([(sum(found[q] for q in own), len(own)) for own in texts])
-    counts = [(round(sum(found[q] for q in own)), len(own)) for own in texts]
-    if len(texts) == len(found):
-        return of_share(sum(right for right, _ in counts), len(found))
+    if any(grade not in (0, 1) for grade in grade_of.values()):
+        return _bootstrap([(sum(grade_of[q] for q in own), len(own)) for own in texts])
+    counts = [(round(sum(grade_of[q] for q in own)), len(own)) for own in texts]
+    if len(texts) == len(grade_of):
+        return of_share(sum(right for right, _ in counts), len(grade_of))
     return of_clustered_share(counts)
 
 
@@ -209,14 +209,14 @@ def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
     ]
 
 
-def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], other: tuple[str, Grades]) -> PolicyPair:
+def compare(task: str, protocol: str, budget: str, first: tuple[str, Grades], second: tuple[str, Grades]) -> PolicyPair:
     """Compare two policies, each with its grades, on the questions that both were asked."""
-    both = {question: one[1][question] - other[1][question] for question in one[1] if question in other[1]}
+    both = {question: first[1][question] - second[1][question] for question in first[1] if question in second[1]}
     texts = [(sum(both[q] for q in own), len(own)) for own in _by_text(both)]
     n = len(both)
     points = 100 * sum(both.values()) / n if n else math.nan
     interval = _at_least(_bootstrap(texts), points, n) if len(texts) > 1 else UNKNOWN
-    names = (one[0], other[0])
+    names = (first[0], second[0])
     return PolicyPair(task, protocol, budget, *names, points, interval, sign_flip([d for d, _ in texts]), n, len(texts))
 
 
@@ -238,17 +238,17 @@ def sign_flip(differences: Sequence[float]) -> float:
     return reached / len(ways) if exact else (reached + 1) / (DRAWS + 1)
 
 
-def _corrected(found: Sequence[PolicyPair]) -> list[PolicyPair]:
+def _corrected(pairs: Sequence[PolicyPair]) -> list[PolicyPair]:
     """Return the pairs with `PolicyPair.clear` and `PolicyPair.needed` set by Holm's rule."""
     clear: set[int] = set()
-    order = sorted(range(len(found)), key=lambda i: found[i].p)
+    order = sorted(range(len(pairs)), key=lambda i: pairs[i].p)
     for rank, i in enumerate(order):
-        if found[i].p > LEVEL / (len(order) - rank):
+        if pairs[i].p > LEVEL / (len(order) - rank):
             break
         clear.add(i)
     return [
-        replace(pair, clear=i in clear, needed=None if i in clear else _needed(pair, len(found)))
-        for i, pair in enumerate(found)
+        replace(pair, clear=i in clear, needed=None if i in clear else _needed(pair, len(pairs)))
+        for i, pair in enumerate(pairs)
     ]
 
 
@@ -364,19 +364,19 @@ def answers(rows: Iterable[Row]) -> Answers:
 def kept(own: Answers, full: Answers) -> KeptShare:
     """Compute the share of the full cache's right answers that a policy keeps, over questions asked of both."""
     both = own.keys() & full.keys()
-    able = [question for question in both if full[question]]
-    clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(able)]
-    share = 100 * sum(right for right, _ in clusters) / len(able) if able else math.nan
-    return KeptShare(share, of_clustered_share(clusters), len(able), len(both) - len(able))
+    questions = [question for question in both if full[question]]
+    clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(questions)]
+    share = 100 * sum(right for right, _ in clusters) / len(questions) if questions else math.nan
+    return KeptShare(share, of_clustered_share(clusters), len(questions), len(both) - len(questions))
 
 
-def difference(one: Answers, other: Answers, full: Answers) -> PolicyDifference:
+def difference(first: Answers, second: Answers, full: Answers) -> PolicyDifference:
     """Compare two policies on the questions that both were asked and that the full cache answers."""
-    able = [question for question in one.keys() & other.keys() & full.keys() if full[question]]
-    clusters = [(sum(one[q] - other[q] for q in group), len(group)) for group in _by_text(able)]
-    only = (sum(one[q] > other[q] for q in able), sum(one[q] < other[q] for q in able))
-    points = 100 * (only[0] - only[1]) / len(able) if able else math.nan
-    return PolicyDifference(points, of_clustered_difference(clusters), only, len(able))
+    questions = [question for question in first.keys() & second.keys() & full.keys() if full[question]]
+    clusters = [(sum(first[q] - second[q] for q in group), len(group)) for group in _by_text(questions)]
+    only = (sum(first[q] > second[q] for q in questions), sum(first[q] < second[q] for q in questions))
+    points = 100 * (only[0] - only[1]) / len(questions) if questions else math.nan
+    return PolicyDifference(points, of_clustered_difference(clusters), only, len(questions))
 
 
 def is_reference(row: Row) -> bool:

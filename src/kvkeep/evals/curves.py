@@ -57,7 +57,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
         InputError: matplotlib is missing, or a picture cannot be written.
     """
     panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))
-    drawn = [draw(folder / name, found) for name, found in panels.items() if found]
+    drawn = [draw(folder / name, figures) for name, figures in panels.items() if figures]
     return [*drawn, *([draw(folder / PICTURES[-1], maps)] if (maps := heat(rows)) else [])]
 
 
@@ -123,7 +123,7 @@ def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure)
 
 
 def depth(rows: Sequence[Row]) -> list[Panel]:
-    """Recall over the depth of the asked fact, all contexts together; one panel per budget."""
+    """Plot recall over the depth of the asked fact, all contexts together, in one panel per budget."""
     return [
         _titled(
             group,

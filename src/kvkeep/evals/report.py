@@ -38,12 +38,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
     Cells of tasks with questions have their 95 % interval, where it is known.
     """
-    found = [
+    measured = [
         _measure_table(measure, case, group)
         for measure in MEASURES
         for case, group in by_case(of_task(rows, measure.task)).items()
     ]
-    return [*found, _memory(rows)] if rows else found
+    return [*measured, _memory(rows)] if rows else measured
 
 
 def _memory(rows: Sequence[Row]) -> Table:
@@ -78,13 +78,13 @@ def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequenc
 
 def share_tables(rows: Sequence[Row]) -> list[Table]:
     """Make a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
-    found = []
-    for case, group in by_case(of_task(rows, "recall")).items():
-        full = answers(row for row in group if is_reference(row))
-        others = [row for row in group if not is_reference(row) and "asked" in row["score"]]
+    tables = []
+    for case, rows_of_case in by_case(of_task(rows, "recall")).items():
+        full = answers(row for row in rows_of_case if is_reference(row))
+        others = [row for row in rows_of_case if not is_reference(row) and "asked" in row["score"]]
         if full and others:
-            found.append(_share_table(case, others, full))
-    return found
+            tables.append(_share_table(case, others, full))
+    return tables
 
 
 def _share_table(case: str, rows: Sequence[Row], full: Answers) -> Table:
@@ -103,18 +103,18 @@ BEST = "best"
 
 
 def difference_tables(rows: Sequence[Row]) -> list[Table]:
-    """For every task and protocol: each policy's difference to the best one of its budget. `full` is left out."""
+    """Make a table of each policy's difference to the best one of its budget, per task and protocol, without `full`."""
     full = {name for name, own in by_policy(rows).items() if is_full(own)}
-    some = [pair for pair in pairs(rows) if not {pair.one, pair.other} & full]
+    bounded = [pair for pair in pairs(rows) if not {pair.one, pair.other} & full]
     return [
         _difference_table(f"{task}, {protocol}", group, _order(of_task(rows, task)))
-        for (task, protocol), group in grouped(some, lambda pair: (pair.task, pair.protocol)).items()
+        for (task, protocol), group in grouped(bounded, lambda pair: (pair.task, pair.protocol)).items()
     ]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """Tell how many differences are clear, and how many questions the others would need."""
-    found = []
+    texts = []
     for (task, protocol), group in grouped(pairs(rows), lambda pair: (pair.task, pair.protocol)).items():
         unclear = [pair for pair in group if not pair.clear]
         if not unclear:
@@ -126,13 +126,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
                 f"; the largest of them, {abs(most.points):.1f} points ({_better(most)} at {most.budget}), "
                 f"would need about {_rounded(most.needed or 0)} questions"
             )
-        found.append(f"{text}.")
-    return found
+        texts.append(f"{text}.")
+    return texts
 
 
 def _better(pair: PolicyPair) -> str:
-    one, other = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
-    return f"{one} before {other}"
+    better, worse = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
+    return f"{better} before {worse}"
 
 
 def _span(group: Sequence[PolicyPair]) -> str:

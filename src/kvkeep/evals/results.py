@@ -38,7 +38,7 @@ class Spread:
 
     @property
     def half(self) -> float:
-        """Half of the distance between the lowest and the highest value."""
+        """Return half of the distance between the lowest and the highest value."""
         return (self.high - self.low) / 2
 
     def times(self, factor: float) -> Spread:
@@ -77,17 +77,17 @@ class ScoreMeasure:
     def of(self, rows: Sequence[Row]) -> Spread:
         """Compute the measure of rows that differ only by seed; shares in percent, NaN if a row lacks the number."""
         values = [row["score"][self.key] for row in rows]
-        found = over([math.nan if value is None else value for value in values])
-        return found if self.decimals is None else found.times(100.0)
+        spread = over([math.nan if value is None else value for value in values])
+        return spread if self.decimals is None else spread.times(100.0)
 
     def show(self, rows: Sequence[Row]) -> str:
         """Format the measure: ``62%``, or ``62±3%`` with half of the range over several seeds."""
-        found = self.of(rows)
-        if math.isnan(found.mean):
+        spread = self.of(rows)
+        if math.isnan(spread.mean):
             return "–"
         if self.decimals is None:
-            return _digits(found.mean) + (f"±{found.half:.2g}" if found.n > 1 else "")
-        return f"{found.mean:.{self.decimals}f}" + (f"±{found.half:.{self.decimals}f}%" if found.n > 1 else "%")
+            return _digits(spread.mean) + (f"±{spread.half:.2g}" if spread.n > 1 else "")
+        return f"{spread.mean:.{self.decimals}f}" + (f"±{spread.half:.{self.decimals}f}%" if spread.n > 1 else "%")
 
 
 def _digits(value: float) -> str:

@@ -70,7 +70,7 @@ class Grid:
 
     @property
     def notes(self) -> list[str]:
-        """Notes about the results for the user."""
+        """Return notes about the results for the user."""
         about_tasks = [note for part in self.parts for note in part.task.notes]
         return list(dict.fromkeys([*self.about_text, *about_tasks, *grid.notes(self.planned)]))
 
@@ -135,7 +135,7 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
 
 
 def measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
-    """Run a cell; the part of its row that is not the same for all rows.
+    """Run a cell, and return the part of its row that is not the same for all rows.
 
     Raises:
         KVKeepError: the cell cannot be run.
@@ -314,7 +314,7 @@ class PartQueue:
                 return None
 
             def crowded(part: int) -> tuple[bool, float]:
-                """A part that nobody works at comes first; else the one with the most cells left for each."""
+                """Sort a part that nobody works at first; else the one with the most cells left for each."""
                 return busy[part] > 0, -len(self._left[part]) / (busy[part] + 1) if busy[part] else 0.0
 
             part = self._at[process] = min(waiting, key=crowded)
