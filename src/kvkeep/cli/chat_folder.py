@@ -53,7 +53,7 @@ class ChatFolder:
     def names(self) -> Iterator[str]:
         """Yield the names of all saved conversations, in order."""
         with suppress(OSError):
-            yield from sorted(one.name for one in self.path.iterdir() if (one / _MEMORY).is_file())
+            yield from sorted(folder.name for folder in self.path.iterdir() if (folder / _MEMORY).is_file())
 
     def file_of(self, name: str) -> Path:
         """Return the path of a conversation's file."""
@@ -198,7 +198,7 @@ class _TakenError(InputError):
 
 
 def complete_names(incomplete: str) -> list[tuple[str, str]]:
-    """Names of saved conversations, for shells."""
+    """Return the names of saved conversations, for shells."""
     return [(name, "") for name in ChatFolder.of(None).names() if name.startswith(incomplete)]
 
 
