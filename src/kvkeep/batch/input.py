@@ -344,7 +344,8 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
     if isinstance(line, BadLine):
         return line
     first, *others = (
-        dataclasses.replace(one, snapshot=memory, policy=one.policy or policy) for one in (line.request, *line.others)
+        dataclasses.replace(request, snapshot=memory, policy=request.policy or policy)
+        for request in (line.request, *line.others)
     )
     return dataclasses.replace(line, request=first, others=tuple(others))
 

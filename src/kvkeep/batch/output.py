@@ -44,7 +44,7 @@ def record(line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any
         name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
         body = answer(line.asked, results, name=name, created=int(time.time()), model=model, show=show)
         found = batch_input.line(line.number, line.digest, line.custom_id, body)
-        return {**found, "kvkeep": result_files.finite([_kept(one) for one in results]), "made_by": made_by}
+        return {**found, "kvkeep": result_files.finite([_kept(result) for result in results]), "made_by": made_by}
     own = {"options": line.options} if line.options else {}
     origin = {"line": line.number, "digest": line.digest, "made_by": made_by, **own}
     return {COMPLETION: result_files.finite({**origin, **_completion(results[0])}), **line.fields}
@@ -208,7 +208,7 @@ class OutputFile:
     def weight_layout(self) -> tuple[bool, bool] | None:
         """Return an earlier run's weight layout, see `kvkeep.models.prepare.chosen`; `None` if it is unknown."""
         said = self.made_by.get(LAYOUT)
-        if isinstance(said, list | tuple) and [type(one) for one in said] == [bool, bool]:
+        if isinstance(said, list | tuple) and [type(part) for part in said] == [bool, bool]:
             return said[0], said[1]
         return None
 

@@ -309,10 +309,10 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
 
 
 def _shape(line: InputLine) -> Shape:
-    longest = max(line.requests, key=lambda one: len(one.prompt or ()))
+    longest = max(line.requests, key=lambda request: len(request.prompt or ()))
     policy = longest.policy if isinstance(longest.policy, str) else None
     prompt, new = len(longest.prompt or ()), longest.sampling.max_new_tokens
-    work = TokenCounts(sum(len(one.prompt or ()) for one in line.requests), new * len(line.requests))
+    work = TokenCounts(sum(len(request.prompt or ()) for request in line.requests), new * len(line.requests))
     pins, guard, form = spans(longest.pins), longest.guard, structure_of(longest.structured_outputs)
     is_batch_line = line.asked is not None
     return Shape(prompt, new, policy, longest.budget, len(line.requests), work, is_batch_line, pins, guard, form)

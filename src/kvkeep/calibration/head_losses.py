@@ -263,7 +263,7 @@ class LossMeter:
         for passage in self.texts:
             (rows,), self.heads = read(self.model, passage, self.near)
             self._texts.append(rows[0])
-        if any(bool(found.isnan().any()) for found in (*self._answers, *self._texts)):
+        if any(bool(losses.isnan().any()) for losses in (*self._answers, *self._texts)):
             raise InputError(
                 "The model's next-token probabilities are no numbers on these texts, so no head can be compared. Try "
                 "another dtype (float16 overflows first), or look whether the weights are damaged."

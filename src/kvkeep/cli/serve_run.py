@@ -175,7 +175,7 @@ def _running(request: ServeOptions, recipe: ReplicaRecipe, need: Need) -> Iterat
 def _reason(serve: Any, name: str, error: RuntimeError) -> str:
     """Return why replicas have not started: kvkeep's own error, or the end of a traceback."""
     status = serve.status().applications.get(name)
-    said = [one.message for one in status.deployments.values()] if status else []
+    said = [deployment.message for deployment in status.deployments.values()] if status else []
     found = [reason for text in (*said, str(error)) for reason in _OURS.findall(text)]
     return str(found[-1]) if found else f"{last_words(error)}. Ray's logs of the nodes say more."
 

@@ -321,7 +321,7 @@ def _same_protocols(one: ResultFolder, other: ResultFolder) -> None:
     first, second = (_protocols(folder.rows) for folder in (one, other))
     for task in first.keys() & second.keys():
         if first[task] != second[task]:
-            was, here = (" and ".join(sorted(found[task])) for found in (first, second))
+            was, here = (" and ".join(sorted(protocols[task])) for protocols in (first, second))
             _refuse(one, other, f"questions of {task} were asked {was} in the first and {here} in the second")
 
 

@@ -125,7 +125,8 @@ def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor,
             if not spared and (inside or not scheme.experts_only):
                 yield module.weight, False
         elif name.endswith(".experts"):
-            yield from ((one, True) for one in module._parameters.values() if one is not None and one.ndim == 3)
+            weights = module._parameters.values()
+            yield from ((weight, True) for weight in weights if weight is not None and weight.ndim == 3)
 
 
 def _fields(config: PreTrainedConfig) -> Any:

@@ -378,7 +378,8 @@ def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -
     """
     if not policy.evicts:
         return tokens
-    return min(DEFAULT_BUDGET, max(tokens, *(sum(map(int, one.protected(tokens))) for one in (policy, *others))))
+    protected = (sum(map(int, each.protected(tokens))) for each in (policy, *others))
+    return min(DEFAULT_BUDGET, max(tokens, *protected))
 
 
 def _context(found: Outline, asked: int | None) -> int:

@@ -99,7 +99,7 @@ def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
         text=before + datasets.text(row, "context"),
         question=after.replace("{input}", row["input"]),
         answers=tuple(_answer(task["metric"], answer, classes) for answer in _some(row["answers"])),
-        classes=tuple(datasets.text({"all_classes": one}, "all_classes") for one in classes),
+        classes=tuple(datasets.text({"all_classes": class_name}, "all_classes") for class_name in classes),
         chat=not task.get("few_shot", False),
     )
 

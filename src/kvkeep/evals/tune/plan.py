@@ -241,7 +241,7 @@ def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
 
 def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, Any]:
     """Return the part of ``run.json`` that is known without weights."""
-    asked = [(one.text, one.question, one.answers) for one in wanted.questions]
+    asked = [(question.text, question.question, question.answers) for question in wanted.questions]
     return {
         "model": name,
         "case": wanted.case,

@@ -199,7 +199,7 @@ class SearchResult:
     @property
     def best(self) -> Candidate:
         """Return the candidate that keeps the most quality."""
-        return max(self.confirmed, key=lambda one: (self.confirmed[one].share, -one.row_bytes))
+        return max(self.confirmed, key=lambda candidate: (self.confirmed[candidate].share, -candidate.row_bytes))
 
 
 def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float) -> SearchResult:
@@ -515,7 +515,7 @@ def tune(
     study = CachedMeasure(measure, writer, records, on_block)
     study.full(0, sizes.rounds[-1])
     answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
-    counted = sum(1 for one in study.full(*sizes.confirm) if isinstance(one, str) and "1" in one)
+    counted = sum(1 for outcome in study.full(*sizes.confirm) if isinstance(outcome, str) and "1" in outcome)
     if measure.kind == "answers" and most(answered, counted) < target:
         said = f"The full cache answers {answered} of {asked} questions"
         if answered < _ABLE * asked:
@@ -526,7 +526,7 @@ def tune(
 
 
 def _asked(outcomes: Sequence[Outcome]) -> int:
-    return sum(len(one) if isinstance(one, str) else 1 for one in outcomes)
+    return sum(len(outcome) if isinstance(outcome, str) else 1 for outcome in outcomes)
 
 
 def _all(

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep_lab.analysis.groups._shared import by_layer, mean, percent, show
-from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, ClaimLine, Context, Measurement, Reading, Result, Verdict
 
 PLACES = (178, 228, 278)
 """The rows, numbered from 1, that Figure 1 compares."""
@@ -101,7 +101,7 @@ class RepetitivePatterns(Measurement):
         self._places = places(context.n_tokens)
         self._sets: dict[tuple[int, int], Bool[Tensor, "heads _"]] = {}
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Keep the significant positions of the rows to compare."""
         last = rows.first + rows.weights.shape[1]
         for row in {row for triple in self._places for row in triple if rows.first < row <= last}:
