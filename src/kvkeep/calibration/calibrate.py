@@ -146,6 +146,7 @@ class CalibrationFile:
         with ExitStack() as held:
             with _writing(path):
                 file = held.enter_context(rows.locked())
+            # the other run may have removed the file between its opening and its locking here
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 raise InputError(f"Another run has just finished and removed {path}. Look at what it wrote first.")
             part = cls(rows)

@@ -294,7 +294,7 @@ class LossMeter:
             layer: torch.tensor([[(layer, head) in chosen for head in range(n)] for chosen in sets])
             for layer, n in self.heads.items()
         }
-        lost, distance = [torch.zeros(len(sets), 0)], torch.zeros(len(sets))
+        lost, distance = [torch.zeros(len(sets), 0)], torch.zeros(len(sets))  # there may be no question
         for passage, full in zip(self.asked, self._answers, strict=True):
             logits, _ = read(self.model, passage, self.near, limited)
             lost.append((1 - (_log_probabilities(passage, logits) - full).exp()).clamp(min=0).cpu())

@@ -278,7 +278,7 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
         tasks = {task: settings for folder in folders for task, settings in folder.manifest["tasks"].items()}
         target.open({**folders[0].manifest, "tasks": tasks})
         there = {key_of(row): row for row in target.rows}
-        known, doubled = len(there), 0
+        known, doubled = len(there), 0  # cells are in order, so the new ones will follow the known ones
         for row in (row for folder in folders for row in folder.rows):
             doubled += there.setdefault(key_of(row), row)["score"] != row["score"]
         target.extend(list(there.values())[known:])

@@ -78,7 +78,7 @@ class Replica:
         served = ServedModel(self._engine, checkpoint, tool_use=tool_use_of(checkpoint, recipe.tool_form))
         self._app = make_app(served, settings, leases=self._leases)
         settle()
-        if self._leases is not None and name is None:
+        if self._leases is not None and name is None:  # Ray Serve has made it, and tells when it is about to end
             self._handover = Handover(self._app.state.sessions, _staying(self._name))
 
     async def ask(self, to: str, request: Received) -> AsyncGenerator[Any, None]:
@@ -271,7 +271,7 @@ def deployment(
     return serve.deployment(Replica).options(
         name=ENGINES,
         max_ongoing_requests=_MOST_AT_ONCE,
-        max_constructor_retry_count=1,
+        max_constructor_retry_count=1,  # a model that cannot be loaded is not loaded again and again
         graceful_shutdown_timeout_s=grace_s,
         graceful_shutdown_wait_loop_s=_LOOK_S,
         request_router_config=router,

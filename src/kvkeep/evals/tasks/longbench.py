@@ -137,7 +137,7 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
         made = replace(item, text=text)
         if len(tokens_of(checkpoint, made)) <= room:
             return made
-        keep -= max(1, keep // 50)
+        keep -= max(1, keep // 50)  # the halves that are joined may be other, and more, tokens than they were
     raise InputError(
         f"longbench's {name} has a question that fills the {room} tokens of {checkpoint.name}; choose other `parts`."
     )

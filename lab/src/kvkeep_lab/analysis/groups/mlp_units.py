@@ -179,7 +179,7 @@ def _all(counts: list[Tensor | None]) -> list[Tensor]:
         Skipped: a layer was never shown.
     """
     if any(count is None for count in counts):
-        raise Skipped("the MLP blocks of this model were not count")
+        raise Skipped("the MLP blocks of this model were not found")
     return [count for count in counts if count is not None]
 
 

@@ -73,7 +73,7 @@ def change(full: Float[Tensor, "heads R n"], bounded: Float[Tensor, "heads R n"]
     kept = counts & ~gone
     ratio = ((bounded - full) / full)[kept].double()
     quantiles = _quantiles(ratio, (0.05, 0.25, 0.5, 0.75, 0.95))
-    clipped = ratio.clamp(max=EDGES[-1] - 1e-9)
+    clipped = ratio.clamp(max=EDGES[-1] - 1e-9)  # histc leaves out what lies beyond its edges
     histogram = torch.histc(clipped.float(), len(EDGES) - 1, EDGES[0], EDGES[-1])
     return {
         "lost_mass": (full * gone).sum(dim=-1).mean().item(),

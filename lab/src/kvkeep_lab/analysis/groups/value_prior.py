@@ -61,7 +61,7 @@ class ValuePrior(Measurement):
         """Both curves, over all heads and by layer, and the sizes of the values by position."""
         plain, weighed = self._mass.flatten(0, 1), (self._mass * self._prior).flatten(0, 1)
         sizes = self._sizes.double().flatten(0, 1)
-        relative = sizes / sizes.median(dim=-1, keepdim=True).values.clamp(min=1e-300)
+        relative = sizes / sizes.median(dim=-1, keepdim=True).values.clamp(min=1e-300)  # values may all be 0
         return {
             "thresholds": THRESHOLDS,
             "without": retention(plain).tolist(),
