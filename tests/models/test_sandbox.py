@@ -6,12 +6,14 @@ import io
 import json
 import runpy
 import sys
+from pathlib import Path
 
 import model_folders
 import pytest
 
 from kvkeep.models import sandbox_limits as limits_of
 from kvkeep.models import sandbox_render
+from kvkeep.models.sandbox import SandboxProcess
 
 resource = pytest.importorskip("resource", reason="limits of POSIX")
 MESSAGES = [{"role": "user", "content": "Grüße"}]
@@ -93,3 +95,19 @@ def test_a_system_that_sets_no_limit_answers_all_the_same(monkeypatch: pytest.Mo
     monkeypatch.setattr(resource, "setrlimit", refuse)
     limits_of.limit_memory(10**6)
     assert answer("a") == {"text": "a"}
+
+
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch):
+    process = SandboxProcess(Path(sandbox_render.__file__), 2**28)
+    line = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}"}
+    assert process.ask(json.dumps(line), 30.0) == {"text": "Grüße"}
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SandboxProcess, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process.ask(json.dumps({**line, "chat_template": "late"}), 30.0)
+    assert process.ask(json.dumps(line), 30.0) == {"text": "Grüße"}
+    process.end()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
-import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 _START_S = 300.0
 """Seconds until the script is ready. It was asked nothing yet, so only a machine without a free core takes long."""
+
+_PIPE_BYTES = 2**16
+"""Bytes that are read at once: what a pipe of Linux holds."""
 
 
 class SandboxProcess:
@@ -28,7 +32,7 @@ class SandboxProcess:
 
     def __init__(self, script: Path, memory_bytes: int) -> None:
         self._script, self._memory_bytes = script, memory_bytes
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._starter = 0  # the process that has started it; a forked child would take its parent's answers
 
     @property
@@ -50,13 +54,16 @@ class SandboxProcess:
         if not self.runs:
             self.end()
             self._process = self._start()
-        process = cast("subprocess.Popen[str]", self._process)
+        process = cast("subprocess.Popen[bytes]", self._process)
         with suppress(OSError):  # a process that has just ended does not answer either
-            cast(IO[str], process.stdin).write(line + "\n")
-            cast(IO[str], process.stdin).flush()
-        answer = self._read(process, timeout_s)
-        if answer is None:
-            self.end()
+            cast(IO[bytes], process.stdin).write(line.encode() + b"\n")
+            cast(IO[bytes], process.stdin).flush()
+        answer = None
+        try:
+            answer = self._read(process, timeout_s)
+        finally:
+            if answer is None:  # also after Ctrl-C: a late answer would be taken for the next line's
+                self.end()
         return answer
 
     def end(self) -> None:
@@ -69,7 +76,7 @@ class SandboxProcess:
                 self._process.communicate()
         self._process = None
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[bytes]:
         self._starter = os.getpid()
         places = os.pathsep.join(place for place in sys.path if place)
         process = subprocess.Popen(
@@ -77,7 +84,6 @@ class SandboxProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            encoding="utf-8",
             env={**os.environ, "PYTHONPATH": places, "USE_TORCH": "0", "PYTHONIOENCODING": "utf-8"},
         )
         if self._read(process, _START_S) is None:
@@ -91,12 +97,18 @@ class SandboxProcess:
         return process
 
     @staticmethod
-    def _read(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any] | None:
+    def _read(process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
         """Return one line of the process; ``None`` if it ends first. It is killed when the time is over."""
-        clock = threading.Timer(timeout_s, process.kill)
-        clock.start()
-        try:
-            line = cast(IO[str], process.stdout).readline()
-        finally:
-            clock.cancel()
-        return cast("dict[str, Any] | None", json.loads(line) if line.endswith("\n") else None)
+        end, line = time.monotonic() + timeout_s, b""
+        output = cast(IO[bytes], process.stdout).fileno()
+        with selectors.DefaultSelector() as selector:  # a timer would start a thread, which takes longer than an answer
+            selector.register(output, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    process.kill()
+                    return None
+                piece = os.read(output, _PIPE_BYTES)
+                if not piece:
+                    return None
+                line += piece
+        return cast("dict[str, Any]", json.loads(line))
