@@ -150,7 +150,7 @@ def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm
                 setup.cache(checkpoint, policy, [_EVERY])
                 arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
             except KVKeepError:
-                if wanted.policies is not None:
+                if wanted.policies is not None:  # the user has named it
                     raise
     if not arms:
         raise InputError("None of the policies of this case runs on this model with these options. Name `policies`.")

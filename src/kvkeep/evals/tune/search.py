@@ -222,6 +222,7 @@ def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float)
     answers: list[Candidate] = []
     for ladder, place in zip(arms, places, strict=True):
         most = min((answer.row_bytes for answer in answers), default=None)
+        # an answer is the smallest memory of all, so only smaller candidates are worth a test
         worth = ladder if most is None else tuple(step for step in ladder if step.row_bytes < most)
         if worth and (most is None or place < len(worth)):
             answers += filter(None, [_descend(worth, place, test)])
