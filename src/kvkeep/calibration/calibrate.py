@@ -68,9 +68,9 @@ def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> li
     """
     replies, wording = _replies(writer, asked), wording_of(writer.checkpoint)
     known = [
-        (one.ids, torch.tensor(reply))
-        for one, reply in zip(asked, replies, strict=True)
-        if reply and right(wording, one.question, writer.text_of(reply))
+        (question.ids, torch.tensor(reply))
+        for question, reply in zip(asked, replies, strict=True)
+        if reply and right(wording, question.question, writer.text_of(reply))
     ]
     if not together:
         return [_passage([passage], len(passage[0]) - 1) for passage in known]

@@ -190,8 +190,8 @@ async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
 
     replicas = RayReplicas(handle)
     first, *others = await replicas.facts()
-    for one in others:
-        if one.weights != first.weights:
+    for replica in others:
+        if replica.weights != first.weights:
             raise InputError("Replicas have different weights under one name. Give every node the same files.")
     return replicas, first
 

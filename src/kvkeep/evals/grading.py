@@ -77,7 +77,7 @@ def rouge_l_of_sentences(reply: str, answer: str) -> float:
     of each text.
     """
     own, right = _sentences(reply), _sentences(answer)
-    found = {word for one in right for other in own for word in _common_words(one, other)}
+    found = {word for answer in right for other in own for word in _common_words(answer, other)}
     recall, precision = (len(found) / len({*chain(*said)}) if said else 0.0 for said in (right, own))
     return 2 * precision * recall / (precision + recall + 1e-8)
 

@@ -289,9 +289,9 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
 def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
     context = text(paragraph, "context")
     yield article, context, "", ()
-    for one in paragraph["qas"]:
-        answers = [] if one.get("is_impossible", False) else [answer["text"] for answer in one["answers"]]
-        yield article, context, text(one, "question"), _different(answers)
+    for entry in paragraph["qas"]:
+        answers = [] if entry.get("is_impossible", False) else [answer["text"] for answer in entry["answers"]]
+        yield article, context, text(entry, "question"), _different(answers)
 
 
 def _different(answers: Any) -> tuple[str, ...]:

@@ -279,7 +279,10 @@ def _everything(
     run: dict[str, Any], found: Sequence[MeasurementFile], claims: Sequence[ClaimLine], advice: Advice
 ) -> dict[str, Any]:
     measured = {
-        one.kind.name: {**one.record, **({} if one.reading is None else {"reading": asdict(one.reading)})}
-        for one in found
+        finding.kind.name: {
+            **finding.record,
+            **({} if finding.reading is None else {"reading": asdict(finding.reading)}),
+        }
+        for finding in found
     }
     return {"run": run, "measurements": measured, "claims": [*map(asdict, claims)], "recommendation": asdict(advice)}

@@ -188,8 +188,8 @@ def _with_mixed(lines: Fitted, points: Sequence[dict[str, float]]) -> Fitted:
     steps = [lines.seconds(round(point["rows"]), point.get("slots", 0.0)) for point in points]
     added = [max(1e-9, both - step) for both, step in zip(whole, steps, strict=True)]
     (fixed, per_token, _), _ = _line([[1.0, point["tokens"], 0.0] for point in points], added, beside=whole)
-    found = [step + fixed + one["tokens"] * per_token for step, one in zip(steps, points, strict=True)]
-    error = max(abs(one / both - 1) for one, both in zip(found, whole, strict=True))
+    found = [step + fixed + point["tokens"] * per_token for step, point in zip(steps, points, strict=True)]
+    error = max(abs(estimate / both - 1) for estimate, both in zip(found, whole, strict=True))
     return replace(lines, mixed=(fixed, per_token), error=max(lines.error, error))
 
 

@@ -277,7 +277,9 @@ class MultipleChoice(Task):
         chosen = task.chosen(cls.name, options.parts, NAMES, known_in(options.data) or NAMES)
         later = ",ask=later" if options.ask == "later" else ""
         asked = {f"{name},shots={options.shots}{later}": _all(checkpoint, options, name) for name in chosen}
-        longest = max(len(p.context) + len(p.continuation) for found in asked.values() for q in found for p in q.pairs)
+        longest = max(
+            len(p.context) + len(p.continuation) for questions in asked.values() for q in questions for p in q.pairs
+        )
         check_positions(checkpoint, longest, cls.name, "shots")
         return cls(options, asked, tuple(past_training(checkpoint, longest, cls.name)))
 
@@ -297,9 +299,9 @@ class MultipleChoice(Task):
         """Return the most tokens that a context and a choice have after the eviction."""
         return max(
             len(pair.context) - pair.first + len(pair.continuation)
-            for found in self.asked.values()
-            for one in found
-            for pair in one.pairs
+            for questions in self.asked.values()
+            for question in questions
+            for pair in question.pairs
         )
 
     @property

@@ -73,7 +73,7 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     items = [every[(options.seed * n + i) % len(every)] for i in range(n)]
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - int(task["new"])
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
-    if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
+    if cut := sum(item is not shortened for item, shortened in zip(items, short, strict=True)):
         notes.append(f"longbench {name}: {cut} of {n} texts lose their middle, to fit into {room} tokens.")
     prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
     return TaskCase(prompts, int(task["new"]), lambda item, reply: grade(task, item, reply))

@@ -248,7 +248,7 @@ class Answers(Measure):
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Of the questions that the full cache answers, those that stay right; and their number."""
         check(isinstance(outcome, str) and isinstance(full, str) and len(outcome) == len(full))
-        stays = [one == "1" for one, other in zip(outcome, full, strict=True) if other == "1"]
+        stays = [answered == "1" for answered, other in zip(outcome, full, strict=True) if other == "1"]
         return float(sum(stays)), float(len(stays))
 
     def _replies(
@@ -332,7 +332,7 @@ class Losses(Measure):
         assert not isinstance(full, str)
         first = -(-budget // PIECE)
         tokens = self.length - 1 - first * PIECE
-        more = sum(one - other for one, other in zip(outcome[first:], full[first:], strict=True))
+        more = sum(loss - loss_of_full for loss, loss_of_full in zip(outcome[first:], full[first:], strict=True))
         return more, float(max(0, tokens))
 
 

@@ -27,12 +27,15 @@ _NOUN: dict[Kind, str] = {"answers": "questions", "loss": "tokens"}
 def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
     """Return the table: confirmed candidates, and for each other arm its smallest budget on target in the search."""
     confirmed = dict(sorted(result.found.confirmed.items(), key=lambda item: item[0].row_bytes))
-    rows = [_line(one, found, full_bytes, _verdict(result, one, found)) for one, found in confirmed.items()]
+    rows = [
+        _line(candidate, quality, full_bytes, _verdict(result, candidate, quality))
+        for candidate, quality in confirmed.items()
+    ]
     named = {candidate.arm for candidate in confirmed}
     for ladder in result.ladders:
         if ladder and ladder[0].arm not in named:
-            one = _place(result, ladder)
-            rows.append(_line(one, replace(result.searched[one], low=math.nan), full_bytes, "searched"))
+            candidate = _place(result, ladder)
+            rows.append(_line(candidate, replace(result.searched[candidate], low=math.nan), full_bytes, "searched"))
     return rows
 
 

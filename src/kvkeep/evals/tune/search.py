@@ -386,12 +386,12 @@ class CachedMeasure:
     def tallies(self, candidate: Candidate, first: int, last: int) -> list[Tally]:
         """Return the tallies of some documents, compared with the full cache's."""
         pairs = zip(self._outcomes(candidate.arm, candidate.budget, first, last), self.full(first, last), strict=True)
-        return [self._measure.tally(one, full, candidate.budget) for one, full in pairs]
+        return [self._measure.tally(outcome, full, candidate.budget) for outcome, full in pairs]
 
     def expected(self, first: int, last: int) -> float:
         """Count the questions that the full cache answers, or the tokens."""
         found = self.full(first, last)
-        return float(sum(self._measure.tally(one, one, 0)[1] for one in found))
+        return float(sum(self._measure.tally(outcome, outcome, 0)[1] for outcome in found))
 
     def full(self, first: int, last: int) -> list[Outcome]:
         """Return the full cache's outcomes."""
