@@ -119,7 +119,7 @@ class RepetitivePatterns(Measurement):
 
     def _layer(self, layer: int) -> dict[str, float | None]:
         found = [compare(self._common(layer, triple)) for triple in self._places]
-        return {key: mean(torch.cat([layer[key] for layer in found]).tolist()) for key in found[0]}
+        return {key: mean(torch.cat([heads[key] for heads in found]).tolist()) for key in found[0]}
 
     def _common(self, layer: int, triple: tuple[int, int, int]) -> Bool[Tensor, "heads 3 N"]:
         """The significant positions of three rows among those that all three see."""
