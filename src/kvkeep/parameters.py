@@ -1,15 +1,17 @@
-"""The parameters of sampling, of the cache and of loading a model: name, type, range, default and meaning, each once.
+"""The parameters of sampling, the cache, models and servers: name, type, range, default and meaning, each once.
 
-The library's dataclasses, the command line, the server's schema and the options of a batch file's line read them here.
+The library's dataclasses, the command line, the server's schema and settings, and the options of a batch file's line
+read them here.
 Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MODEL, MEMORY, SAMPLING = "Model", "KV memory", "Sampling"
+SERVER, LIMITS = "Server", "Limits"
 """Groups of parameters, as the pages of help name them."""
 
 MAX_TOKENS = 2**31 - 1
@@ -80,7 +82,7 @@ MIN_NEW_TOKENS = Parameter(
 TEMPERATURE = Parameter(
     name="temperature",
     kind=float,
-    help="0 takes the likeliest token. Above 0, tokens are drawn.",
+    help="Above 0, tokens are drawn.",
     group=SAMPLING,
     default=0.0,
     least=0,
@@ -90,7 +92,7 @@ TEMPERATURE = Parameter(
 TOP_P = Parameter(
     name="top_p",
     kind=float,
-    help="Draw among the likeliest tokens whose probabilities sum up to this.",
+    help="Draw among the likeliest that sum up to this.",
     group=SAMPLING,
     least=1e-6,
     most=1,
@@ -153,7 +155,7 @@ LOGIT_BIAS = Parameter(
 SEED = Parameter(
     name="seed",
     kind=int,
-    help="The same seed draws the same text. Each line of a batch job and each answer draws its own.",
+    help="The same seed draws the same text.",
     group=SAMPLING,
     default=0,
     least=0,
@@ -181,7 +183,7 @@ SAMPLING_PARAMETERS = {
 POLICY = Parameter(
     name="policy",
     kind=str,
-    help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b].",
+    help="Eviction policy, with options as in h2o:recent=32. See [b]kvkeep policies[/b].",
     group=MEMORY,
     metavar="POLICY",
 )
@@ -219,8 +221,8 @@ PINS = Parameter(
 PREFILL_CHUNK = Parameter(
     name="prefill_chunk",
     kind=int,
-    help="Read prompts in chunks of this size, which bounds the memory of prefill; the policy evicts before it has "
-    "read a question at the end. Default: whole prompts.",
+    help="Read prompts in chunks, which bounds the memory of prefill; a question at the end is then read after "
+    "evictions. Default: whole prompts.",
     group=MEMORY,
     least=1,
     metavar="TOKENS",
@@ -248,8 +250,7 @@ HEAD_BUDGET = Parameter(
 KV_BITS = Parameter(
     name="kv_bits",
     kind=str,
-    help="Bits of keys and values in the slots: 8, 4, k8v4 (keys in 8, values in 4), or 16 for the model's dtype. "
-    "Default: 16.",
+    help="Bits of keys and values: 8, 4, k8v4 (keys 8, values 4), or 16, the model's dtype. Default: 16.",
     group=MEMORY,
     metavar="BITS",
     words=("8", "4", "k8v4", "16"),
@@ -279,7 +280,7 @@ DTYPE = Parameter(
 DEVICE = Parameter(
     name="device",
     kind=str,
-    help="cpu, cuda, cuda:1, or auto: CUDA if there is one, else cpu.",
+    help="cpu, cuda, cuda:1, or auto: CUDA if there is one.",
     group=MODEL,
     default="auto",
     metavar="NAME",
@@ -288,10 +289,11 @@ DEVICE = Parameter(
 LOAD_IN = Parameter(
     name="load_in",
     kind=str,
-    help="Quantise the weights while they are read: int8 or fp8 (torchao), 4bit or 8bit (bitsandbytes, on CUDA).",
+    help="Quantise the weights: int8 or fp8 (torchao), 4bit or 8bit (bitsandbytes, on CUDA).",
     group=MODEL,
     metavar="FORMAT",
     words=("int8", "fp8", "4bit", "8bit"),
+    rare=True,
 )
 THREADS = Parameter(
     name="threads",
@@ -311,3 +313,127 @@ ALLOW_PICKLE = Parameter(
     default=False,
     rare=True,
 )
+
+
+MOST_SECONDS = 10**9
+"""The longest time that a parameter may set; about 30 years."""
+CHAT_MAX_NEW_TOKENS = replace(
+    MAX_NEW_TOKENS, help="New tokens of a chat request that names no number.", default=1024, group=LIMITS
+)
+MAX_MODEL_LEN = Parameter(
+    name="max_model_len",
+    kind=int,
+    help="Tokens of a prompt and its answer. Default: the trained length; with slot positions no limit.",
+    group=LIMITS,
+    least=2,
+    metavar="TOKENS",
+)
+MAX_QUEUE = Parameter(
+    name="max_queue",
+    kind=int,
+    help="Requests that may wait for a row.",
+    group=LIMITS,
+    default=256,
+    least=0,
+    metavar="N",
+    rare=True,
+)
+QUEUE_TIMEOUT = Parameter(
+    name="queue_timeout",
+    kind=float,
+    help="How long a request may wait for a row.",
+    group=LIMITS,
+    default=60.0,
+    least=0,
+    most=MOST_SECONDS,
+    excludes_least=True,
+    metavar="SECONDS",
+    rare=True,
+)
+REQUEST_TIMEOUT = Parameter(
+    name="request_timeout",
+    kind=float,
+    help="How long a request may run.",
+    group=LIMITS,
+    default=600.0,
+    least=0,
+    most=MOST_SECONDS,
+    excludes_least=True,
+    metavar="SECONDS",
+    rare=True,
+)
+READ_TIMEOUT = Parameter(
+    name="read_timeout",
+    kind=float,
+    help="How long a client may take to send a request, or stop reading its answer.",
+    group=LIMITS,
+    default=30.0,
+    least=0,
+    most=MOST_SECONDS,
+    excludes_least=True,
+    metavar="SECONDS",
+    rare=True,
+)
+GRACE = Parameter(
+    name="grace",
+    kind=float,
+    help="Time for running requests to end after SIGTERM or Ctrl-C.",
+    group=LIMITS,
+    default=30.0,
+    least=0,
+    most=MOST_SECONDS,
+    excludes_least=True,
+    metavar="SECONDS",
+    rare=True,
+)
+MAX_BODY = Parameter(
+    name="max_body",
+    kind=int,
+    help="The largest body of a request.",
+    group=LIMITS,
+    default=16 * 2**20,
+    least=1,
+    metavar="SIZE",
+    rare=True,
+)
+KEY_REQUESTS = Parameter(
+    name="key_requests",
+    kind=int,
+    help="Requests that one key may run at once.",
+    group=SERVER,
+    least=1,
+    metavar="N",
+    rare=True,
+)
+KEY_TOKENS = Parameter(
+    name="key_tokens",
+    kind=int,
+    help="Tokens that one key may use per minute.",
+    group=SERVER,
+    least=1,
+    metavar="N",
+    rare=True,
+)
+HOST = Parameter(
+    name="host",
+    kind=str,
+    help="Address to listen on; 0.0.0.0 is all.",
+    group=SERVER,
+    default="127.0.0.1",
+    metavar="NAME",
+)
+PORT = Parameter(
+    name="port",
+    kind=int,
+    help="Port to listen on; 0 is any free one.",
+    group=SERVER,
+    default=8000,
+    least=0,
+    most=65535,
+    metavar="N",
+)
+PAGE = Parameter(name="page", kind=bool, help="Serve a page with a chat at /.", group=SERVER, default=True, rare=True)
+SERVER_TIMES = (QUEUE_TIMEOUT, REQUEST_TIMEOUT, READ_TIMEOUT, GRACE)
+"""How long a server waits, in seconds."""
+SERVER_COUNTS = (MAX_MODEL_LEN, MAX_QUEUE, KEY_REQUESTS, KEY_TOKENS)
+"""What a server counts."""

@@ -12,7 +12,7 @@ from kvkeep.cli.main import app
 from kvkeep.head_profile import Profile
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
-QUICK = ("--context", 80, "--documents", 0, "--windows", 2, "--recent", 6)
+QUICK = ("--context", 80, "--documents", 0, "--recent", 6)
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,6 @@ def test_probabilities_that_are_no_numbers_are_refused(place, monkeypatch):
         (("-o", "h.json", "--text", "/dev/zero"), "is a device"),
         (("-o", "h.json", "--context", "0"), "too short"),
         (("-o", "h.json", "--context", "x"), "not a whole number"),
-        (("-o", "h.json", "--questions", "17"), "more than the 16 facts"),
         (("-o", "h.json", "--context", "300"), "A recall prompt with 16 facts has"),
         (("-o", "h.json", "--sparsity", "0.5"), "belongs to --from-duo"),
         (("-o", "h.json", "--from-duo", "novel.txt", "--text", "novel.txt"), "--text has no use"),

@@ -142,7 +142,7 @@ def test_embedded_model_is_the_default_and_has_a_name(tmp_path, monkeypatch):
 def test_all_tasks_with_a_text_of_the_user(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    options = ("--text", text, "--context", "300", "--facts", 2, "--depths", "0,0.5,1", "--stride", 8)
+    options = ("--text", text, "--context", "300", "--facts", 2, "--stride", 8)
     quick = ("--policies", "full,h2o:recent=2,sinks=1,tova", "--limit", 2, "--budgets", "20%")
     result = evaluate(*quick, *options, "-o", tmp_path / "out", "--json")
     rows = json.loads(result.stdout)["rows"]
@@ -215,8 +215,6 @@ def test_weights_of_layers_from_a_file(tmp_path):
         (["-o", "OUT", "--tasks", "recal"], "Did you mean 'recall'"),
         (["-o", "OUT", "--tasks", ","], "list of tasks is empty"),
         (["-o", "OUT", "--limit", "0"], "--limit 0 leaves nothing to measure"),
-        (["-o", "OUT", "--depths", "2"], "from 0 (start) to 1 (end)"),
-        (["-o", "OUT", "--depths", "a"], "--depths: 'a' is not a number"),
         (["-o", "OUT", "--seed", "-1"], "--seed -1 is outside"),
         (["-o", "OUT", "--seed", "0,1,-1"], "--seed -1 is outside"),
         (["-o", "OUT", "--seed", "one"], "--seed: 'one' is not a whole number"),

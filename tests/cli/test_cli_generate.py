@@ -131,8 +131,8 @@ def test_default_budget():
     assert as_json("-p", "the", "-n", 1, "--policy", "streaming_llm:sinks=9")["budget"] == 9
 
 
-def test_keep_ratio_is_of_the_prompt():
-    result = as_json("-p", PROMPT, "-n", 5, "--keep-ratio", 0.5)
+def test_a_budget_may_be_a_share_of_the_prompt():
+    result = as_json("-p", PROMPT, "-n", 5, "--budget", "50%")
     assert result["budget"] == result["prompt_tokens"] // 2
 
 
@@ -404,17 +404,16 @@ def test_an_interrupt_leaves_the_text_and_one_line(
         (["--budget", -5], ["--budget -5"]),
         (["--budget", "many"], ["--budget 'many'", "1024, 4K"]),
         (["--budget", "1.0001k"], ["whole number"]),
-        (["--budget", "20%"], ["--budget 20% is a share of no known length", "--keep-ratio"]),
         (["--budget", "99999999999999999999"], ["larger than"]),
         (
             ["--budget", 8, "--policy", "h2o:sinks=4,recent=5"],
             ["error: h2o:recent=5,sinks=4 protects 4 first and 5 recent", "at least 9"],
         ),
         (["--budget", 4, "--policy", "full"], ["does not evict generated tokens", "budget is 4"]),
-        (["--keep-ratio", 0], ["--keep-ratio 0", "(0, 1]"]),
-        (["--keep-ratio", 1.5], ["--keep-ratio 1.5", "(0, 1]"]),
-        (["--keep-ratio", "nan"], ["--keep-ratio nan"]),
-        (["--keep-ratio", 0.5, "--budget", 8], ["--budget and --keep-ratio"]),
+        (["--budget", "0%"], ["--budget 0%", "0 … 100%"]),
+        (["--budget", "150%"], ["--budget 150%", "0 … 100%"]),
+        (["--budget", "nan%"], ["--budget nan%"]),
+        (["--keep-ratio", 0.5], ["no option --keep-ratio", "--budget 20%"]),
         (["--prefill-chunk", 0], ["--prefill-chunk 0 takes no token"]),
         (
             ["--layer-budget", "slope"],
@@ -541,8 +540,9 @@ def test_json_does_not_change_errors():
     assert "h2p" in refused("-p", PROMPT, "--policy", "h2p", "--json", model=model_folders.folder())
 
 
-def test_debug_shows_the_traceback_and_keeps_the_exit_code():
-    result = invoke("-p", PROMPT, "--policy", "h2p", "--debug", model=model_folders.folder())
+def test_a_traceback_keeps_the_exit_code(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVKEEP_DEBUG", "1")
+    result = invoke("-p", PROMPT, "--policy", "h2p", model=model_folders.folder())
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: Unknown policy")

@@ -65,7 +65,7 @@ def test_a_bad_schema_is_refused(tmp_path, text, message):
 def test_it_goes_together_with_no_batch_job_and_needs_a_file(tmp_path):
     assert "cannot be read" in generate("-p", "x", "--json-schema", tmp_path / "none.json").stderr
     done = generate("-i", "a.jsonl", "-o", "b.jsonl", "--json-schema", write(tmp_path / "s.json", SCHEMA))
-    assert "--json-schema, --compare and --keep-ratio are for a single one" in done.stderr
+    assert "--json-schema and --compare are for a single one" in done.stderr
 
 
 @pytest.mark.slow

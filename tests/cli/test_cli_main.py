@@ -46,9 +46,18 @@ def test_help_of_generate_has_its_groups_and_options(monkeypatch: pytest.MonkeyP
     text = invoke("generate", "--help").stdout
     for group in ("Prompt", "KV memory", "Sampling", "Model", "Output"):
         assert f"\n{group}\n" in text
-    for option in ("--prompt-file", "--keep-ratio", "--prefill-chunk", "--max-new-tokens", "--compare", "--debug"):
+    for option in ("--prompt-file", "--budget", "--prefill-chunk", "--max-new-tokens", "--compare", "--help-all"):
         assert option in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "eval"])
+def test_the_page_of_a_command_is_short_and_all_of_it_is_a_word_away(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    short, whole = (invoke(name, word).stdout for word in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 68  # one and a half screens of 45 lines
+    assert "--threads" not in short
+    assert "--threads" in whole
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,12 @@ def test_show_of_what_does_not_exist(name: str):
     assert "Known: " in result.stderr or "Did you mean" in result.stderr
 
 
-def test_show_debug():
-    result = CliRunner().invoke(app, ["policies", "show", "h2p", "--debug"])
+@pytest.mark.parametrize(("value", "is_shown"), [("1", True), ("0", False), ("", False)])
+def test_a_variable_decides_whether_an_error_shows_its_traceback(value, is_shown, monkeypatch):
+    monkeypatch.setenv("KVKEEP_DEBUG", value)
+    result = CliRunner().invoke(app, ["policies", "show", "h2p"])
     assert result.exit_code == 2
-    assert "Traceback" in result.stderr
+    assert ("Traceback" in result.stderr) == is_shown
 
 
 def test_sections_of_a_docstring():

@@ -275,7 +275,7 @@ def test_more_than_the_model_has_positions_for(tmp_path, text):
         (["--layer-budget", "ramp:0.2"], "--layer-budget ramp:0.2 is not that of"),
         (["--positions", "slot"], "--positions slot is not that of"),
         (["--dtype", "bfloat16"], "--dtype bfloat16 is not that of"),
-        (["--keep-ratio", 0.5], "for prompts without one"),
+        (["--budget", "50%"], "for prompts without one"),
         (["--compare"], "for prompts without one"),
         (["--system", "x"], "for prompts without one"),
         (["--raw"], "so --raw has no place"),

@@ -338,7 +338,7 @@ def test_generate_takes_the_settings_and_flags_go_first(file):
     assert (found["policy"], found["budget"]) == ("tova", 9)
     found = json.loads(generate("--config", file, "--policy", "local", "--budget", "7").stdout)
     assert (found["policy"], found["budget"]) == ("local", 7)
-    assert json.loads(generate("--config", file, "--keep-ratio", "1").stdout)["budget"] != 9
+    assert json.loads(generate("--config", file, "--budget", "100%").stdout)["budget"] != 9
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_texts_become_values(run):
 def test_defaults_are_read_like_words(run):
     run("a text")
     (found,) = TAKEN
-    assert (found.tokens, found.half, found.shared, found.debug) == (1024, 512, "all", False)
+    assert (found.tokens, found.half, found.shared) == (1024, 512, "all")
     assert ShortenOptions(text="").tokens == 1024
 
 

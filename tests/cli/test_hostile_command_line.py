@@ -59,7 +59,7 @@ def invoke(*words):
         ("calibrate", "-o", "out", "--seed", 10**30),
         ("calibrate", "-o", "out", "--recent", 10**30),
         ("calibrate", "-o", "out", "--sinks", 10**30),
-        ("calibrate", "-o", "out", "--windows", 10**30, "--text", "/dev/zero"),
+        ("calibrate", "-o", "out", "--documents", 10**30, "--text", "/dev/zero"),
         ("calibrate", HOME, "-o", "out", "--from-duo", HOME),
         ("analyze", "--text", "in", "-o", "out", "--seed", 10**30),
         ("analyze", "--text", "in", "-o", "out", "--seed", 2**31),

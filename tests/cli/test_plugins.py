@@ -18,14 +18,13 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.options import Debug
 from kvkeep.cli.main import MEASURE, Plugin
 from kvkeep.errors import InputError
 
 
 @one_line_errors
 def shorten(
-    text: str, words: Annotated[int, typer.Option(metavar="N", help="Words that stay.")] = 3, debug: Debug = False
+    text: str, words: Annotated[int, typer.Option(metavar="N", help="Words that stay.")] = 3
 ):
     """Shorten a text."""
     if words < 1:

@@ -1,4 +1,4 @@
-"""A policy in a package of its own, written by CONTRIBUTING.md and nothing else."""
+"""A policy and a command in packages of their own, written by CONTRIBUTING.md and nothing else."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pages
 import pytest
+from typer.main import get_command
 
 import kvkeep
+from kvkeep.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -43,7 +46,7 @@ def package(tmp_path_factory):
 SCRIPT = """
 import shlex, sys
 import pytest
-from typer.testing import CliRunner
+from typer.main import get_command
 from kvkeep.cli.main import app
 
 assert pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]) == 0
@@ -71,6 +74,30 @@ def test_the_policy_passes_its_own_tests_and_works_by_its_name(package):
     assert " passed" in done.stdout
     assert "Keeps tokens at even positions" in done.stdout
     assert "policy     even:sinks=1, budget 16" in done.stdout
+
+
+def test_the_command_runs_and_has_a_page(tmp_path, monkeypatch, capsys):
+    (module,) = [text for _, title, text in pages.fences(PAGE) if title == "kvkeep-count/kvkeep_count.py"]
+    (points,) = [text for language, _, text in pages.fences(PAGE) if language == "toml" and "kvkeep_count" in text]
+    ((group, named),) = tomllib.loads(points)["project"]["entry-points"].items()
+    assert group == main.ENTRY_POINT_GROUP
+    (tmp_path / "kvkeep_count.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [EntryPoint(name, value, group) for name, value in named.items()]
+    monkeypatch.setattr(main, "entry_points", lambda *, group: found)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        with pytest.raises(SystemExit):
+            get_command(main.app).main([*words])  # a new application, since one looks entry points up once
+        return capsys.readouterr().out
+
+    assert run("count", "a b cc") == "3\n"
+    assert run("count", "a b cc", "--shortest", "2") == "1\n"
+    page = run("count", "--help")
+    assert "--shortest N" in page
+    assert "How many words it has" in page
+    monkeypatch.delitem(sys.modules, "kvkeep_count")
 
 
 def test_every_file_that_the_page_names_exists():

@@ -252,7 +252,7 @@ def test_a_batch_job_compiles_when_it_is_asked_to(tmp_path, monkeypatch):
     def run(*options):
         return CliRunner().invoke(app, ["generate", *map(str, options)])
 
-    for number, (options, calls) in enumerate([((), 0), (("--no-compile",), 0), (("--compile",), 1)]):
+    for number, (options, calls) in enumerate([((), 0), (("--compile",), 1)]):
         asked.clear()
         result = run("--input", source, "--output", tmp_path / f"{number}.jsonl", "--budget", 16, *options)
         assert result.exit_code == 0, result.output

@@ -15,7 +15,10 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import serve as command
 from kvkeep.cli.main import app
+from kvkeep.cli.serve import ServeOptions
 from kvkeep.errors import pip_install
+from kvkeep.server.run import ServerAddress
+from kvkeep.server.settings import ServerSettings
 
 from .running import WAIT_S, httpx
 
@@ -202,3 +205,14 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
     finally:
         process.kill()
         process.join(WAIT_S)
+
+
+def test_the_command_and_the_library_have_the_same_defaults():
+    command, settings, address = ServeOptions(), ServerSettings(name="a model"), ServerAddress()
+    for name in ("max_new_tokens", "max_model_len", "max_queue", "key_requests", "key_tokens", "page"):
+        assert getattr(command, name) == getattr(settings, name)
+    for name in ("queue_timeout", "request_timeout", "read_timeout"):
+        assert getattr(command, name) == getattr(settings, f"{name}_s")
+    assert command.max_body == settings.max_body_bytes
+    assert (command.host, command.port) == (address.host, address.port)
+    assert (command.grace, command.read_timeout) == (address.grace_s, address.read_timeout_s)

@@ -183,7 +183,7 @@ def test_the_log_has_a_line_for_each_request_and_no_text(caplog):
 def test_flags_variables_and_the_file_have_the_same_names():
     command = typer.main.get_command(app).commands["serve"]
     for one in command.params:
-        if one.name in ("config", "check", "debug", "help"):
+        if one.name in ("config", "check", "help"):
             continue
         flags = [flag for flag in one.opts if flag.startswith("--")]
         name = one.name.replace("_", "-")

@@ -41,7 +41,7 @@ def test_the_table_fits_80_columns_and_says_all():
     assert "holds one Paper, Lemma 1 One is one. → exactly" in words
     assert words.startswith("holds one")
     assert "fails three" in words
-    assert text.count(f"\n  pytest {NODE}\n") == 3
+    assert text.count(f"\npytest {NODE}\n") == 3
     assert text.splitlines()[-1] == "3 claims: 1 hold, 1 hold with a correction, 1 fail"
 
 

@@ -111,7 +111,7 @@ def test_the_test_of_a_claim_exists(claim):
     path, _, name = claim.test.partition("::")
     functions = [node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)]
     assert name in functions
-    assert len(f"  pytest {claim.test}") <= 80
+    assert len(f"pytest {claim.test}") <= 80
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def request_of(
     if "logit_bias" in chosen:
         chosen["logit_bias"] = {_token(name): value for name, value in chosen["logit_bias"].items()}
     sampling = dataclasses.replace(defaults, **chosen)
+    # lines draw in their own ways; a line with a seed of its own draws as it would alone
     return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
 
 
@@ -351,7 +352,7 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
 
 
 def _own_line(
-    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+    number: int, fingerprint: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
 ) -> InputLine:
     """Parse a line in kvkeep's own format."""
     prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
@@ -360,11 +361,11 @@ def _own_line(
     check_place(fields)
     options = {} if options is None else options
     request = request_of(number, encode(prompt), options, defaults, pinned(prompt))
-    return InputLine(number, found, fields, request, options)
+    return InputLine(number, fingerprint, fields, request, options)
 
 
 def _batch_line(
-    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+    number: int, fingerprint: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
 ) -> InputLine:
     """Parse a line in OpenAI's format. Of its fields, only ``custom_id`` is kept.
 
@@ -383,8 +384,12 @@ def _batch_line(
         except KVKeepError as error:
             raise in_words_of(asked, error) from error
         made += [first] * asked.n
-    made = [dataclasses.replace(one, sequence=one.sequence + _APART * place) for place, one in enumerate(made)]
-    return InputLine(number, found, {"custom_id": fields["custom_id"]}, made[0], others=tuple(made[1:]), asked=asked)
+    made = [
+        dataclasses.replace(request, sequence=request.sequence + _APART * place) for place, request in enumerate(made)
+    ]
+    return InputLine(
+        number, fingerprint, {"custom_id": fields["custom_id"]}, made[0], others=tuple(made[1:]), asked=asked
+    )
 
 
 def digest(raw: bytes) -> str:
@@ -406,7 +411,7 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     if messages is None:
         if not isinstance(prompt, str):
             raise InputError('its "prompt" is no text')
-        prompt.encode()
+        prompt.encode()  # half of a UTF-16 pair raises here, before a tokenizer meets it; see `parse`
         return prompt
     is_chat = isinstance(messages, list) and messages
     if not is_chat or not all(
@@ -414,5 +419,5 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     ):
         raise InputError('its "messages" are no list of {"role": "…", "content": "…"}')
     for message in messages:
-        message["content"].encode()
+        message["content"].encode()  # see above
     return cast(list[dict[str, str]], messages)

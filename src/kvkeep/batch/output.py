@@ -155,7 +155,7 @@ class OutputFile:
         """
         try:
             to_file = path.is_file() or not path.exists()
-            file = path.open("ab+" if to_file else "wb")
+            file = path.open("ab+" if to_file else "wb")  # a pipe or a device cannot be read back
         except OSError as error:
             raise InputError(f"The output {path} cannot be written: {error.strerror}. {_remedy(path)}") from error
         output = cls(file, str(path), path if to_file else None)
@@ -208,7 +208,7 @@ class OutputFile:
     def weight_layout(self) -> tuple[bool, bool] | None:
         """Return an earlier run's weight layout, see `kvkeep.models.prepare.chosen`; `None` if it is unknown."""
         said = self.made_by.get(LAYOUT)
-        if isinstance(said, list | tuple) and [type(part) for part in said] == [bool, bool]:
+        if isinstance(said, list | tuple) and [type(flag) for flag in said] == [bool, bool]:
             return said[0], said[1]
         return None
 

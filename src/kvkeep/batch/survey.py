@@ -219,7 +219,7 @@ class Survey:
             return line
         shape = _shape(line)
         self.digests[line.number] = line.digest
-        self._shapes[line.number] = self._known.setdefault(shape, shape)
+        self._shapes[line.number] = self._known.setdefault(shape, shape)  # many lines share one object
         if line.asked and line.asked.model is not None and len(self.models) < _MOST_MODELS:
             self.models.add(line.asked.model)
         return None

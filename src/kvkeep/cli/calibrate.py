@@ -41,9 +41,11 @@ class CalibrateOptions(ModelOptions):
         metavar="TOKENS",
         group=_MEASURE,
     )
-    sinks: int = option("First tokens that a limited head still sees.", default=4, least=0, metavar="N", group=_MEASURE)
+    sinks: int = option(
+        "First tokens that a limited head still sees.", default=4, least=0, metavar="N", group=_MEASURE, rare=True
+    )
     recent: int = option(
-        "Newest tokens that a limited head still sees.", default=32, least=1, metavar="N", group=_MEASURE
+        "Newest tokens that a limited head still sees.", default=32, least=1, metavar="N", group=_MEASURE, rare=True
     )
     case: str = option(
         "later: questions come after the text was cut. inside: the question ends the text, so a limited head still "
@@ -53,13 +55,17 @@ class CalibrateOptions(ModelOptions):
         complete=shell_completion.words("later", "inside"),
         group=_MEASURE,
     )
-    documents: int = option("Number of texts with planted facts.", default=6, least=0, metavar="N", group=_MEASURE)
-    questions: int = option(
-        "Questions about each text with facts, at most 16.", default=16, least=1, metavar="N", group=_MEASURE
+    documents: int = option(
+        "Number of texts with planted facts.", default=6, least=0, metavar="N", group=_MEASURE, rare=True
     )
-    windows: int = option("Windows of --text that are read.", default=3, least=1, metavar="N", group=_MEASURE)
     seed: int = option(
-        "Seed of facts, questions and windows.", default=0, least=0, most=2**31 - 1, metavar="N", group=_MEASURE
+        "Seed of facts, questions and windows.",
+        default=0,
+        least=0,
+        most=2**31 - 1,
+        metavar="N",
+        group=_MEASURE,
+        rare=True,
     )
     from_duo: str | None = option(
         "Measure nothing: turn a pattern of DuoAttention, a full_attention_heads.tsv or its folder, into a profile. "
@@ -77,7 +83,7 @@ class CalibrateOptions(ModelOptions):
         metavar="SHARE",
         group=_IMPORT,
     )
-    overwrite: bool = option("Replace a profile of that name.", default=False, group=OUTPUT)
+    overwrite: bool = option("Replace a profile of that name.", default=False, group=OUTPUT, rare=True)
     json: bool = option(JSON)
 
     def checked(self) -> CalibrateOptions:

@@ -169,8 +169,6 @@ def prepare(request: CalibrateOptions) -> Calibration:
         case=request.case,
         context=min(DEFAULT_CONTEXT, trained) if request.context is None else request.context,
         documents=request.documents,
-        questions=request.questions,
-        windows=request.windows,
         seed=request.seed,
     )
     return Calibration(model=request.model or EMBEDDED, checkpoint=checkpoint, text=text, settings=settings)

@@ -6,12 +6,22 @@ from dataclasses import dataclass, replace
 
 from kvkeep.cli import shell_completion
 from kvkeep.cli.chat_folder import complete_names
-from kvkeep.cli.generate import GenerationOptions, parse_budget, parse_memory
-from kvkeep.cli.options import BUDGET, JSON, MAX_NEW_TOKENS, NO_DEFAULT, POLICY, option, parse_system
+from kvkeep.cli.generate import GenerationOptions, parse_memory
+from kvkeep.cli.options import BUDGET, JSON, MAX_NEW_TOKENS, NO_DEFAULT, POLICY, option, parse_system, parse_tokens
 from kvkeep.errors import InputError
+from kvkeep.parameters import CHAT_MAX_NEW_TOKENS
 from kvkeep.policies import LATER
 
 _CHAT = "Conversation"
+
+
+def parse_budget(text: str, option: str) -> int:
+    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
+    if text.endswith("%"):
+        raise InputError(
+            f"{option} {text} is a share, and a conversation has no known length; give a number of tokens, e.g. 512."
+        )
+    return parse_tokens(text, option)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +33,7 @@ class ChatOptions(GenerationOptions):
     """
 
     session: str | None = option(
-        "Continue the conversation of this name, or begin it. Default: a new one, named by date and time.",
+        "Continue this conversation, or begin it. Default: a new one, named by date and time.",
         "-s",
         default=None,
         metavar="NAME",
@@ -46,16 +56,17 @@ class ChatOptions(GenerationOptions):
         default=None,
         metavar="DIR",
         group=_CHAT,
+        rare=True,
     )
     list_: bool = option("List the saved conversations and stop.", default=False, group=_CHAT)
     policy: str = option(
         POLICY,
-        help=f"Eviction policy, with its options if need be. See [b]kvkeep policies[/b]. Default: {LATER}.",
+        help=f"{POLICY.help} Default: {LATER}.",
         default="",
         more=NO_DEFAULT,
     )
     budget: int | None = option(BUDGET, help=f"{BUDGET.help} Default: 1024; under full 8192.", read=parse_budget)
-    max_new_tokens: int = option(MAX_NEW_TOKENS, default="1024")
+    max_new_tokens: int = option(MAX_NEW_TOKENS, default=str(CHAT_MAX_NEW_TOKENS.default))
     json: bool = option(JSON, help="With --list: print one JSON object.")
 
     def checked(self) -> ChatOptions:

@@ -165,7 +165,7 @@ class ChatPlace:
         if linked:
             link = self.file.with_name(_LINK)
             with suppress(OSError):  # the file system has no links
-                link.unlink(missing_ok=True)
+                link.unlink(missing_ok=True)  # `os.link` replaces nothing, so a rename does that below
                 os.link(self.file, link)
                 link.replace(self._before)
                 return

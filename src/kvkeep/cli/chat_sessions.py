@@ -247,14 +247,20 @@ def show(request: ChatOptions) -> None:
         console.note(f"no conversations are saved in {folder.path}")
         return
     table = console.table("name", "model", "turns", "tokens", "size", "last used")
-    for known in conversations:
-        name = console.visible(known["name"])
-        if "error" in known:
-            table.add_row(name, f"cannot be read: {known['error']}")
+    for conversation in conversations:
+        name = console.visible(conversation["name"])
+        if "error" in conversation:
+            table.add_row(name, f"cannot be read: {conversation['error']}")
             continue
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(known["last_used"]))
-        turns = "–" if known["turns"] is None else str(known["turns"])
-        cells = (known["model"], turns, str(known["tokens"]), console.show_bytes(known["bytes"]), used)
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(conversation["last_used"]))
+        turns = "–" if conversation["turns"] is None else str(conversation["turns"])
+        cells = (
+            conversation["model"],
+            turns,
+            str(conversation["tokens"]),
+            console.show_bytes(conversation["bytes"]),
+            used,
+        )
         table.add_row(name, *map(console.visible, cells))
     console.out().print(table)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import sys
 import traceback
@@ -28,6 +29,9 @@ P = ParamSpec("P")
 
 BAD_INPUT = 2
 """Exit code of every error that the user can put right; the same as for a misspelt option."""
+
+DEBUG = "KVKEEP_DEBUG"
+"""The variable under which an error shows its traceback, for bug reports."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 and the number of the signal."""
@@ -56,7 +60,7 @@ def err() -> Console:
 
 
 def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """Make a subcommand print errors of kvkeep as one line; with its option ``debug``, after the traceback."""
+    """Make a subcommand print errors of kvkeep as one line; under `DEBUG`, after the traceback."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -64,7 +68,7 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except (KVKeepError, MemoryError) as found:
-            if kwargs.get("debug"):
+            if os.environ.get(DEBUG, "0") not in ("", "0"):
                 traceback.print_exception(found)
             error(_OUT_OF_MEMORY if isinstance(found, MemoryError) else str(found))
             raise typer.Exit(BAD_INPUT) from found
@@ -96,7 +100,7 @@ def with_flags(message: str) -> str:
     def show(found: re.Match[str]) -> str:
         name, value = found[1] or found[3], found[2] or found[4]
         alike = (name, f"{name}s", name.removesuffix("s"), f"max_{name}")  # e.g. rows of an engine: --max-rows
-        flag = next((one for one in alike if one in parameters), None)
+        flag = next((alias for alias in alike if alias in parameters), None)
         if flag is not None:
             return _flag(flag, value, parameters[flag])
         return found[0] if value else name.replace("_", " ")

@@ -25,8 +25,7 @@ from rich.text import Text
 import kvkeep
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.options import Debug, Threads
-from kvkeep.models.threads import check, restored, use
+from kvkeep.models.threads import restored, use
 from kvkeep.policies import DEFAULT
 
 if TYPE_CHECKING:
@@ -76,14 +75,11 @@ NEXT = (
 @one_line_errors
 def demo(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another story and another question.")] = SEED,
-    threads: Threads = None,
-    debug: Debug = False,
 ) -> None:
     """Show a story in 128 tokens of memory, and what each policy still knows of a long text.
 
     Runs the embedded model on the CPU; nothing is downloaded.
     """
-    number = check(threads)
     from kvkeep.models.load import embedded, find, quiet, read_weights
     from kvkeep.models.tokenization import Writer
 
@@ -92,7 +88,7 @@ def demo(
     with quiet(), restored():
         checkpoint = find(embedded())
         writer = Writer(checkpoint, read_weights(checkpoint, device="cpu"))
-        use(writer.model, number)
+        use(writer.model)
         parameters = sum(p.numel() for p in writer.model.parameters()) / 1e6
         screen.print(
             f"The embedded model: {parameters:.1f} million parameters, trained on texts of "

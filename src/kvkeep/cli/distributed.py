@@ -103,7 +103,7 @@ def told(value: Any) -> Any:
     raw = json.dumps(value).encode() if leads() else b""
     size = torch.tensor([len(raw)], device=device)
     dist.broadcast(size, 0)
-    sent = torch.frombuffer(bytearray(raw or b" "), dtype=torch.uint8).to(device)
+    sent = torch.frombuffer(bytearray(raw or b" "), dtype=torch.uint8).to(device)  # torch takes no empty buffer
     sent = sent if leads() else torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(sent, 0)
     return json.loads(bytes(sent.cpu().tolist()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.options import Debug, Json
+from kvkeep.cli.options import Json
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.version import __version__
 
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_
 
 
 @one_line_errors
-def env(json: Json = False, debug: Debug = False) -> None:
+def env(json: Json = False) -> None:
     """Show versions, devices, memory and policies, as a bug report needs them."""
     facts = {
         "kvkeep": __version__,
@@ -102,7 +102,7 @@ def _show(name: str, fact: Any) -> str:
     if name == "devices":
         return "\n".join(_show_device(device) for device in fact)
     if name == "backends":
-        return "\n".join(f"{one['device']}: {one['backend']} ({one['detail']})" for one in fact)
+        return "\n".join(f"{device['device']}: {device['backend']} ({device['detail']})" for device in fact)
     if name == "policies":
         return ", ".join(fact)
     return "–" if fact is None else str(fact)

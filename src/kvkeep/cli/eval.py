@@ -15,6 +15,7 @@ from kvkeep.cli.options import (
     JSON,
     KV_BITS,
     LAYER_BUDGET,
+    NO_PLOTS,
     OUTPUT,
     POSITIONS,
     PREFILL_CHUNK,
@@ -25,7 +26,6 @@ from kvkeep.cli.options import (
     option,
     parse_budgets,
     parse_layer_weights,
-    parse_number,
     parse_tokens,
 )
 from kvkeep.errors import InputError
@@ -109,10 +109,6 @@ def _contexts(text: str, option: str) -> tuple[int, ...]:
     return tuple(parse_tokens(item, option) for item in items(text, option))
 
 
-def _depths(text: str | None, option: str) -> tuple[float, ...]:
-    return () if text is None else tuple(parse_number(item, option) for item in items(text, option))
-
-
 def _parts(text: str | None, option: str) -> tuple[str, ...]:
     return () if text is None else tuple(items(text, option))
 
@@ -167,24 +163,22 @@ class EvalOptions(ModelOptions):
     """
 
     recipe: str | None = option(
-        f"A paper's table: {', '.join(RECIPES)}. It sets the options that you leave out, and the paper's figures are "
-        "shown beside yours.",
+        f"A paper's table, beside your figures: {', '.join(RECIPES)}. It sets the options that you leave out.",
         default=None,
         metavar="NAME",
         complete=shell_completion.words(*RECIPES),
         group=GRID,
     )
-    quick: bool = option("Cut the recipe down.", default=False, group=GRID)
+    quick: bool = option("Cut the recipe down.", default=False, group=GRID, rare=True)
     policies: str = option(
-        "Policies with their options, e.g. full,local,h2o:recent=8,sinks=4,tova. full is run once, with room for the "
-        "whole text. h2o@4bit has slots of 4 bits, see --kv-bits.",
+        "Policies with their options. h2o@4bit has slots of 4 bits, see --kv-bits.",
         default=f"full,local,h2o,{DEFAULT}",
         metavar="LIST",
         complete=shell_completion.policy_list,
         group=GRID,
     )
     budgets: tuple[float | int, ...] = option(
-        "Budgets per layer and head: shares of the text such as 20%, or tokens: 512, 4K (4096), 4k (4000).",
+        "Shares of the text such as 20%, or tokens: 512, 4K.",
         read=parse_budgets,
         default="4%,10%,20%,60%",
         metavar="LIST",
@@ -199,7 +193,7 @@ class EvalOptions(ModelOptions):
         group=TASKS,
     )
     seeds: tuple[int, ...] = option(
-        "Chooses questions and windows of the text. Several seeds, e.g. 0,1,2, give a mean and a range.",
+        "Several seeds, e.g. 0,1,2, give a mean and a range.",
         read=_seeds,
         name="seed",
         default="0",
@@ -207,7 +201,7 @@ class EvalOptions(ModelOptions):
         group=TASKS,
     )
     text: str | None = option(
-        "UTF-8 text for all tasks but recall. Default: the package's own plain sentences.",
+        "UTF-8 text for all tasks but recall. Default: plain sentences of the package.",
         default=None,
         metavar="FILE",
         group=TASKS,
@@ -220,7 +214,7 @@ class EvalOptions(ModelOptions):
         metavar="LIST",
         group=TASKS,
     )
-    facts: int = option("Facts in a recall prompt; one is asked for.", default=16, metavar="N", group=TASKS)
+    facts: int = option("Facts in a recall prompt; one is asked for.", default=16, metavar="N", group=TASKS, rare=True)
     documents: str = option(
         "The recall texts: prose, or harder ones in which facts stand out less: facts, list, dialogue, script, table, "
         "code, hops.",
@@ -228,18 +222,10 @@ class EvalOptions(ModelOptions):
         metavar="LOOK",
         complete=shell_completion.words("prose", "facts", "list", "dialogue", "script", "table", "code", "hops"),
         group=TASKS,
-    )
-    depths: tuple[float, ...] = option(
-        "Places of the asked facts in the text, from 0 (start) to 1 (end). Default: evenly spread.",
-        read=_depths,
-        reads_none=True,
-        default=None,
-        metavar="LIST",
-        group=TASKS,
+        rare=True,
     )
     ask: str = option(
-        "prompt (or inside): the recall question is read before the text is cut to the budget. later: the text is cut "
-        "first, and its questions follow.",
+        "prompt (or inside): recall's question is read before the text is cut to the budget. later: after it.",
         default="prompt",
         metavar="WHEN",
         complete=shell_completion.words("prompt", "inside", "later"),
@@ -251,6 +237,7 @@ class EvalOptions(ModelOptions):
         default=None,
         metavar="N",
         group=TASKS,
+        rare=True,
     )
     window: int | None = option(
         "Length of a perplexity window. Default: 1024, or the trained length if that is less.",
@@ -258,6 +245,7 @@ class EvalOptions(ModelOptions):
         default=None,
         metavar="TOKENS",
         group=TASKS,
+        rare=True,
     )
     stride: int = option(
         "Tokens that perplexity feeds in one step; 1 is decoding.",
@@ -265,10 +253,10 @@ class EvalOptions(ModelOptions):
         default="16",
         metavar="TOKENS",
         group=TASKS,
+        rare=True,
     )
     data: str | None = option(
-        "Folder with files of public data sets, for longbench, choice, summary, and ruler's qa_1 and qa_2. hub: read "
-        "them from the Hugging Face hub (extra: datasets).",
+        "Folder of public data sets, for longbench, choice, summary and ruler; or hub (extra: datasets).",
         default=None,
         metavar="DIR",
         group=TASKS,
@@ -280,17 +268,23 @@ class EvalOptions(ModelOptions):
         default=None,
         metavar="LIST",
         group=TASKS,
+        rare=True,
     )
     shots: int = option(
-        "Solved examples before a question of choice.", read=whole, default="5", metavar="N", group=TASKS
+        "Solved examples before a question of choice.",
+        read=whole,
+        default="5",
+        metavar="N",
+        group=TASKS,
+        rare=True,
     )
-    prefill_chunk: int | None = option(PREFILL_CHUNK)
+    prefill_chunk: int | None = option(PREFILL_CHUNK, rare=True)
     layer_budget: str | tuple[float, ...] | None = option(LAYER_BUDGET, read=parse_layer_weights)
     head_budget: str | None = option(HEAD_BUDGET)
-    kv_bits: str | None = option(KV_BITS)
+    kv_bits: str | None = option(KV_BITS, rare=True)
     positions: Literal["true", "slot"] | None = option(POSITIONS)
     output_folder: str | None = option(
-        "Folder for results.jsonl and plots. The same command again resumes a run that was stopped.",
+        "Folder for results.jsonl and plots. The same command again resumes a run.",
         "-o",
         name="output",
         default=None,
@@ -298,7 +292,7 @@ class EvalOptions(ModelOptions):
         group=OUTPUT,
     )
     report: str | None = option(
-        "Run nothing; show the table of a finished folder and draw its plots again.",
+        "Run nothing; show the results of a folder again.",
         default=None,
         metavar="DIR",
         group=OUTPUT,
@@ -309,18 +303,21 @@ class EvalOptions(ModelOptions):
         default=None,
         metavar="K/N",
         group=OUTPUT,
+        rare=True,
     )
     merge: str | None = option(
         "Run nothing; join the results of several folders, e.g. a,b,c, in the folder --output.",
         default=None,
         metavar="DIRS",
         group=OUTPUT,
+        rare=True,
     )
     leaderboard: str | None = option(
         "Run nothing; write a page with the results of several folders, also of several models, to --output.",
         default=None,
         metavar="DIRS",
         group=OUTPUT,
+        rare=True,
     )
     workers: int | None = option(
         "Run the cells on N copies of the model, each in a process of a cluster of Ray. Needs the extra kvkeep\\[ray].",
@@ -328,12 +325,11 @@ class EvalOptions(ModelOptions):
         default=None,
         metavar="N",
         group=WORKERS,
+        rare=True,
     )
     ray_address: str | None = option(RAY_ADDRESS, group=WORKERS)
-    plots: bool = option("Draw plots, with matplotlib (extra: plots).", default=True, group=OUTPUT)
-    dry_run: bool = option(
-        "Run nothing; show the cells, their memory and the time of decoding.", default=False, group=OUTPUT
-    )
+    plots: bool = option(NO_PLOTS)
+    dry_run: bool = option("Run nothing; show the cells, their memory and time.", default=False, group=OUTPUT)
     json: bool = option(JSON)
     output: Path = Path()
     folders: tuple[Path, ...] = ()

@@ -336,7 +336,6 @@ def _options(request: EvalOptions) -> list[Options]:
         contexts=request.contexts,
         facts=request.facts,
         documents=request.documents,
-        depths=request.depths,
         ask=request.ask,
         turns=request.turns,
         window=request.window,

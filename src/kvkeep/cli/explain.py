@@ -32,7 +32,7 @@ class ExplainOptions(ModelOptions):
         metavar="TEXT",
         group=_TEXT,
     )
-    raw: bool = option("Do not apply the tokenizer's chat template.", default=False, group=_TEXT)
+    raw: bool = option("Do not apply the tokenizer's chat template.", default=False, group=_TEXT, rare=True)
     policies: str = option(
         "Policies with their options, at most six, e.g. h2o:recent=8,sinks=4,tova.",
         default="h2o,snapkv,local",
@@ -69,7 +69,7 @@ class ExplainOptions(ModelOptions):
         metavar="FOLDER",
         group=OUTPUT,
     )
-    overwrite: bool = option("Replace files of that name.", default=False, group=OUTPUT)
+    overwrite: bool = option("Replace files of that name.", default=False, group=OUTPUT, rare=True)
     terminal: bool = option(
         "Print the text under each policy, side by side. Dots stand for tokens that no head holds.",
         default=False,

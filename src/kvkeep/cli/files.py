@@ -34,7 +34,7 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
     source = "Standard input" if file == STANDARD_INPUT else f"The {kind} {file}"
     try:
         data = sys.stdin.buffer.read() if file == STANDARD_INPUT else in_full(file).read_bytes()
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")  # drops the mark with which some editors begin a file
     except UnicodeDecodeError as error:
         raise InputError(
             f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}. Convert it, e.g. with iconv."
@@ -127,7 +127,7 @@ def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
         pass
     except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
         raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from error
-    if path.is_dir() or (os.path.lexists(path) and not path.is_file()):
+    if path.is_dir() or (os.path.lexists(path) and not path.is_file()):  # a link to nothing is refused as well
         raise InputError(f"{path} is a folder, or no regular file. Give the name of a file for the {what}.")
     if os.path.lexists(path) and not overwrite:
         raise InputError(f"{path} exists. Give another --output, or --overwrite to replace it.")

@@ -14,6 +14,7 @@ from kvkeep.cli.options import (
     BUDGET,
     JSON,
     MAX_NEW_TOKENS,
+    MAX_ROWS,
     NO_DEFAULT,
     POLICY,
     RAY_ADDRESS,
@@ -24,7 +25,6 @@ from kvkeep.cli.options import (
     option,
     parse_bytes,
     parse_system,
-    parse_tokens,
 )
 from kvkeep.cli.usage_errors import exists, quoted, quotes_missing, shown
 from kvkeep.errors import InputError
@@ -76,16 +76,6 @@ def parse_memory(text: str, option: str) -> str:
             f"all KV memory: --kv-memory {text}"
         )
     return text
-
-
-def parse_budget(text: str, option: str) -> int:
-    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
-    if text.endswith("%"):
-        raise InputError(
-            f"{option} {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
-            "single prompt there is --keep-ratio, e.g. 0.2."
-        )
-    return parse_tokens(text, option)
 
 
 # Where the prompt of ``kvkeep generate`` comes from, and words that were meant to be a prompt.
@@ -221,37 +211,35 @@ class GenerateOptions(GenerationOptions):
     """
 
     source: str | None = argument(
-        "- reads the prompt from standard input.", default=None, metavar="-", more={"show_default": False}
+        "Read the prompt from standard input.", default=None, metavar="-", more={"show_default": False}
     )
     prompt_words: str | None = option(
         "The prompt.", "--prompt", "-p", name="prompt", default=None, metavar="TEXT", group=_PROMPT
     )
     prompt_file: str | None = option(
-        "Read the prompt from a UTF-8 file; - is standard input. A final line break is dropped.",
+        "UTF-8 file with the prompt; - is standard input.",
         "-f",
         default=None,
         metavar="FILE",
         group=_PROMPT,
     )
     system: str | None = option(
-        "A system message before the prompt, for models with a chat template.",
+        "A system message, if there is a chat template.",
         read=parse_system,
         default=None,
         metavar="TEXT",
         group=_PROMPT,
     )
-    raw: bool = option("Do not apply the tokenizer's chat template.", default=False, group=_PROMPT)
+    raw: bool = option("Do not apply the tokenizer's chat template.", default=False, group=_PROMPT, rare=True)
     input: str | None = option(
-        'Run a batch job: a JSONL file whose lines have a "prompt" or "messages", and perhaps "options" of their own. '
-        "Other fields are copied to the output. Lines of OpenAI's batch files are answered as such.",
+        "JSONL file of prompts, or OpenAI's batch file.",
         "-i",
         default=None,
         metavar="FILE",
         group=JOB,
     )
     output: str | None = option(
-        "JSONL or Parquet file for the completions, or an address such as s3://bucket/answers.jsonl; the same command "
-        "again resumes a job that was stopped. - is standard output.",
+        "JSONL or Parquet file or address of the answers. The same command again resumes the job.",
         "-o",
         default=None,
         metavar="FILE",
@@ -261,18 +249,22 @@ class GenerateOptions(GenerationOptions):
         "Write lines that cannot be run to OUTPUT.bad, or to standard error for -, and run the others.",
         default=False,
         group=JOB,
+        rare=True,
     )
-    max_rows: int | None = option(
-        "Sequences that run at once. Default: 16, or what fits.", default=None, metavar="N", group=JOB
-    )
+    max_rows: int | None = option(MAX_ROWS, group=JOB, rare=True)
     kv_memory: int | None = option(
-        "KV memory of all sequences, e.g. 2GiB or 500MB.", read=parse_bytes, default=None, metavar="SIZE", group=JOB
+        "KV memory of all sequences, e.g. 2GiB or 500MB.",
+        read=parse_bytes,
+        default=None,
+        metavar="SIZE",
+        group=JOB,
+        rare=True,
     )
     compile: bool = option(
         "Compile norms and feed-forward layers with torch.compile; worth it on a GPU.",
-        "--compile/--no-compile",
         default=False,
         group=JOB,
+        rare=True,
     )
     ray_workers: int | None = option(
         "Run the lines on N engines, each in a process of a cluster of Ray. --max-rows and --kv-memory are then those "
@@ -280,11 +272,11 @@ class GenerateOptions(GenerationOptions):
         default=None,
         metavar="N",
         group=JOB,
+        rare=True,
     )
     ray_address: str | None = option(RAY_ADDRESS, group=JOB)
     memory: str | None = option(
-        "A text that kvkeep remember has read: prompts are questions about it. Policy, budget and the other settings "
-        "of the memory are then the file's.",
+        "A text that kvkeep remember has read: prompts ask about it, with the policy and budget of the file.",
         read=parse_memory,
         default=None,
         metavar="FILE",
@@ -292,29 +284,31 @@ class GenerateOptions(GenerationOptions):
         group=_PROMPT,
     )
     config: str | None = option(
-        "A kvkeep.toml, as [b]kvkeep tune[/b] writes it. Its settings hold where no option is given.",
+        "A kvkeep.toml, as [b]kvkeep tune[/b] writes it.",
         default=None,
         metavar="FILE",
         group=MEMORY,
     )
     policy: str = option(POLICY, help=f"{POLICY.help} Default: {DEFAULT}.", default="", more=NO_DEFAULT)
-    budget: int | None = option(
+    share_or_tokens: float | int | None = option(
         BUDGET,
-        help=f"{BUDGET.help} Default: 1024, or the number of prompt and new tokens if it is smaller or the policy is "
-        "full.",
-        read=parse_budget,
+        help="Tokens kept per layer and head, e.g. 512 or 4K, or a share of the prompt: 20%. Default: 1024, or less "
+        "for a short text.",
+        name="budget",
+        read=options.parse_budget,
     )
-    keep_ratio: float | None = option(
-        described(parameters.KEEP_RATIO),
-        help="Instead of --budget: the share of the prompt's tokens that is kept, in (0, 1].",
-    )
+    budget: int | None = None
+    keep_ratio: float | None = None
     pin_system: bool = option(
-        "Never evict the system message: that of --system, or those of a file's messages.", default=False, group=MEMORY
+        "Never evict the system message: that of --system, or those of a file's messages.",
+        default=False,
+        group=MEMORY,
+        rare=True,
     )
     guard: float | None = option(described(parameters.GUARD))
-    compare: bool = option("Run a full cache too, and show both side by side.", default=False, group=MEMORY)
+    compare: bool = option("Run a full cache too, and show both.", default=False, group=MEMORY)
     json_schema: str | None = option(
-        "The answer is JSON that follows this schema. Needs the extra 'structured'.",
+        "JSON schema of the answer (extra: structured).",
         read=read_schema,
         default=None,
         metavar="FILE",
@@ -349,10 +343,16 @@ class GenerateOptions(GenerationOptions):
         self._check_batch(file)
         self._check_system()
         prompt = read_prompt(self.prompt_words, file, model=model) if self.input is None else ""
-        if self.budget is not None and self.keep_ratio is not None:
-            raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
-        policy = self.policy or DEFAULT
-        return replace(self, model=model, prompt=prompt, policy=policy, names_policy=self.policy != "")
+        policy, size = self.policy or DEFAULT, self.share_or_tokens
+        return replace(
+            self,
+            model=model,
+            prompt=prompt,
+            policy=policy,
+            names_policy=self.policy != "",
+            budget=size if isinstance(size, int) else None,
+            keep_ratio=size if isinstance(size, float) else None,
+        )
 
     def _check_batch(self, file: str | None) -> None:
         """Check the options of a batch job."""
@@ -370,22 +370,25 @@ class GenerateOptions(GenerationOptions):
         if self.max_rows is not None and self.max_rows < 1:
             raise InputError(f"--max-rows {self.max_rows} runs nothing; give 1 or more.")
         options.check_workers(self.ray_workers, self.ray_address)
-        single = (self.prompt_words, file, self.system, self.keep_ratio, self.json_schema)
+        if isinstance(self.share_or_tokens, float):
+            raise InputError(
+                "--budget is a share, and the lines of a batch job differ in length; give tokens, e.g. 512."
+            )
+        single = (self.prompt_words, file, self.system, self.json_schema)
         if self.compare or any(given is not None for given in single):
             raise InputError(
-                "--input runs a file of prompts; --prompt, --system, --json-schema, --compare and --keep-ratio are for "
-                "a single one."
+                "--input runs a file of prompts; --prompt, --system, --json-schema and --compare are for a single one."
             )
 
     def _check_system(self) -> None:
         """Check that there is a place for a system message, and that there is one if it is pinned."""
         if self.system is not None and self.raw:
             raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
-        own = self.compare or self.system is not None or self.keep_ratio is not None or self.pin_system
+        own = self.compare or self.system is not None or isinstance(self.share_or_tokens, float) or self.pin_system
         if self.memory is not None and own:
             raise InputError(
-                "--memory brings the text, its system message and its budget; --system, --pin-system, --keep-ratio and "
-                "--compare are for prompts without one."
+                "--memory brings the text, its system message and its budget; --system, --pin-system, --compare and a "
+                "share as --budget are for prompts without one."
             )
         if self.pin_system and self.input is None and self.system is None:
             raise InputError("--pin-system keeps a system message, and there is none; give --system TEXT.")

@@ -557,6 +557,7 @@ def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: Ou
             named.append(parse_policy(name))
     default = default_budget(policy, survey.longest, named)
     earlier = output.made_by.get("budget")
+    # `isinstance` would take `true` of a file for the number 1
     if type(earlier) is not int or not 1 <= earlier <= MAX_TOKENS or earlier == default:
         return default  # an output with an impossible number is refused later
     console.note(
@@ -602,7 +603,7 @@ def _todo(job: _Job, judge: Judge) -> dict[int, str]:
         set_aside(source, survey, {}, batch)
     elif batch.output != "-":
         remove_bad(beside(batch), survey)
-    return {number: found for number, found in survey.digests.items() if number not in output.done}
+    return {number: fingerprint for number, fingerprint in survey.digests.items() if number not in output.done}
 
 
 def _refusal(number: int, reason: str) -> InputError:

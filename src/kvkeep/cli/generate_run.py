@@ -248,7 +248,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     if request.keep_ratio is not None:
-        budgets.from_ratio(request.keep_ratio, tokens=1)
+        budgets.from_ratio(request.keep_ratio, tokens=1)  # checks the share before the model is loaded
     checked_guard(request.guard)
     check_weights(request)
     name = request.model or embedded()

@@ -103,6 +103,8 @@ EXAMPLES: dict[str, dict[str, str]] = {
 # Pages of ``--help``: usage, description, examples, and the options in groups, in the width of the terminal.
 
 _WIDEST = 120
+_MOST_EXAMPLES = 3
+"""Examples on a page that does not show everything."""
 _OPTIONS, _ARGUMENTS, _COMMANDS = "Options", "Arguments", "Commands"
 ORDER = {_ARGUMENTS: -1, WORKERS: 1, OUTPUT: 2, _OPTIONS: 3}
 """Places of groups among the others, which stand in the order of the parameters."""
@@ -126,11 +128,12 @@ def show(command: Any, ctx: Any, *, everything: bool = False) -> None:
     for paragraph in (command.help or "").split("\n\n"):
         screen.print()
         screen.print(_text(paragraph))
-    _show_examples(screen, examples(command, ctx.command_path.partition(" ")[2]))
+    lines = list(examples(command, ctx.command_path.partition(" ")[2]).items())
+    _show_examples(screen, lines if everything else lines[:_MOST_EXAMPLES])
     rows: dict[str, list[tuple[Text, Text]]] = {}
     for title, name, text in (*_commands(command), *parameters(command, ctx, everything=everything)):
         rows.setdefault(title, []).append((name, text))
-    width = max((name.cell_len for found in rows.values() for name, _ in found), default=0)
+    width = max((name.cell_len for group in rows.values() for name, _ in group), default=0)
     for title in sorted(rows, key=lambda title: ORDER.get(title, 0)):
         _show_section(screen, title, rows[title], width)
 
@@ -151,11 +154,11 @@ def examples(command: Any, path: str) -> Mapping[str, str]:
     return EXAMPLES.get(path) or getattr(command, "examples", {})
 
 
-def _show_examples(screen: Console, found: Mapping[str, str]) -> None:
-    if found:
+def _show_examples(screen: Console, lines: Sequence[tuple[str, str]]) -> None:
+    if lines:
         screen.print()
         screen.print(Text("Examples", "bold"))
-    for line, remark in found.items():
+    for line, remark in lines:
         screen.print(Padding(Text(f"{remark}:"), (0, 0, 0, 2), expand=False))
         screen.print(Text(f"    {line}", "cyan"), soft_wrap=True)  # so that it can be copied
 
@@ -173,10 +176,10 @@ def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]]
 
 def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
     """Yield the subcommands of a group: group, name, first sentence."""
-    for name, found in getattr(command, "commands", {}).items():
-        if not found.hidden:
-            first = (found.help or "").split("\n\n")[0]
-            yield getattr(found, "rich_help_panel", None) or _COMMANDS, Text(name, "cyan"), _text(first)
+    for name, child in getattr(command, "commands", {}).items():
+        if not child.hidden:
+            first = (child.help or "").split("\n\n")[0]
+            yield getattr(child, "rich_help_panel", None) or _COMMANDS, Text(name, "cyan"), _text(first)
 
 
 def parameters(command: Any, ctx: Any, *, everything: bool = False) -> Iterator[tuple[str, Text, Text]]:
@@ -189,7 +192,7 @@ def parameters(command: Any, ctx: Any, *, everything: bool = False) -> Iterator[
     """
     params = command.get_params(ctx)
     if not everything and any(getattr(param, "hidden", False) for param in params):
-        yield _OPTIONS, Text(f"    {ALL}", "cyan"), Text("Show the options that few people need, too.")
+        yield _OPTIONS, Text(f"    {ALL}", "cyan"), Text("Show all options and examples.")
     for param in params:
         if getattr(param, "hidden", False) and not everything:
             continue

@@ -227,7 +227,7 @@ def run() -> None:
             with distributed.quiet_followers(sys.argv[1:]):
                 app()
         finally:
-            sys.stdout.flush()
+            sys.stdout.flush()  # here, since a failure while Python ends would be a traceback
     except KeyboardInterrupt:
         sys.exit(console.INTERRUPTED)
     except OSError as error:

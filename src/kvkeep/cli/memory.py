@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.options import Debug, Json
+from kvkeep.cli.options import Json
 from kvkeep.result_files import in_full
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ def memory(
         ),
     ],
     json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a saved memory is: model, policy, size, and the positions that each layer holds.
 
@@ -90,7 +89,7 @@ def turns_of(note: Mapping[str, Any]) -> int | None:
     messages = note.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
-    return len([one for one in messages if isinstance(one, dict) and one.get("role") == "assistant"])
+    return len([message for message in messages if isinstance(message, dict) and message.get("role") == "assistant"])
 
 
 def _rule(layer_budget: str | tuple[float, ...]) -> str:

@@ -19,7 +19,7 @@ from kvkeep.cli.files import not_empty, refuse_device
 from kvkeep.cli.usage_errors import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
-from kvkeep.parameters import MAX_TOKENS, Parameter
+from kvkeep.parameters import MAX_TOKENS, MEMORY, Parameter
 from kvkeep.result_files import in_full, parse
 
 # How a dataclass of options becomes a command.
@@ -172,16 +172,12 @@ def argument(described: Option | str, **changes: Any) -> Any:
     return option(described, is_argument=True, **changes)
 
 
-DEBUG = Option(help="Show the traceback of an error.", default=False, group=OUTPUT)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
     """The options of a command, read from the command line."""
 
     inherited_first: ClassVar[bool] = False
     """Whether pages of help show inherited options before a class's own."""
-    debug: bool = option(DEBUG)
 
     @classmethod
     def prepare(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -218,27 +214,30 @@ def command(options: type[_O], run: str | Callable[[_O], str]) -> Callable[..., 
 
     def work(**typed: Any) -> None:
         given = options.prepare(typed)
-        values = {one.field: one.option.value(given[one.name], one.option.flag(one.name)) for one in parameters}
+        values = {
+            parameter.field: parameter.option.value(given[parameter.name], parameter.option.flag(parameter.name))
+            for parameter in parameters
+        }
         asked: Any = options(**values).checked()
         module, _, function = (run if isinstance(run, str) else run(asked)).partition(":")
         getattr(import_module(module), function)(asked)
 
     work.__doc__ = inspect.cleandoc(options.__doc__ or "").partition(_ATTRIBUTES)[0]
     work.__name__ = options.__name__
-    described = [one.for_typer() for one in parameters]
-    work.__annotations__ = {one.name: one.annotation for one in described}
-    work.__dict__["__signature__"] = inspect.Signature(described)
+    described = [parameter.for_typer() for parameter in parameters]
+    work.__annotations__ = {parameter.name: parameter.annotation for parameter in described}
+    work.__dict__["__signature__"] = inspect.Signature(described)  # typer reads it in place of **typed
     return one_line_errors(work)
 
 
 def _parameters(options: type[CommandOptions]) -> Iterator[_Parameter]:
     """Yield the options of a command in the order of its pages: words, own options, inherited ones."""
     hints = get_type_hints(options)
-    fields = {one.name: one for one in dataclasses.fields(options) if _DESCRIPTION in one.metadata}
-    classes = [one for one in options.__mro__ if issubclass(one, CommandOptions)]
+    fields = {entry.name: entry for entry in dataclasses.fields(options) if _DESCRIPTION in entry.metadata}
+    classes = [cls for cls in options.__mro__ if issubclass(cls, CommandOptions)]
     if options.inherited_first:
-        classes = [*classes[-2::-1], CommandOptions]
-    order = [name for one in classes for name in inspect.get_annotations(one) if name in fields]
+        classes.reverse()
+    order = [name for cls in classes for name in inspect.get_annotations(cls) if name in fields]
     words = [name for name in fields if fields[name].metadata[_DESCRIPTION].is_argument]
     for name in dict.fromkeys((*words, *order)):
         found: Option = fields[name].metadata[_DESCRIPTION]
@@ -285,7 +284,7 @@ def parse_tokens(text: str, option: str) -> int:
     try:
         number = int(digits) * unit if digits.lstrip("+-").isdecimal() else float(digits) * unit
         tokens = int(number)
-    except (ValueError, OverflowError):  # no number, "nan", "inf"
+    except (ValueError, OverflowError):  # no number, "nan", "inf": two unequal ones are refused below
         tokens, number = 0, 0.5
     if tokens != number:
         raise InputError(f"{option} {text!r} is not a whole number of tokens; write e.g. 1024, 4K (4096) or 4k (4000).")
@@ -475,7 +474,7 @@ def described(parameter: Parameter, **changes: Any) -> Option:
 
 
 MODEL_WORD = Option(
-    help="A hub name or a local folder. The embedded model if not given.",
+    help="A hub name or folder. Default: the embedded one.",
     default=None,
     metavar="MODEL",
     complete=shell_completion.models,
@@ -498,6 +497,20 @@ KV_BITS = described(parameters.KV_BITS, read=parse_kv_bits)
 POSITIONS = described(parameters.POSITIONS, read=parse_positions)
 MAX_NEW_TOKENS = described(parameters.MAX_NEW_TOKENS, flags=("-n",), default="256", read=parse_tokens)
 TEMPERATURE = described(parameters.TEMPERATURE, flags=("-t",))
+MAX_ROWS = Option(
+    help="Sequences that run at once. Default: 16, or what fits.", default=None, metavar="N", group=MEMORY
+)
+NO_PLOTS = Option(
+    help="Draw no plots; they need matplotlib (extra: plots).",
+    flags=("--no-plots",),
+    name="no_plots",
+    type=bool,
+    default=False,
+    read=lambda off, flag: not off,
+    group=OUTPUT,
+    rare=True,
+)
+"""Its field says whether plots are drawn."""
 JSON = Option(help="Print one JSON object and nothing else.", default=False, group=OUTPUT)
 NO_DEFAULT = {"show_default": False}
 """For an option whose help says its default."""
@@ -505,11 +518,10 @@ RAY_ADDRESS = Option(
     help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine alone.",
     default=None,
     metavar="HOST:PORT",
+    rare=True,
 )
 """Where workers of Ray run."""
 
-Threads = Annotated[int | None, THREADS.info("threads", int | None)]
-Debug = Annotated[bool, DEBUG.info("debug", bool)]
 Json = Annotated[bool, JSON.info("json", bool)]
 """Options of commands that are written as functions, for they have few."""
 

@@ -49,7 +49,7 @@ class PlanningOptions(CommandOptions):
 
     inherited_first: ClassVar[bool] = True
     model: str | None = argument(
-        MODEL_WORD, help="A hub name, a local folder, or a config.json. The embedded model if not given."
+        MODEL_WORD, help="A hub name, a folder, or a config.json. Default: the embedded model."
     )
     policy: str = option(POLICY, default=DEFAULT)
     budget: float | int | None = option(
@@ -76,7 +76,7 @@ class PlanningOptions(CommandOptions):
         DTYPE, complete=None, help="Dtype of weights and cache: float32, bfloat16, float16, or auto: the checkpoint's."
     )
     weights_dtype: str | None = option(
-        "Dtype of the weights, if it differs from the cache's.", default=None, metavar="NAME", group=MODEL
+        "Dtype of the weights, if it differs from the cache's.", default=None, metavar="NAME", group=MODEL, rare=True
     )
     weights_memory: int | None = option(
         "Size of all weights, if you know it, e.g. 18GB. Default: counted from the configuration, quantised weights "
@@ -85,6 +85,7 @@ class PlanningOptions(CommandOptions):
         default=None,
         metavar="SIZE",
         group=MODEL,
+        rare=True,
     )
     memory: int | None = option(
         "Memory for everything, e.g. 24GiB (2^30 each), 24GB (10^9 each), 512MiB.",
@@ -134,7 +135,7 @@ class PlanOptions(PlanningOptions):
     rows: int | None = option(
         "Show whether N rows fit, and how fast they can be.", default=None, metavar="N", group=MEMORY
     )
-    host_rows: int = option("Sequences that wait in main memory.", default=0, metavar="N", group=MEMORY)
+    host_rows: int = option("Sequences that wait in main memory.", default=0, metavar="N", group=MEMORY, rare=True)
     json: bool = option(JSON)
 
     def arguments(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def measured(made: Plan, place: torch.device) -> tuple[Plan, MeasuredDevice]:
     setting = made.setting
     width = setting.outline.shape.hidden
     known = not (setting.scheme or setting.weights_memory)
-    rows = {n for one in (made.full, made.bounded) if known for n in rows_of(made, one)}
+    rows = {n for cost in (made.full, made.bounded) if known for n in rows_of(made, cost)}
     products = {n: _products(place, setting.weights_dtype, n, width) for n in sorted(rows)}
     return replace(made, bandwidth=found.bandwidth.best, products=products), found
 
@@ -60,14 +60,14 @@ def _products(place: torch.device, dtype: torch.dtype, rows: int, width: int) ->
     return measure_products(place, dtype, some, width=width, size_bytes=size) * some / rows
 
 
-def rows_of(made: Plan, one: Cost) -> list[int]:
+def rows_of(made: Plan, cost: Cost) -> list[int]:
     """Return the numbers of rows whose speed a plan states for one kind of cache."""
-    return sorted({1, made.rows or 1, most_rows(made, one) or 1})
+    return sorted({1, made.rows or 1, most_rows(made, cost) or 1})
 
 
-def most_rows(made: Plan, one: Cost) -> int:
+def most_rows(made: Plan, cost: Cost) -> int:
     """Return how many rows fit into the memory; 0 if the memory is not known."""
-    return 0 if made.memory is None else one.most_rows(made.memory)
+    return 0 if made.memory is None else cost.most_rows(made.memory)
 
 
 def speeds(made: Plan, found: MeasuredDevice | None) -> dict[str, object] | None:
@@ -270,15 +270,15 @@ def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
     """Return the lines of the table: the name of each, and its cell for one kind of cache."""
     fed = "prompt" if made.setting.reads_whole else "prompt's chunk"
     lines: dict[str, Callable[[Cost], str]] = {
-        "cache of a row": lambda one: show_bytes(one.row_bytes),
-        "compression": lambda one: console.show_factor(made.full.row_bytes / one.row_bytes),
-        f"working memory of a {fed}": lambda one: show_bytes(one.prompt_bytes),
+        "cache of a row": lambda cost: show_bytes(cost.row_bytes),
+        "compression": lambda cost: console.show_factor(made.full.row_bytes / cost.row_bytes),
+        f"working memory of a {fed}": lambda cost: show_bytes(cost.prompt_bytes),
     }
     if made.memory is not None:
-        lines["rows that fit"] = lambda one: f"{most_rows(made, one)}"
+        lines["rows that fit"] = lambda cost: f"{most_rows(made, cost)}"
     if made.rows is not None:
-        lines[f"memory for {console.count(made.rows, 'row')}"] = lambda one: _fits(made, one, made.rows or 0)
-    lines["a step reads more cache than weights from"] = lambda one: console.count(one.crossover_rows, "row")
+        lines[f"memory for {console.count(made.rows, 'row')}"] = lambda cost: _fits(made, cost, made.rows or 0)
+    lines["a step reads more cache than weights from"] = lambda cost: console.count(cost.crossover_rows, "row")
     limit = "" if made.products else " at most"
     for name, rows in _speeds(made).items():
         lines[f"tokens/s{limit}, {name}"] = _speed_of(made, rows)
@@ -287,52 +287,52 @@ def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
 
 def _speed_of(made: Plan, rows: Callable[[Cost], int]) -> Callable[[Cost], str]:
     """Return a function that formats the speed of a number of rows for one kind of cache."""
-    return lambda one: _speed(made, one, rows(one))
+    return lambda cost: _speed(made, cost, rows(cost))
 
 
 def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:
     """Return the numbers of rows whose speed is shown."""
     if made.bandwidth is None:
         return {}
-    cases: dict[str, Callable[[Cost], int]] = {"1 row": lambda one: 1}
+    cases: dict[str, Callable[[Cost], int]] = {"1 row": lambda cost: 1}
     if made.memory is not None:
-        cases["all that fit"] = lambda one: most_rows(made, one)
+        cases["all that fit"] = lambda cost: most_rows(made, cost)
     if made.rows is not None and made.rows > 1:
-        cases[f"{made.rows} rows"] = lambda one: made.rows or 0
+        cases[f"{made.rows} rows"] = lambda cost: made.rows or 0
     return cases
 
 
-def _fits(made: Plan, one: Cost, rows: int) -> str:
-    peak = one.peak_bytes(rows)
+def _fits(made: Plan, cost: Cost, rows: int) -> str:
+    peak = cost.peak_bytes(rows)
     verdict = "" if made.memory is None else ", fits" if peak <= made.memory else ", too much"
     return f"{show_bytes(peak)}{verdict}"
 
 
-def _speed(made: Plan, one: Cost, rows: int) -> str:
+def _speed(made: Plan, cost: Cost, rows: int) -> str:
     """Format a speed in tokens per second; a dash for rows that do not fit."""
-    found = made.tokens_per_s(one, rows) if rows else None
-    if found is None or (made.memory is not None and rows > most_rows(made, one)):
+    found = made.tokens_per_s(cost, rows) if rows else None
+    if found is None or (made.memory is not None and rows > most_rows(made, cost)):
         return "–"
     return console.show_rate(found)
 
 
-def _describe_cost(made: Plan, one: Cost) -> dict[str, object]:
+def _describe_cost(made: Plan, cost: Cost) -> dict[str, object]:
     """Return a cache's costs as plain data: bytes of a row, then peaks and speeds of some numbers of rows."""
-    most = None if made.memory is None else most_rows(made, one)
+    most = None if made.memory is None else most_rows(made, cost)
     return {
-        "row_bytes": one.row_bytes,
-        "prompt_bytes": one.prompt_bytes,
-        "step_bytes": one.step_bytes,
-        "crossover_rows": one.crossover_rows,
+        "row_bytes": cost.row_bytes,
+        "prompt_bytes": cost.prompt_bytes,
+        "step_bytes": cost.step_bytes,
+        "crossover_rows": cost.crossover_rows,
         "rows": most,
         "with_rows": [
             {
                 "rows": rows,
-                "peak_bytes": one.peak_bytes(rows),
+                "peak_bytes": cost.peak_bytes(rows),
                 "fits": None if most is None else rows <= most,
-                "read_bytes": round(one.read_bytes(rows)),
-                "tokens_per_s": made.tokens_per_s(one, rows),
+                "read_bytes": round(cost.read_bytes(rows)),
+                "tokens_per_s": made.tokens_per_s(cost, rows),
             }
-            for rows in rows_of(made, one)
+            for rows in rows_of(made, cost)
         ],
     }

@@ -18,7 +18,7 @@ from rich.text import Text
 from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.help import Command, Group
-from kvkeep.cli.options import Debug, Json
+from kvkeep.cli.options import Json
 from kvkeep.policies import DEFAULT
 
 _SECTIONS = ("Source", "Differs", "Fails when")
@@ -57,7 +57,7 @@ app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also wit
 
 @app.command("list", cls=Command)
 @one_line_errors
-def list_policies(json: Json = False, debug: Debug = False) -> None:
+def list_policies(json: Json = False) -> None:
     """List the eviction policies: three to start from, then each with a line on what it keeps."""
     from kvkeep.policies.registry import available, describe
 
@@ -107,7 +107,6 @@ def show_policy(
         ),
     ],
     json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
     from kvkeep.policies.registry import class_of, parse, split

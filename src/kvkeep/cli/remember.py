@@ -40,6 +40,7 @@ class RememberOptions(CacheOptions):
         "Do not apply the tokenizer's chat template, neither to the text nor to its questions.",
         default=False,
         group=_TEXT,
+        rare=True,
     )
     overwrite: bool = option("Replace a memory of that name.", default=False, group=OUTPUT)
     policy: str = option(POLICY, default=LATER)

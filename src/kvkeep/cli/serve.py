@@ -18,7 +18,7 @@ from kvkeep.cli.options import (
     HEAD_BUDGET,
     KV_BITS,
     LAYER_BUDGET,
-    MAX_NEW_TOKENS,
+    MAX_ROWS,
     MODEL_WORD,
     OUTPUT,
     POLICY,
@@ -34,14 +34,14 @@ from kvkeep.cli.options import (
 )
 from kvkeep.cli.usage_errors import CommandLineError
 from kvkeep.errors import InputError, pip_install
-from kvkeep.parameters import MEMORY, MODEL
+from kvkeep.parameters import CHAT_MAX_NEW_TOKENS, MEMORY, MODEL, SERVER
 from kvkeep.policies import DEFAULT
 from kvkeep.result_files import in_full
 
 # Options of ``kvkeep serve`` that no other command has.
 
-ADDRESS, CLIENTS, LIMITS, REPLICAS = "Address", "Clients", "Limits", "Replicas"
-"""Panels of ``--help``."""
+REPLICAS = "Replicas"
+"""A group of options on the page of help."""
 ENVIRONMENT = "KVKEEP"
 """What the names of environment variables begin with."""
 
@@ -60,9 +60,9 @@ def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | N
         return None
     first, dash, last = text.strip().partition("-")
     numbers = [first, last] if dash else [first, first]
-    if not all(one.isascii() and one.isdecimal() for one in numbers):
+    if not all(number.isascii() and number.isdecimal() for number in numbers):
         raise InputError(f"--ray-replicas {text!r:.40} is not a number; give 2, or the least and the most: 1-4.")
-    least, most = (int(one[:9]) for one in numbers)
+    least, most = (int(number[:9]) for number in numbers)
     if not 1 <= least <= most <= MOST_REPLICAS:
         raise InputError(
             f"--ray-replicas {text:.40} is out of range; give 1 to {MOST_REPLICAS}, the smaller one first."
@@ -81,7 +81,7 @@ def _config(ctx: Any, file: str | None) -> str | None:
         raise CommandLineError(f"--config {file} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CommandLineError(f"--config {file} is no TOML: {error}.") from error
-    names = {param.name for param in ctx.command.params} - {"config", "check", "debug"}
+    names = {param.name for param in ctx.command.params} - {"config", "check"}
     found.pop("tuned", None)  # how `kvkeep tune` found the other settings
     ctx.default_map = {_known(name, file, names): _plain(name, value, file) for name, value in found.items()}
     return file
@@ -92,14 +92,16 @@ def _known(name: str, file: str, names: set[Any]) -> str:
     found = name.replace("-", "_")
     if found not in names:
         alike = difflib.get_close_matches(found, names, 1)
-        remedy = f"Did you mean {alike[0].replace('_', '-')}?" if alike else "See kvkeep serve --help for all names."
+        remedy = (
+            f"Did you mean {alike[0].replace('_', '-')}?" if alike else "See kvkeep serve --help-all for all names."
+        )
         raise CommandLineError(f"--config {file} has the unknown name {name}. {remedy}")
     return found
 
 
 def _plain(name: str, value: object, file: str) -> object:
     """Check that a value of a file of settings has a type that a user could type, and return it."""
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
     if not isinstance(value, bool | int | float | str):
         raise CommandLineError(f"--config {file}: {name} is no text, number or true/false.")
@@ -146,6 +148,7 @@ class ServeOptions(ModelOptions):
         default="auto",
         metavar="FORM",
         group=MODEL,
+        rare=True,
     )
     policy: str = option(POLICY, default=DEFAULT)
     budget: int = option(
@@ -153,9 +156,7 @@ class ServeOptions(ModelOptions):
         help="Tokens kept per layer and head, e.g. 2048 or 4K; the most that a request may ask for.",
         default="1024",
     )
-    max_rows: int | None = option(
-        "Sequences that run at once. Default: 16, or what fits.", default=None, metavar="N", group=MEMORY
-    )
+    max_rows: int | None = option(MAX_ROWS)
     kv_memory: int | None = option(
         "KV memory of all sequences, e.g. 8GiB.", read=_size, default=None, metavar="SIZE", group=MEMORY
     )
@@ -173,6 +174,7 @@ class ServeOptions(ModelOptions):
         default=0,
         metavar="N",
         group=MEMORY,
+        rare=True,
     )
     prefix_memory: int = option(
         "Main memory for common beginnings of prompts. Needs --prefill-chunk.",
@@ -181,6 +183,7 @@ class ServeOptions(ModelOptions):
         default=None,
         metavar="SIZE",
         group=MEMORY,
+        rare=True,
     )
     session_memory: int | None = option(
         "Main memory for idle sessions. The rest is moved to --session-dir.",
@@ -188,6 +191,7 @@ class ServeOptions(ModelOptions):
         default=None,
         metavar="SIZE",
         group=MEMORY,
+        rare=True,
     )
     session_dir: str | None = option("Folder of saved sessions.", default=None, metavar="DIR", group=MEMORY)
     ray_replicas: str | None = option(
@@ -197,16 +201,19 @@ class ServeOptions(ModelOptions):
         default=None,
         metavar="N",
         group=REPLICAS,
+        rare=True,
     )
     ray_address: str | None = option(RAY_ADDRESS, group=REPLICAS)
     replicas: tuple[int, int] | None = None
-    host: str = option("Address to listen on; 0.0.0.0 is all.", default="127.0.0.1", metavar="NAME", group=ADDRESS)
-    port: int = option("Port to listen on; 0 is any free one.", default=8000, metavar="N", group=ADDRESS)
+    host: str = option(described(parameters.HOST))
+    port: int = option(described(parameters.PORT))
     unix_socket: str | None = option(
-        "Listen on a unix socket, which only you may use.", default=None, metavar="PATH", group=ADDRESS
+        "Listen on a unix socket, which only you may use.", default=None, metavar="PATH", group=SERVER, rare=True
     )
-    tls_cert: str | None = option("Certificate for HTTPS (PEM).", default=None, metavar="FILE", group=ADDRESS)
-    tls_key: str | None = option("Private key of the certificate (PEM).", default=None, metavar="FILE", group=ADDRESS)
+    tls_cert: str | None = option("Certificate for HTTPS (PEM).", default=None, metavar="FILE", group=SERVER, rare=True)
+    tls_key: str | None = option(
+        "Private key of the certificate (PEM).", default=None, metavar="FILE", group=SERVER, rare=True
+    )
     allow_origin: tuple[str, ...] = option(
         "A web page's origin that may call the API (CORS). Default: none.",
         read=_origins,
@@ -214,47 +221,33 @@ class ServeOptions(ModelOptions):
         type=list[str] | None,
         default=None,
         metavar="URL",
-        group=ADDRESS,
+        group=SERVER,
+        rare=True,
     )
+    page: bool = option(described(parameters.PAGE), "--page/--no-page")
     key_file: str | None = option(
         "API keys, one per line: KEY, or NAME KEY. One key may also stand in KVKEEP_API_KEY.",
         default=None,
         metavar="FILE",
-        group=CLIENTS,
+        group=SERVER,
     )
-    key_requests: int | None = option(
-        "Requests that one key may run at once.", default=None, metavar="N", group=CLIENTS
-    )
-    key_tokens: int | None = option("Tokens that one key may use per minute.", default=None, metavar="N", group=CLIENTS)
+    key_requests: int | None = option(described(parameters.KEY_REQUESTS))
+    key_tokens: int | None = option(described(parameters.KEY_TOKENS))
     max_new_tokens: int = option(
-        MAX_NEW_TOKENS, help="New tokens of a chat request that names no number.", default="1024", group=LIMITS
+        described(CHAT_MAX_NEW_TOKENS), "-n", default=str(CHAT_MAX_NEW_TOKENS.default), read=parse_tokens
     )
-    max_model_len: int | None = option(
-        "Tokens of a prompt and its answer together. Default: the trained length; with slot positions no limit.",
-        read=parse_tokens,
-        default=None,
-        metavar="TOKENS",
-        group=LIMITS,
+    max_model_len: int | None = option(described(parameters.MAX_MODEL_LEN), read=parse_tokens)
+    max_queue: int = option(described(parameters.MAX_QUEUE))
+    queue_timeout: float = option(described(parameters.QUEUE_TIMEOUT))
+    request_timeout: float = option(described(parameters.REQUEST_TIMEOUT))
+    read_timeout: float = option(described(parameters.READ_TIMEOUT))
+    grace: float = option(described(parameters.GRACE))
+    max_body: int = option(
+        described(parameters.MAX_BODY), read=_body, default=f"{parameters.MAX_BODY.default // 2**20}MiB"
     )
-    max_queue: int = option("Requests that may wait for a row.", default=256, metavar="N", group=LIMITS)
-    queue_timeout: float = option(
-        "How long a request may wait for a row.", default=60.0, metavar="SECONDS", group=LIMITS
-    )
-    request_timeout: float = option("How long a request may run.", default=600.0, metavar="SECONDS", group=LIMITS)
-    read_timeout: float = option(
-        "How long a client may take to send a request, or stop reading its answer.",
-        default=30.0,
-        metavar="SECONDS",
-        group=LIMITS,
-    )
-    grace: float = option(
-        "Time for running requests to end after SIGTERM or Ctrl-C.", default=30.0, metavar="SECONDS", group=LIMITS
-    )
-    max_body: int = option("The largest body of a request.", read=_body, default="16MiB", metavar="SIZE", group=LIMITS)
-    access_log: bool = option("Log a line for each request, without its text.", default=True, group=OUTPUT)
-    page: bool = option("Serve a page with a chat at /.", "--page/--no-page", default=True, group=OUTPUT)
+    access_log: bool = option("Log a line for each request, without its text.", default=True, group=OUTPUT, rare=True)
     config: str | None = option(
-        "TOML file with these options, by the same names. Flags, and variables such as KVKEEP_PORT, override it.",
+        "TOML file with these options by name. Flags and variables override it.",
         default=None,
         metavar="FILE",
         group=OUTPUT,

@@ -36,6 +36,7 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.openai.messages import ToolUse
+from kvkeep.parameters import PORT, SERVER_COUNTS, SERVER_TIMES
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.result_files import in_full
@@ -175,7 +176,7 @@ def _running(request: ServeOptions, recipe: ReplicaRecipe, need: Need) -> Iterat
 def _reason(serve: Any, name: str, error: RuntimeError) -> str:
     """Return why replicas have not started: kvkeep's own error, or the end of a traceback."""
     status = serve.status().applications.get(name)
-    said = [deployment.message for deployment in status.deployments.values()] if status else []
+    said = [deployed.message for deployed in status.deployments.values()] if status else []
     found = [reason for text in (*said, str(error)) for reason in _OURS.findall(text)]
     return str(found[-1]) if found else f"{last_words(error)}. Ray's logs of the nodes say more."
 
@@ -190,8 +191,8 @@ async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
 
     replicas = RayReplicas(handle)
     first, *others = await replicas.facts()
-    for replica in others:
-        if replica.weights != first.weights:
+    for facts in others:
+        if facts.weights != first.weights:
             raise InputError("Replicas have different weights under one name. Give every node the same files.")
     return replicas, first
 
@@ -314,17 +315,15 @@ def _check_numbers(request: ServeOptions) -> None:
     Raises:
         InputError: one is.
     """
-    seconds = {"queue_timeout": request.queue_timeout, "request_timeout": request.request_timeout}
-    for name, value in (seconds | {"read_timeout": request.read_timeout, "grace": request.grace}).items():
-        if not 0 < value < 10**9:
-            raise InputError(f"{name}={value:g} is no time; give seconds above 0.")
-    least = {"max_queue": (request.max_queue, 0), "key_requests": (request.key_requests, 1)}
-    least |= {"key_tokens": (request.key_tokens, 1), "max_model_len": (request.max_model_len, 2)}
-    for name, (number, low) in least.items():
-        if number is not None and number < low:
-            raise InputError(f"{name}={number} is less than {low}.")
-    if not 0 <= request.port <= 65535:
-        raise InputError(f"port={request.port} is outside 0 … 65535; 0 takes any free one.")
+    for parameter in SERVER_TIMES:
+        if not parameter.allows(seconds := getattr(request, parameter.name)):
+            raise InputError(f"{parameter.name}={seconds:g} is no time; give seconds above 0.")
+    for parameter in SERVER_COUNTS:
+        number = getattr(request, parameter.name)
+        if number is not None and not parameter.allows(number):
+            raise InputError(f"{parameter.name}={number} is less than {parameter.least}.")
+    if not PORT.allows(request.port):
+        raise InputError(f"port={request.port} is outside {PORT.least} … {PORT.most}; 0 takes any free one.")
     SamplingParams(max_new_tokens=request.max_new_tokens)
 
 

@@ -27,7 +27,9 @@ _BREAKS = (":", "=")
 def policies(incomplete: str) -> list[Completion]:
     """Names of policies; after a name and a colon, its options with their values."""
     name, colon, tail = incomplete.partition(":")
-    return _options(name, tail) if colon else [(one, "") for one in _policy_names() if one.startswith(incomplete)]
+    return (
+        _options(name, tail) if colon else [(policy, "") for policy in _policy_names() if policy.startswith(incomplete)]
+    )
 
 
 def policy_list(incomplete: str) -> list[Completion]:
@@ -50,7 +52,7 @@ def models(incomplete: str) -> list[Completion]:
     found: list[Completion] = []
     with contextlib.suppress(OSError):
         inside = [path for path in sorted(typed.expanduser().iterdir()) if path.is_dir()]
-        for path in (one for top in inside for one in (top, *_folders(top))):
+        for path in (folder for top in inside for folder in (top, *_folders(top))):
             if (path / "config.json").is_file():
                 found.append((_as_typed(path, incomplete), "folder"))
     found += [(name, "in the local cache") for name in _cached_models()]
@@ -142,7 +144,7 @@ def _options(name: str, tail: str) -> list[Completion]:
             continue
         for value in _values(str(field.type), field.default):
             found.append((f"{name}:{done}{comma}{field.name}={value}", _short(str(field.metadata.get("help", "")))))
-    return [one for one in found if one[0].startswith(f"{name}:{tail}")]
+    return [completion for completion in found if completion[0].startswith(f"{name}:{tail}")]
 
 
 def _values(kind: str, default: object) -> list[str]:
@@ -161,7 +163,7 @@ def _short(remark: str) -> str:
 
 def _folders(path: Path) -> list[Path]:
     with contextlib.suppress(OSError):
-        return [one for one in sorted(path.iterdir()) if one.is_dir()]
+        return [entry for entry in sorted(path.iterdir()) if entry.is_dir()]
     return []
 
 

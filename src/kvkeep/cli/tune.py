@@ -11,6 +11,7 @@ from kvkeep.cli.files import place
 from kvkeep.cli.options import (
     JSON,
     LAYER_BUDGET,
+    NO_PLOTS,
     OUTPUT,
     POSITIONS,
     PREFILL_CHUNK,
@@ -93,15 +94,20 @@ class TuneOptions(ModelOptions):
         metavar="TOKENS",
         group=_QUALITY,
     )
-    facts: int = option("Facts planted in a text; all are asked for.", default=16, metavar="N", group=_QUALITY)
+    facts: int = option(
+        "Facts planted in a text; all are asked for.", default=16, metavar="N", group=_QUALITY, rare=True
+    )
     limit: int | None = option(
         "Questions of the confirmation, or texts for stream. Default: 448 questions, 24 texts.",
         read=parse_tokens,
         default=None,
         metavar="N",
         group=_QUALITY,
+        rare=True,
     )
-    seed: int = option("Chooses facts and texts.", default=0, least=0, most=2**31 - 1, metavar="N", group=_QUALITY)
+    seed: int = option(
+        "Chooses facts and texts.", default=0, least=0, most=2**31 - 1, metavar="N", group=_QUALITY, rare=True
+    )
     policies: str | None = option(
         "Policies to search, e.g. leverage,h2o:recent=8,sinks=4. Default: those made for the case.",
         default=None,
@@ -117,7 +123,7 @@ class TuneOptions(ModelOptions):
         metavar="LIST",
         group=_SEARCH,
     )
-    prefill_chunk: int | None = option(PREFILL_CHUNK)
+    prefill_chunk: int | None = option(PREFILL_CHUNK, rare=True)
     layer_budget: str | tuple[float, ...] | None = option(LAYER_BUDGET, read=parse_layer_weights)
     head_budgets: tuple[str | None, ...] = option(
         "Rules to search that divide the budget among KV heads, e.g. uniform,ada:0.2,global:0.2,profile:FILE with the "
@@ -139,5 +145,5 @@ class TuneOptions(ModelOptions):
         metavar="DIR",
         group=OUTPUT,
     )
-    plots: bool = option("Draw the curve, with matplotlib (extra: plots).", default=True, group=OUTPUT)
+    plots: bool = option(NO_PLOTS)
     json: bool = option(JSON)

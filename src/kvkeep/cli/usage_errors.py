@@ -49,12 +49,13 @@ _OTHER_NAMES = {
     "--batch-size": "--max-rows",
     "--bf16": "--dtype bfloat16",
     "--cache-size": "--budget",
-    "--compression-ratio": "--keep-ratio",
+    "--compression-ratio": "--budget 20%",
     "--cpu": "--device cpu",
     "--cuda": "--device cuda",
     "--file": "--prompt-file",
     "--fp16": "--dtype float16",
     "--gpu": "--device cuda",
+    "--keep-ratio": "--budget 20%",
     "--kv-budget": "--budget",
     "--load-in-4bit": "--load-in 4bit",
     "--load-in-8bit": "--load-in 8bit",
@@ -64,7 +65,6 @@ _OTHER_NAMES = {
     "--output-dir": "--output",
     "--system-prompt": "--system",
     "--text": "--prompt",
-    "--verbose": "--debug",
 }
 """Names of options in other tools."""
 

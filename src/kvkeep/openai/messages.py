@@ -61,7 +61,7 @@ def _depth(value: object) -> int:
     """Return how many levels of lists and objects are nested in a value. The count uses no recursion."""
     depth, level = 0, [value]
     while found := [part for part in level if isinstance(part, dict | list)]:
-        level = [part for one in found for part in (one.values() if isinstance(one, dict) else one)]
+        level = [part for item in found for part in (item.values() if isinstance(item, dict) else item)]
         depth += 1
     return depth
 
@@ -114,7 +114,7 @@ class ToolForm:
         shown = [f"{name}{self.middle}{given}{self.close}" for name, given in calls]
         begin = f"{self.mark if self.needs_mark else ''}{self.opens[0]}"
         if self.next is None:
-            return "\n".join(begin + one for one in shown)
+            return "\n".join(begin + call for call in shown)
         return begin + self.next.join(shown) + self.last
 
 
@@ -176,7 +176,7 @@ To call functions, answer: [TOOL_CALLS] [{{"name": <function-name>, "arguments":
 )
 """Of Mistral 7B v0.3, Mixtral and Mistral Nemo."""
 
-TOOL_FORMS: Mapping[str, ToolForm] = {one.name: one for one in (HERMES, LLAMA3, MISTRAL)}
+TOOL_FORMS: Mapping[str, ToolForm] = {form.name: form for form in (HERMES, LLAMA3, MISTRAL)}
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
     """
     if not given.get("messages"):
         raise ParameterError("messages", "has no message")
-    found = [_message(f"messages[{place}]", one) for place, one in enumerate(given["messages"])]
+    found = [_message(f"messages[{place}]", message) for place, message in enumerate(given["messages"])]
     if use.by_template:
-        return [part for one in found for part in _parts(one, use.form)]
-    return _joined([_as_text(one, use.form) for one in found])
+        return [part for message in found for part in _parts(message, use.form)]
+    return _joined([_as_text(message, use.form) for message in found])
 
 
 def _message(name: str, message: object) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
     if role not in _ROLES:
         raise ParameterError(f"{name}.role", f"is {short(role)}; there are system, user, assistant and tool")
     for other in found.keys() - {"role", "content"} - _MORE.get(role, set()):
-        if found[other] != []:
+        if found[other] != []:  # an empty list has nothing that the model could be told
             raise ParameterError(f"{name}.{other[:80]}", "cannot be told to the model; leave it out")
     made = {"role": "system" if role == "developer" else role}
     made["content"] = _content(f"{name}.content", found.get("content", ""))
@@ -260,8 +260,8 @@ def _message(name: str, message: object) -> dict[str, Any]:
 def _calls(name: str, calls: object) -> list[dict[str, str]]:
     """Calls of tools, each with its ``name``, its ``arguments`` and its ``id``."""
     found = []
-    for place, one in enumerate(calls if isinstance(calls, list) else [None]):
-        inner = one.get("function") if isinstance(one, dict) else None
+    for place, call in enumerate(calls if isinstance(calls, list) else [None]):
+        inner = call.get("function") if isinstance(call, dict) else None
         inner = inner if isinstance(inner, dict) else {}
         called, given = inner.get("name"), inner.get("arguments")
         if not isinstance(called, str) or not re.fullmatch(NAME, called, re.ASCII) or not isinstance(given, str):
@@ -269,7 +269,7 @@ def _calls(name: str, calls: object) -> list[dict[str, str]]:
                 f"{name}[{place}]", 'is not like {"type": "function", "function": {"name": "…", "arguments": "{…}"}}'
             )
         text = whole_text(f"{name}[{place}]", given or "{}")
-        found.append({"name": called, "arguments": text, "id": _id(f"{name}[{place}].id", one.get("id") or "")})
+        found.append({"name": called, "arguments": text, "id": _id(f"{name}[{place}].id", call.get("id") or "")})
     return found
 
 
@@ -285,7 +285,7 @@ def _as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "tool", "content": form.result.format(content=text)}
     if "tool_calls" in message:
-        shown = form.text((one["name"], one["arguments"]) for one in message["tool_calls"])
+        shown = form.text((call["name"], call["arguments"]) for call in message["tool_calls"])
         text = f"{text}\n{shown}" if text else shown
     return {"role": message["role"], "content": text}
 
@@ -294,12 +294,12 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with each run of tool results joined into one user message."""
     found: list[dict[str, Any]] = []
     joins = False
-    for one in messages:
-        is_result = one["role"] == "tool"
+    for message in messages:
+        is_result = message["role"] == "tool"
         if is_result and joins:
-            found[-1]["content"] += f"\n{one['content']}"
+            found[-1]["content"] += f"\n{message['content']}"
         else:
-            found.append({"role": "user", "content": one["content"]} if is_result else one)
+            found.append({"role": "user", "content": message["content"]} if is_result else message)
         joins = is_result
     return found
 
@@ -312,16 +312,16 @@ def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
         return [message]
     calls = [
         {
-            "id": _short(one["id"], form),
+            "id": _short(call["id"], form),
             "type": "function",
-            "function": {"name": one["name"], "arguments": _object(one["arguments"])},
+            "function": {"name": call["name"], "arguments": _object(call["arguments"])},
         }
-        for one in message["tool_calls"]
+        for call in message["tool_calls"]
     ]
     if form.next is not None:
         return [{**message, "tool_calls": calls}]
     first = [message["content"], *[""] * (len(calls) - 1)]
-    return [{**message, "content": text, "tool_calls": [one]} for text, one in zip(first, calls, strict=True)]
+    return [{**message, "content": text, "tool_calls": [call]} for text, call in zip(first, calls, strict=True)]
 
 
 def _short(name: str, form: ToolForm) -> str:

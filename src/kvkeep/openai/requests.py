@@ -242,16 +242,18 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_ids(prompt)) else prompt
     if not prompts:
         raise ParameterError("prompt", "has no text")
-    for one in prompts:
-        if isinstance(one, str) and not one.strip():
+    for text_or_ids in prompts:
+        if isinstance(text_or_ids, str) and not text_or_ids.strip():
             raise ParameterError("prompt", "is an empty text")
-        if not isinstance(one, str) and not (one and _are_ids(one)):
+        if not isinstance(text_or_ids, str) and not (text_or_ids and _are_ids(text_or_ids)):
             raise ParameterError("prompt", "is no text, no list of texts, and no list of token ids")
-    return tuple(whole_text("prompt", one) if isinstance(one, str) else one for one in prompts)
+    return tuple(
+        whole_text("prompt", text_or_ids) if isinstance(text_or_ids, str) else text_or_ids for text_or_ids in prompts
+    )
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(one) is int and 0 <= one < 2**63 for one in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

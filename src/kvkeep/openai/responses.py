@@ -38,10 +38,10 @@ def answer(
         "created": created,
         "model": model,
         "choices": [
-            _message(asked, name, index, one, show if wanted else None)
+            _message(asked, name, index, result, show if wanted else None)
             if is_chat
-            else _text(index, one, show if wanted else None)
-            for index, one in enumerate(results)
+            else _text(index, result, show if wanted else None)
+            for index, result in enumerate(results)
         ],
         "usage": usage(results, asked.n),
     }
@@ -49,13 +49,13 @@ def answer(
 
 def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
     """Return the token counts of an answer. The prompt of several results counts once."""
-    prompt = sum(one.prompt_tokens for one in results[::n])
-    new = sum(len(one.token_ids) for one in results)
+    prompt = sum(result.prompt_tokens for result in results[::n])
+    new = sum(len(result.token_ids) for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in results[::n])},
+        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results[::n])},
     }
 
 
@@ -197,11 +197,11 @@ def echoed(
     if show is None:
         return {**choice, "text": text}
     before = [None, *ids]
-    pieces = [show(earlier, token) for earlier, token in zip(before, ids, strict=False)]
-    values: list[float | None] = [None, *(max(one.value, LEAST) for one in result.prompt_logprobs)]
+    pieces = [show(earlier, token) for earlier, token in zip(before, ids, strict=False)]  # the last has no successor
+    values: list[float | None] = [None, *(max(entry.value, LEAST) for entry in result.prompt_logprobs)]
     tops: list[dict[str, float] | None] = [None]
-    for earlier, one in zip(ids, result.prompt_logprobs, strict=False):
-        tops.append({show(earlier, token): max(value, LEAST) for token, value in one.top})
+    for earlier, entry in zip(ids, result.prompt_logprobs, strict=False):
+        tops.append({show(earlier, token): max(value, LEAST) for token, value in entry.top})
     new = columns(result, show, whole=True)
     tokens = [*pieces, *new["tokens"]]
     found = {

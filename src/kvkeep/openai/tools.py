@@ -33,13 +33,13 @@ class ToolCallParser:
     def __init__(self, name: str, use: ToolUse, names: Collection[str], *, anywhere: bool) -> None:
         form = use.form
         self._name, self._anywhere = name, anywhere
-        heads = {one: f"{one}{form.middle}{{" for one in names}
-        marks = [form.mark] if use.token is None else []
+        heads = {tool: f"{tool}{form.middle}{{" for tool in names}
+        marks = [form.mark] if use.token is None else []  # a mark that is a special token never comes as text
         bare = [""] if use.token is not None or not form.needs_mark else []
-        self._later = {f"{mark}{begin}{heads[one]}": one for mark in marks for begin in form.opens for one in names}
-        first = {f"{mark}{begin}{heads[one]}": one for mark in bare for begin in form.opens for one in names}
+        self._later = {f"{mark}{begin}{heads[tool]}": tool for mark in marks for begin in form.opens for tool in names}
+        first = {f"{mark}{begin}{heads[tool]}": tool for mark in bare for begin in form.opens for tool in names}
         self._first = {**self._later, **first}
-        self._next = {} if form.next is None else {f"{form.close}{form.next}{heads[one]}": one for one in names}
+        self._next = {} if form.next is None else {f"{form.close}{form.next}{heads[tool]}": tool for tool in names}
         self._starts = {header[0] for header in self._later}
         self._state: Literal["content", "arguments", "after"] = "content"
         self._held, self._begun = "", False
@@ -94,7 +94,7 @@ class ToolCallParser:
         first = [] if self._begun or not self._held else [0]
         if not self._anywhere:
             return first
-        return sorted({*first, *(place for place, one in enumerate(self._held) if one in self._starts)})
+        return sorted({*first, *(place for place, letter in enumerate(self._held) if letter in self._starts)})
 
     def _arguments(self) -> Iterator[dict[str, Any]]:
         size = self._object.take(self._held)
@@ -129,13 +129,13 @@ class _Object:
 
     def take(self, text: str) -> int:
         """Return how many of the next characters belong to the JSON object, and follow its brackets and strings."""
-        for place, one in enumerate(text):
+        for place, letter in enumerate(text):
             if self._quoted:
-                self._quoted = self._escaped or one != '"'
-                self._escaped = one == "\\" and not self._escaped
+                self._quoted = self._escaped or letter != '"'
+                self._escaped = letter == "\\" and not self._escaped
                 continue
-            self._quoted = one == '"'
-            self._depth += (one in "{[") - (one in "}]")
+            self._quoted = letter == '"'
+            self._depth += (letter in "{[") - (letter in "}]")
             if not self._depth:
                 self.ended = True
                 return place + 1
@@ -184,16 +184,16 @@ class Tools:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the functions that may be called."""
-        return tuple(one["name"] for one in self.functions if self.only in (None, one["name"]))
+        return tuple(function["name"] for function in self.functions if self.only in (None, function["name"]))
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
         """Return the definitions of the tools, as chat templates take them."""
-        return tuple({"type": "function", "function": _described(one)} for one in self.functions)
+        return tuple({"type": "function", "function": _described(function)} for function in self.functions)
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages with a description of the tools at the end of the system message."""
-        shown = (json.dumps(one, ensure_ascii=False) for one in self.described)
+        shown = (json.dumps(tool, ensure_ascii=False) for tool in self.described)
         text = self.use.form.words.format(tools="\n".join(shown))
         first, rest = messages[0], list(map(dict, messages[1:]))
         if first["role"] == "system":
@@ -219,8 +219,8 @@ class Tools:
         if several:
             lines.append(f"more: {json.dumps(form.next)} name")
         lines.append("name: " + " | ".join(f"call_{place}" for place in range(len(self.names))))
-        callable_ = [one for one in self.functions if one["name"] in self.names]
-        lines += [self._rule(place, one) for place, one in enumerate(callable_)]
+        callable_ = [function for function in self.functions if function["name"] in self.names]
+        lines += [self._rule(place, function) for place, function in enumerate(callable_)]
         try:
             return checked(Structure("lark", "\n".join(lines) + "\n"))
         except InputError as error:
@@ -272,7 +272,7 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
         only = inner.get("name") if isinstance(inner, dict) else None
         if choice.get("type") != "function" or not isinstance(only, str):
             raise ParameterError("tool_choice", f"is {short(choice)}; there are {_CHOICES}")
-        if only not in [one["name"] for one in functions]:
+        if only not in [function["name"] for function in functions]:
             raise ParameterError("tool_choice", f"names {short(only)}, which is none of tools")
         return Tools(functions, "required", only, parallel=False, use=use)
     if choice not in ("none", "auto", "required"):
@@ -288,8 +288,8 @@ def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
     """Check the functions of the tools, and return each with the schema of its arguments."""
     if len(given) > MOST:
         raise ParameterError("tools", f"has {len(given)} tools; there may be {MOST}")
-    found = [_function(f"tools[{place}]", one) for place, one in enumerate(given)]
-    names = [one["name"] for one in found]
+    found = [_function(f"tools[{place}]", tool) for place, tool in enumerate(given)]
+    names = [function["name"] for function in found]
     if doubled := next((name for name in names if names.count(name) > 1), None):
         raise ParameterError("tools", f"has two tools with the name {short(doubled)}")
     return tuple(found)

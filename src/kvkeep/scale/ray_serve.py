@@ -14,6 +14,7 @@ from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError, KVKeepError, pip_install
 from kvkeep.models.load import quiet
 from kvkeep.models.weight_hash import fingerprint
+from kvkeep.parameters import GRACE
 from kvkeep.scale import EXTRA, ray_serve_replicas
 from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.driver import ModelRecipe
@@ -242,7 +243,7 @@ def deployment(
     replicas: int | tuple[int, int],
     *,
     resources: Mapping[str, Any],
-    grace_s: float = 30.0,
+    grace_s: float = GRACE.default,
 ) -> Any:
     """Build the deployment of replicas, to be bound to a `kvkeep.scale.ray_serve.ReplicaRecipe`.
 

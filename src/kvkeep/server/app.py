@@ -75,7 +75,7 @@ def make_app(
     for kind in (RefusalError, GoneError, ClientDisconnect, KVKeepError, HTTPException):
         app.add_exception_handler(kind, answer_to)
     app.add_middleware(AuthMiddleware, settings=settings, limits=limits)
-    if origins:
+    if origins:  # added last, so it comes first: a browser's preflight has no key
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 

@@ -140,7 +140,7 @@ async def answer_chunks(
     try:
         async for item in run:
             if item is None:
-                yield {}
+                yield {}  # `begun` takes it: the request was not refused
                 for index, choice in enumerate(choices):
                     if prompts or parsed.is_chat:
                         yield head.chunk([choice.first(*prompts[index : index + 1])], **more)

@@ -59,12 +59,12 @@ class InfoRoutes:
         state = {
             "status": "ready" if ready else "draining",
             "rows": engine.rows,
-            "rows_free": max(0, engine.rows - engine.n_running),
+            "rows_free": max(0, engine.rows - engine.n_running),  # sequences that take turns count as running, too
             "row_bytes": engine.row_bytes,
             "waiting": engine.n_waiting,
         }
         live = request.query_params.get("check") == "live"
-        return reply(state, 200 if ready or live else 503)
+        return reply(state, 200 if ready or live else 503)  # a server that drains is alive, but wants no requests
 
     async def version(self, request: Request) -> Response:
         """Say the version of kvkeep."""

@@ -115,10 +115,11 @@ class Metrics:
         self._ended.labels(self._name, result.finish_reason).inc()
         for name, number in (("prompt", result.prompt_tokens), ("new", new)):
             self._sizes[name].labels(self._name).observe(number)
-        decode = None if result.tpot_s is None else result.tpot_s * (new - 1)
+        decode = None if result.tpot_s is None else result.tpot_s * (new - 1)  # the first token belongs to prefill
         whole = None if result.ttft_s is None else result.ttft_s + (decode or 0.0)
         inference = None if result.prefill_s is None else result.prefill_s + (decode or 0.0)
         parts = (result.queued_s, result.prefill_s, decode, inference)
+        # in the order of `_times`, where vLLM has two names for the time per token
         seconds_of = (result.ttft_s, result.tpot_s, whole, *parts, result.tpot_s)
         for histogram, seconds in zip(self._times.values(), seconds_of, strict=True):
             if seconds is not None:

@@ -60,7 +60,7 @@ class AuthMiddleware:
             await refused(refusal)(scope, receive, watched)
         except Exception as error:
             log.exception("%s %s failed.", scope["method"], _shown(scope))
-            if not status:
+            if not status:  # an answer that has begun cannot become another one
                 failure = RefusalError(500, f"The server failed: {type(error).__name__}. Its log says more.")
                 await refused(failure)(scope, receive, watched)
         finally:

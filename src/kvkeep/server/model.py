@@ -74,9 +74,8 @@ class ServedModel:
             return self.known([token for token in prompt if isinstance(token, int)])
         messages = [message for message in prompt if isinstance(message, dict)]
         if self.checkpoint.tokenizer.chat_template is None and len(messages) == 1 and messages[0]["role"] == "user":
-            return self.encode(
-                messages[0]["content"], bounded=bounded
-            )  # as everywhere in kvkeep, a text without a template
+            # as everywhere in kvkeep, a text without a template
+            return self.encode(messages[0]["content"], bounded=bounded)
         chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools)[0].tolist()
         return chat
 

@@ -141,7 +141,7 @@ async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, Non
     left, parts = asyncio.Event(), iter([{"type": "http.request", "body": request.body, "more_body": False}])
 
     async def receive() -> Message:
-        for part in parts:
+        for part in parts:  # an iterator of one part: the second call waits until the client leaves
             return part
         await left.wait()
         return {"type": "http.disconnect"}
@@ -151,11 +151,11 @@ async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, Non
 
     meter = _Away(messages.put_nowait)
     work = asyncio.ensure_future(app({**request.scope, "state": {"meter": meter}}, receive, send))
-    work.add_done_callback(lambda _: messages.put_nowait(None))
+    work.add_done_callback(lambda _: messages.put_nowait(None))  # ends the loop also where the application has failed
     try:
         while (message := await messages.get()) is not None:
             yield message
-        await work
+        await work  # raises what the application has raised
     finally:
         left.set()
         work.cancel()
@@ -213,7 +213,7 @@ def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool =
     if parts[:2] == ["v1", "responses"]:
         name = parts[2] if len(parts) > 2 else _text(body, "previous_response_id")
         if name is not None:
-            return PlacementRequest(held=(RESPONSE, name), rows=int(method == "POST"))
+            return PlacementRequest(held=(RESPONSE, name), rows=int(method == "POST"))  # only an answer takes a row
     if (name := _text(body, "session_id")) is not None and path.endswith("/chat/completions"):
         return PlacementRequest(held=(SESSION, name), rows=1)
     if method != "POST" or parts[:1] != ["v1"]:

@@ -86,7 +86,7 @@ class Relay:
                 self._begins(message["status"])
                 if unless is not None and unless in Headers(raw=message["headers"]):
                     return False
-                self._start = message
+                self._start = message  # sent with the first piece, so that an error before it still has a status
                 continue
             if self._start is not None and not self.begun:
                 self.begun = True
@@ -158,6 +158,7 @@ def metrics(answers: Mapping[str, str], own: str) -> str:
                 heads = [*heads, line] if heads and line.split(" ", 3)[2] == family else [line]
                 family = line.split(" ", 3)[2]
                 continue
+            # the heads of the first replica stand for all: Prometheus takes one description of a family
             families.setdefault(family, list(heads)).append(_labelled(line, replica))
     count = ["# HELP kvkeep_replicas Replicas that answer.", "# TYPE kvkeep_replicas gauge"]
     lines = [line for family in families.values() for line in family]
@@ -413,7 +414,7 @@ def make_router(
     app.state.limits = limits = RateLimits(settings.key_requests, settings.key_tokens)
     limits.refused.append(router.refusals.note)
     app.add_middleware(AuthMiddleware, settings=settings, limits=limits)
-    if origins:
+    if origins:  # added last, so it comes first: a browser's preflight has no key
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 

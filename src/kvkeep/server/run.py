@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvkeep.errors import InputError
+from kvkeep.parameters import GRACE, HOST, PORT, READ_TIMEOUT
 
 _MOST_HEADER_BYTES = 2**16
 _SWITCH_S = 0.001
@@ -38,13 +39,13 @@ class ServerAddress:
         read_timeout_s: seconds in which the head of a request must come.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = HOST.default
+    port: int = PORT.default
     unix_socket: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
-    grace_s: float = 30.0
-    read_timeout_s: float = 30.0
+    grace_s: float = GRACE.default
+    read_timeout_s: float = READ_TIMEOUT.default
 
     def url(self, port: int) -> str:
         """Return the address as a URL, or as the path of a unix socket."""
@@ -66,7 +67,7 @@ def listen(place: ServerAddress) -> socket.socket:
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         made = socket.create_server((place.host, place.port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
+        why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]  # Python adds the address there
         if place.unix_socket is not None:
             raise InputError(f"`unix_socket={place.unix_socket}` cannot be used: {why}. Give another.") from error
         raise InputError(
@@ -82,7 +83,7 @@ def _unix(path: str) -> socket.socket:
         if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
             os.unlink(path)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
+    before = os.umask(0o177)  # a chmod after bind would leave a moment in which others can connect
     try:
         made.bind(path)
     except BaseException:
@@ -116,6 +117,7 @@ def check_tls(place: ServerAddress) -> None:
     if place.tls_cert is None or place.tls_key is None:
         return
     try:
+        # without a password OpenSSL would ask for that of an encrypted key on the terminal
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(place.tls_cert, place.tls_key, password="")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
@@ -157,7 +159,7 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             access_log=False,
-            timeout_graceful_shutdown=max(1, round(place.grace_s)),
+            timeout_graceful_shutdown=max(1, round(place.grace_s)),  # uvicorn takes whole seconds
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             ssl_certfile=place.tls_cert,
             ssl_keyfile=place.tls_key,

@@ -273,6 +273,7 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
     raw = await received(request, settings)
     if empty and not raw.strip():
         raw = b"{}"
+    # a large body is parsed in a thread, since other clients' streams stand still meanwhile
     fields = _fields(raw) if len(raw) < _LARGE else await asyncio.to_thread(_fields, raw)
     for name in fields.keys() - kind.model_fields.keys():  # clients may send more, but not a misspelt name of kvkeep
         if alike := difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE):
@@ -296,7 +297,7 @@ async def received(request: Request, settings: ServerSettings) -> bytes:
         f"The body is larger than {show_bytes(most)}, the most that this server reads. Send less.",
         code="too_large",
     )
-    if declared.isdecimal() and int(declared[:20]) > most:
+    if declared.isdecimal() and int(declared[:20]) > most:  # Python refuses to read a number of thousands of digits
         raise too_large
     try:
         async with asyncio.timeout(settings.read_timeout_s):

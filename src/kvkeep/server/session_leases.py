@@ -93,7 +93,7 @@ class SharedFolder:
                 stack.callback(self._file.close)
                 self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")  # while this server lives, its folder stays
                 self.own.mkdir(exist_ok=True)
-                stack.pop_all()
+                stack.pop_all()  # all went well, so the file stays open
         except OSError as error:
             why = error.strerror or str(error)
             raise InputError(

@@ -7,6 +7,18 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvkeep.parameters import (
+    CHAT_MAX_NEW_TOKENS,
+    KEY_REQUESTS,
+    KEY_TOKENS,
+    MAX_BODY,
+    MAX_MODEL_LEN,
+    MAX_QUEUE,
+    PAGE,
+    QUEUE_TIMEOUT,
+    READ_TIMEOUT,
+    REQUEST_TIMEOUT,
+)
 from kvkeep.server.errors import RefusalError, unknown
 
 # API keys: who may use the server, and to whom things belong.
@@ -87,20 +99,20 @@ class ServerSettings:
 
     name: str
     keys: ApiKeys = field(default_factory=ApiKeys)
-    max_new_tokens: int = 1024
-    max_model_len: int | None = None
-    max_queue: int = 256
-    queue_timeout_s: float = 60.0
-    request_timeout_s: float = 600.0
-    read_timeout_s: float = 30.0
-    max_body_bytes: int = 16 * 2**20
+    max_new_tokens: int = CHAT_MAX_NEW_TOKENS.default
+    max_model_len: int | None = MAX_MODEL_LEN.default
+    max_queue: int = MAX_QUEUE.default
+    queue_timeout_s: float = QUEUE_TIMEOUT.default
+    request_timeout_s: float = REQUEST_TIMEOUT.default
+    read_timeout_s: float = READ_TIMEOUT.default
+    max_body_bytes: int = MAX_BODY.default
     ping_s: float = 15.0
     max_responses: int = 256
     max_sessions: int = 1024
     session_dir: str | None = None
-    key_requests: int | None = None
-    key_tokens: int | None = None
-    page: bool = True
+    key_requests: int | None = KEY_REQUESTS.default
+    key_tokens: int | None = KEY_TOKENS.default
+    page: bool = PAGE.default
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model.

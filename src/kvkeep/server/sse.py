@@ -144,7 +144,7 @@ class EventStream(Response):
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
-                with suppress(GoneError):
+                with suppress(GoneError):  # a client that has left is no failure; anything else is raised here
                     writing.result()
         finally:
             for task in tasks:

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.main import MEASURE, Plugin
-from kvkeep.cli.options import Debug, Json
+from kvkeep.cli.options import Json
 from kvkeep.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def theory(
         typer.Option(metavar="LIST", help="Check only these claims, e.g. ahakv-gain.", show_default=False),
     ] = None,
     json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Check the papers' claims about their methods: theorems, lemmas, formulas.
 
@@ -53,7 +52,7 @@ def theory(
         outcome = claim.check()
         verdicts[outcome.verdict] += 1
         screen.print(_entry(claim, outcome))
-        screen.print(Text(f"  {command(claim)}", "dim"), soft_wrap=True)
+        screen.print(Text(command(claim), "dim"), soft_wrap=True)
         screen.print()
     screen.print(_summary(verdicts))
 

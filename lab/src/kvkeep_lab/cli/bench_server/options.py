@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvkeep.cli.options import JSON, OUTPUT, CommandOptions, argument, option
-from kvkeep.errors import InputError, pip_install
+from kvkeep.errors import InputError
 
 _ARRIVALS, _TEXTS, _SERVER = "Arrivals", "Prompts and answers", "Server"
 
@@ -40,8 +40,12 @@ class BenchServerOptions(CommandOptions):
     sessions: bool = option(
         "Run conversations as sessions of kvkeep, which send only the new message.", default=False, group=_ARRIVALS
     )
-    warmup: int = option("Requests sent beforehand that are not counted.", default=2, metavar="N", group=_ARRIVALS)
-    seed: int = option("Seed of the arrival times, lengths and texts.", default=0, metavar="N", group=_ARRIVALS)
+    warmup: int = option(
+        "Requests sent beforehand that are not counted.", default=2, metavar="N", group=_ARRIVALS, rare=True
+    )
+    seed: int = option(
+        "Seed of the arrival times, lengths and texts.", default=0, metavar="N", group=_ARRIVALS, rare=True
+    )
     prompt_tokens: str = option(
         "Length of a prompt in short words: 128; 64-512 (all equally likely); ~200 (exponential with this mean).",
         default="128",
@@ -62,9 +66,13 @@ class BenchServerOptions(CommandOptions):
         metavar="FILE",
         group=_TEXTS,
     )
-    prefixes: int = option("Number of beginnings that prompts share.", default=1, metavar="N", group=_TEXTS)
+    prefixes: int = option("Number of beginnings that prompts share.", default=1, metavar="N", group=_TEXTS, rare=True)
     prefix_tokens: int = option(
-        "Length of each shared beginning, added to the prompt's length.", default=0, metavar="TOKENS", group=_TEXTS
+        "Length of each shared beginning, added to the prompt's length.",
+        default=0,
+        metavar="TOKENS",
+        group=_TEXTS,
+        rare=True,
     )
     model: str | None = option(
         "The model to ask. Default: the first one of /v1/models.", default=None, metavar="NAME", group=_SERVER
@@ -77,13 +85,22 @@ class BenchServerOptions(CommandOptions):
         more={"envvar": ["KVKEEP_API_KEY", "OPENAI_API_KEY"], "show_envvar": True},
     )
     chat: bool = option(
-        "Use /v1/chat/completions or /v1/completions.", "--chat/--completions", default=True, group=_SERVER
+        "Use /v1/completions in place of /v1/chat/completions.",
+        "--completions",
+        name="completions",
+        type=bool,
+        default=False,
+        read=lambda completions, flag: not completions,
+        group=_SERVER,
     )
     ignore_end: bool = option(
-        "Let every answer have its full length (the field ignore_eos of kvkeep and vLLM).", default=False, group=_SERVER
+        "Let every answer have its full length (the field ignore_eos of kvkeep and vLLM).",
+        default=False,
+        group=_SERVER,
+        rare=True,
     )
     timeout: float = option(
-        "Longest wait for the next piece of an answer.", default=600.0, metavar="SECONDS", group=_SERVER
+        "Longest wait for the next piece of an answer.", default=600.0, metavar="SECONDS", group=_SERVER, rare=True
     )
     output: str | None = option(
         "File for a line of JSON about each request.", "-o", default=None, metavar="FILE", group=OUTPUT
@@ -92,9 +109,9 @@ class BenchServerOptions(CommandOptions):
 
     @classmethod
     def prepare(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check that the client's package is here."""
+        """Check that the client's package is here, since kvkeep-lab may be installed without its dependencies."""
         if find_spec("httpx") is None:
-            raise InputError(f"This command needs httpx, which is not installed: {pip_install('server')}.")
+            raise InputError("This command needs httpx, which is not installed: pip install 'httpx>=0.27'.")
         return given
 
     def checked(self) -> BenchServerOptions:

@@ -12,10 +12,7 @@ from kvkeep.errors import InputError
 
 LOAD, DEVICES = "What comes", "Devices"
 _LOAD = ("rate", "prompt_tokens", "max_new_tokens", "sessions", "turns", "between", "input", "requests", "seed")
-_MACHINES = (
-    *("devices", "first_token", "per_token", "steps", "compute", "decode_every"),
-    *("host_memory", "bus", "disk"),
-)
+_MACHINES = ("devices", "first_token", "per_token", "steps", "compute", "host_memory", "bus", "disk")
 
 _COMPUTE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([GTP])(?:FLOPS?/s|FLOPS)\s*", re.ASCII)
 _PREFIXES = {"G": 1e9, "T": 1e12, "P": 1e15}
@@ -70,10 +67,12 @@ class FleetOptions(PlanningOptions):
         group=LOAD,
     )
     requests: int | None = option(
-        "Messages that are simulated on a device. Default: 2000.", default=None, metavar="N", group=LOAD
+        "Messages that are simulated on a device. Default: 2000.", default=None, metavar="N", group=LOAD, rare=True
     )
-    seed: int | None = option("Of times and lengths. Default: 0.", default=None, metavar="N", group=LOAD)
-    rows: int | None = option("Rows of each device. Default: all that fit.", default=None, metavar="N", group=DEVICES)
+    seed: int | None = option("Of times and lengths. Default: 0.", default=None, metavar="N", group=LOAD, rare=True)
+    rows: int | None = option(
+        "Rows of each device. Default: all that fit.", default=None, metavar="N", group=DEVICES, rare=True
+    )
     devices: int | None = option("Default: as few as keep the two limits.", default=None, metavar="N", group=DEVICES)
     first_token: float | None = option(
         "Until the first token, in 99 % of the answers. Default: 5.", default=None, metavar="SECONDS", group=DEVICES
@@ -86,6 +85,7 @@ class FleetOptions(PlanningOptions):
         default=None,
         metavar="FILE",
         group=DEVICES,
+        rare=True,
     )
     compute: float | None = option(
         "Arithmetic, e.g. 400TFLOP/s. Default: an estimate from --bandwidth.",
@@ -93,12 +93,7 @@ class FleetOptions(PlanningOptions):
         default=None,
         metavar="SPEED",
         group=DEVICES,
-    )
-    decode_every: int | None = option(
-        "Prompt tokens for which running rows get a token. Default: by the kind of --device.",
-        default=None,
-        metavar="TOKENS",
-        group=DEVICES,
+        rare=True,
     )
     host_memory: int | None = option(
         "Main memory for idle conversations; others lie on the disk. Default: for all.",
@@ -106,11 +101,24 @@ class FleetOptions(PlanningOptions):
         default=None,
         metavar="SIZE",
         group=DEVICES,
+        rare=True,
     )
     bus: float | None = option(
-        "Between rows and main memory. Default: 25GB/s.", read=parse_speed, default=None, metavar="SPEED", group=DEVICES
+        "Between rows and main memory. Default: 25GB/s.",
+        read=parse_speed,
+        default=None,
+        metavar="SPEED",
+        group=DEVICES,
+        rare=True,
     )
-    disk: float | None = option("Default: 2GB/s.", read=parse_speed, default=None, metavar="SPEED", group=DEVICES)
+    disk: float | None = option(
+        "Between main memory and the disk. Default: 2GB/s.",
+        read=parse_speed,
+        default=None,
+        metavar="SPEED",
+        group=DEVICES,
+        rare=True,
+    )
     json: bool = option(JSON)
 
     def load(self) -> dict[str, Any]:
