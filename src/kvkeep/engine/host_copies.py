@@ -95,9 +95,9 @@ class CudaCopyQueue:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
-                for one in (source, target):
-                    if one.is_cuda:
-                        one.record_stream(self._stream)
+                for block in (source, target):
+                    if block.is_cuda:  # else torch could give its memory away before the copy has ended
+                        block.record_stream(self._stream)
                 target.copy_(source, non_blocking=True)
             ended: torch.cuda.Event = self._stream.record_event()
         return ended
@@ -169,6 +169,7 @@ class _Layout:
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._starts:
             self._starts[storage.data_ptr()] = self.nbytes
+            # the whole storage, once, however many of the tensors are views of it
             whole = x.as_strided((storage.nbytes() // x.element_size(),), (1,), 0).view(torch.uint8)
             self.storages.append((self.nbytes, whole))
             self.nbytes += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
@@ -323,6 +324,7 @@ class Staging:
             self._arrived = pinned.stage()
         except Exception as error:
             _log.debug("A sequence is not brought to the device ahead of its turn.", exc_info=error)
+            # so that it is not tried again in each step
             pinned.stays = True
         return True
 

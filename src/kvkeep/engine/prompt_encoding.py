@@ -142,6 +142,7 @@ class PromptEncoder:
             return before + tuple(tokenization.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
         ids = tuple(tokenization.encode_next(checkpoint, past.messages, new, request.tools)[0].tolist())
         if past.messages and past.pending and past.pending[-1] in self._ends:
+            # the new ids begin with the end of the last answer, as the template writes it
             before = before[:-1]
         return before + ids
 

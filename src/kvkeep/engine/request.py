@@ -74,6 +74,7 @@ def token_ids(prompt: object) -> tuple[int, ...]:
     ids = tuple(found)
     if not ids:
         raise InputError("The prompt has no tokens.")
+    # the usual case, checked without a call for each token
     if set(map(type, ids)) == {int}:
         return ids
     if isinstance(ids[0], Iterable) and not isinstance(ids[0], str | Mapping) and getattr(ids[0], "ndim", None) != 0:
@@ -191,6 +192,7 @@ def compact(schema: object, **options: object) -> dict[str, Any]:
         InputError: the schema is no JSON object or text of one.
     """
     try:
+        # dumped and loaded: a copy of plain types that the caller cannot change
         found = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"The JSON schema cannot be read ({error!s:.80}); give a schema such as {_SCHEMA}.") from error
@@ -548,6 +550,7 @@ def usable(policy: object) -> Policy:
     except Exception:  # a class may raise anything there
         tells = False
     fields = {field.name for field in dataclasses.fields(found)}
+    # what is no option may decide without being compared, and two policies would count as one
     others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
     if not tells or others:
         raise PolicyError(

@@ -133,7 +133,7 @@ def whole(name: str, value: object) -> int:
         InputError: the value is not a whole number; ``True`` and ``False`` are none.
     """
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool):  # an int to Python
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
     except Exception:  # an array of several numbers, for example

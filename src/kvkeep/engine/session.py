@@ -93,6 +93,7 @@ class SessionMemory:
             KVKeepError: the engine cannot run it.
         """
         past, (policy, budget) = self.state.past, self._settled
+        # each turn draws other random numbers, though its tokens are counted from 0 again
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
         request = asked.request.replaced(policy=policy, budget=budget, sequence=sequence, pins=spans(pins))
@@ -112,6 +113,7 @@ class SessionMemory:
         if (kept := self.state.kept) is None:
             return None
         snapshot = self._store.load(kept)
+        # the model's weights may have changed since the last turn
         snapshot.fingerprint.check(self._fingerprint)
         return snapshot.contents
 
@@ -330,6 +332,7 @@ class Session:
         """
         while True:
             with Uninterrupted(), self._host.dispatcher.turn:
+                # a turn that has ended since the last look has left another memory
                 if (move := self._memory.write()) is None:
                     return
             move.writing.join()  # others step the engine meanwhile
@@ -407,7 +410,9 @@ class Session:
 
     def _enqueue(self, asked: Turn, sampling: SamplingParams | None, box: Box, *, reads: bool = False) -> int:
         """Start a turn, or let it wait for the one that runs, and return its number."""
-        request = self._host.admission.grammars.prepared(turn_of(asked, sampling))
+        request = turn_of(asked, sampling)
+        if request.structured_outputs is not None:
+            self._host.admission.grammars.constraint(request)  # compiled outside of the lock: it may take seconds
         with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             sequence = Sequence(self._host.new_number(), request, self.policy, self.budget, frozenset())

@@ -114,8 +114,10 @@ def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
 
 
 def _check_text(text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-ins for bytes that are not UTF-8
-        raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # it has surrogates, Python's stand-ins for bytes that are not UTF-8
+        raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.") from None
 
 
 def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:

@@ -162,6 +162,7 @@ def _import(module: str) -> types.ModuleType:
         hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else _did_you_mean(module, available())
         raise PolicyError(f"There is no policy and no module {module!r}.{hint}") from None
     finally:
+        # what the module itself has put on the path stays
         if sys.path[:1] == [""] and sys.path[1:] == before:
             sys.path[:] = before
 

@@ -165,6 +165,7 @@ def _entry(name: str, found: object) -> TensorEntry:
     if dtype is None:
         raise NotASnapshotError(f"{shown} has the dtype {found['dtype']!r:.20}, which no snapshot has")
     shape, offsets = _numbers(found["shape"]), _numbers(found["data_offsets"])
+    # a 0 in one axis must not hide another axis that no tensor can have
     proper = shape is not None and len(shape) <= _MOST_DIMS and math.prod(max(1, n) for n in shape) <= _LARGEST
     check(proper, f"{shown} has no proper shape")
     check(offsets is not None and len(offsets) == 2 and offsets[0] <= offsets[1], f"{shown} has no proper place")
@@ -265,6 +266,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
     check(isinstance(found, dict), "it has no fingerprint")
     assert isinstance(found, dict)
     version = found.get("version")
+    # not isinstance: true is an int as well
     if type(version) is int and version > FORMAT:
         raise NotASnapshotError(f"it has format {version}, and this kvkeep reads formats up to {FORMAT}; update kvkeep")
     found = {"head_budget": None, "kv_bits": None, **found}  # files that know of no such setting

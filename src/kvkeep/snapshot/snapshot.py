@@ -178,6 +178,7 @@ def _read(file: IO[bytes], size: int) -> FileParts:
     for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
         _check_shapes(f"layer {number}", layer, entries)
         _check_vectors(f"layer {number}", entries, fingerprint)
+        # a small file must not claim much memory by naming slots that are empty
         expanded = (
             layer.heads
             * layer.used
@@ -216,6 +217,7 @@ def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str,
     groups: list[dict[str, TensorEntry]] = [{} for _ in range(layers)]
     for name, entry in entries.items():
         found = LAYER.fullmatch(name)
+        # the second spelling of a number, as in 01, would be a second tensor of one name
         if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
             groups[int(found[1])][found[2]] = entry
         else:
@@ -412,7 +414,7 @@ def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
     for number, state in parts.contents.states.items():
         for (name, key), tensor in state.tensors.items():
             found.append((f"states.{number}.{name}" + ("" if key is None else f".{key}"), tensor))
-    found.sort(key=lambda one: -one[1].element_size())
+    found.sort(key=lambda entry: -entry[1].element_size())
     yield from ((name, tensor.cpu().contiguous()) for name, tensor in found)
 
 
@@ -473,8 +475,8 @@ class Writing(threading.Thread, Generic[_T]):
         try:
             if before is not None:
                 before.join()
-            for one in self._memories:
-                self._write(one)
+            for memory in self._memories:
+                self._write(memory)
         except BaseException as error:
             self.error = error
         self._memories = ()  # whoever needs them has them
