@@ -198,7 +198,7 @@ class _TakenError(InputError):
 
 
 def complete_names(incomplete: str) -> list[tuple[str, str]]:
-    """Names of saved conversations, for shells."""
+    """Return the names of saved conversations, for shells."""
     return [(name, "") for name in ChatFolder.of(None).names() if name.startswith(incomplete)]
 
 
