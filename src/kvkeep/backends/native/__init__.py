@@ -102,7 +102,7 @@ class NativeBackend(Backend):
         if slot is None:
             return Copying(self._others).append(slots, keys, values, now)
         if isinstance(slots, LazySlots):
-            slots.forget()
+            slots.forget()  # the decoded copy lacks the new token
         return slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
@@ -143,6 +143,7 @@ class NativeBackend(Backend):
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
         """The packed arguments of a step; ``None`` if the kernel cannot do it."""
         query, slots, new, now, statistic, options, added, limits = step
+        # the kernel has one window, for what is attended to and for what expires
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
         there, ranges = lying(slots)
@@ -150,7 +151,7 @@ class NativeBackend(Backend):
         return ops.step(
             *((query, *new), there, now),
             options=options,
-            wanted=wanted(statistic) if added.states else None,
+            wanted=wanted(statistic) if added.states else None,  # without states nobody adds the sums up
             added=added,
             limits=limits,
             turn=self._turn(there.positions, query.dtype, rotated_at=now),
