@@ -55,7 +55,7 @@ def attend(
         (scratch.heads,),
         **scratch.tensors(results[0]),
         **launch.row(wanted or _NOTHING, now),
-        mass=results[min(kind, 1)],
+        mass=results[min(kind, 1)],  # what the kind does not write is any tensor of the results
         extra=results[-1],
         theta=1.0 if wanted is None else wanted.theta,
         KIND=kind,
@@ -90,7 +90,7 @@ def step(
     scratch = Scratch(query, slots, now, options, keeps=wanted is not None)
     scratch.fill(new)
     out = _output(query, values.shape[-1])
-    total, other = (*added.states, positions, positions)[:2]
+    total, other = (*added.states, positions, positions)[:2]  # what the policy does not have is any tensor
     lost = total if wanted is None or added.lost is None else added.lost
     _launch(
         decode.merge_evict,
@@ -221,8 +221,8 @@ class Scratch:
         _launch(
             decode.attend_split,
             (self.heads, self.splits),
-            **{**self.both, **launch.store(self.store), **launch.codes(self.store)},
-            **launch.new(*(new or (self.query, self.query))),
+            **{**self.both, **launch.store(self.store), **launch.codes(self.store)},  # merged: they share names
+            **launch.new(*(new or (self.query, self.query))),  # without APPENDS they are not read
             query=self.query,
             **launch.heads("query", self.query),
             slots=self.slots,
