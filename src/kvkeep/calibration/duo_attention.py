@@ -116,7 +116,7 @@ def _sizes(file: Path) -> dict[str, int]:
         found = parse(_read(file))
         sizes = {name: found[name] for name in _DEFAULT}
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
+        if isinstance(error, InputError):  # of `_read`, a ValueError that says already what happened
             raise
         raise InputError(f"{file} does not say {' and '.join(_DEFAULT)} of the pattern.") from error
     if not all(type(size) is int and 0 <= size <= MOST // 2 for size in sizes.values()) or not any(sizes.values()):
