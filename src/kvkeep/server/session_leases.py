@@ -91,7 +91,8 @@ class SharedFolder:
             self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
             with ExitStack() as stack:
                 stack.callback(self._file.close)
-                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")  # while this server lives, its folder stays
+                # while this server lives, its folder stays; no session has a name with a slash
+                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")
                 self.own.mkdir(exist_ok=True)
                 stack.pop_all()  # all went well, so the file stays open
         except OSError as error:
