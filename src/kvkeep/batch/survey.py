@@ -302,6 +302,7 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
         own["structured_outputs"] = shape.structure
+        # which tokens a prompt has was checked when its line was read
         engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
         return reason_of(error)

@@ -181,21 +181,21 @@ class CommandOptions:
 
     @classmethod
     def prepare(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what typer has read, before texts become values.
+        """Return what typer has read, before texts become values. A command overrides this to check or add to it.
 
         Args:
             given: the values by the names of typer's parameters.
 
         Raises:
-            InputError: something that the command needs is not there.
+            InputError: in a command that overrides this: something that it needs is not there.
         """
         return given
 
     def checked(self) -> CommandOptions:
-        """Return the options, after all checks that concern several of them.
+        """Return the options, after all checks that concern several of them; a command with such checks overrides it.
 
         Raises:
-            InputError: they exclude each other, or one is missing.
+            InputError: in a command that overrides this: they exclude each other, or one is missing.
         """
         return self
 

@@ -179,7 +179,7 @@ class Loop(threading.Thread):
             self._feed()
             try:
                 events = self._engine.step()
-            except BaseException as error:
+            except BaseException as error:  # the thread goes on, and the lines' callers get the error
                 self._give_up(error)
                 continue
             for event in events:
@@ -204,7 +204,7 @@ class Loop(threading.Thread):
             for number in numbers:
                 self._engine.cancel(number)
             task.future.set_result(reason_of(error))
-        except BaseException as error:
+        except BaseException as error:  # raised where the line's result is awaited
             task.future.set_exception(error)
         else:
             self._running |= {number: (task, place) for place, number in enumerate(numbers)}

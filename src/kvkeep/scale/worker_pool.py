@@ -265,7 +265,7 @@ class WorkerPool(Generic[F]):
             for slot in [slot for slot in waiting if slot.starting in ready]:
                 try:
                     problem = self._welcome(slot, self._ray.get(slot.starting))
-                except Exception as error:
+                except Exception as error:  # whatever Ray raises for a process that has ended
                     raise InputError(f"Worker {slot.number} died while it began: {last_words(error)}.") from error
                 if problem:
                     raise InputError(problem)
@@ -399,7 +399,7 @@ class WorkerPool(Generic[F]):
                     break  # its worker was found dead before
                 try:
                     said = self._ray.get(reference)
-                except Exception as error:
+                except Exception as error:  # whatever Ray raises for a process that has ended
                     self._replace(slot, last_words(error), take)
                     break
                 if reference is slot.starting:
