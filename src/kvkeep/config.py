@@ -26,7 +26,7 @@ NAME = "kvkeep.toml"
 NOTES = "tuned"
 """A table about how the settings were found; nothing reads it."""
 
-_LARGEST = 2**20
+_LARGEST = 2**20  # bytes; the file has a line per setting
 _POSITIONS = ("true", "slot")
 
 

@@ -77,7 +77,7 @@ def _row(line: str) -> tuple[float, ...] | None:
     """Read the numbers of a line; ``None`` if it holds something else."""
     try:
         found = [float(word) for word in line.split()]
-    except ValueError:
+    except ValueError:  # a word is no number
         return None
     return None if any(map(math.isnan, found)) else tuple(min(1.0, max(0.0, value)) for value in found)
 

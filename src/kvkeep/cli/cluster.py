@@ -60,7 +60,7 @@ def whole(name: str | None) -> str | None:
     """Return a file's or folder's full path, since workers run in other folders. A hub name stays as it is."""
     if name is None:
         return None
-    with suppress(OSError):
+    with suppress(OSError):  # no file has such a name: it is too long, for example
         path = Path(name).expanduser()
         if path.exists():
             return str(path.resolve())

@@ -156,9 +156,9 @@ def with_file_settings(request: GenerateOptions) -> GenerateOptions:
     found = Config.read(file).settings()
     if isinstance(weights := found.get("layer_budget"), tuple):
         found["layer_budget"] = list(weights)
-    if "kv_bits" in found:
+    if "kv_bits" in found:  # a number or a word in the file, a word on the command line
         found["kv_bits"] = str(found["kv_bits"])
-    if request.keep_ratio is not None:
+    if request.keep_ratio is not None:  # a share, which the user has given as the budget
         found.pop("budget", None)
     named = request.names_policy or "policy" in found
     return replace(

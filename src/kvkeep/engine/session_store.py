@@ -113,7 +113,7 @@ class SnapshotFolder:
 
 def remove(path: Path) -> None:
     """Remove a file, if it is there."""
-    with suppress(OSError):
+    with suppress(OSError):  # also where it cannot be removed: nobody reads it any more
         path.unlink()
 
 
@@ -420,6 +420,6 @@ class Parked:
             del self.turns[sequence.id]
             try:
                 pending.finish()
-            except Exception as error:
+            except Exception as error:  # a full disk, for example: one turn must not end the others
                 sequence.finish("error", reason_of(error))
             yield sequence, event

@@ -57,7 +57,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     Raises:
         InputError: matplotlib is missing, or a picture cannot be written.
     """
-    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))
+    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))  # the last one is no panel
     drawn = [draw(folder / name, figures) for name, figures in panels.items() if figures]
     return [*drawn, *([draw(folder / PICTURES[-1], maps)] if (maps := heat(rows)) else [])]
 

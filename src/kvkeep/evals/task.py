@@ -291,6 +291,7 @@ _SEEDS_APART = 1_000_003
 
 _FILLER_PER_FACT = 3
 _FACTS = 16
+"""Sentences before each fact of the package's own text, and facts that take turns; other numbers change results."""
 
 
 ITEMS_APART = 1009

@@ -32,9 +32,9 @@ NEW_TOKENS = 32
 MOST_NEW_TOKENS = 54
 """What is left of the page's moments when the prompt has 200 of them."""
 
-MOST_POLICIES = 6
+MOST_POLICIES = 6  # columns of the page
 _MOST_CHUNKS = MOST_MOMENTS - MOST_NEW_TOKENS
-_MOST_TOKENS = 2**17
+_MOST_TOKENS = 2**17  # a browser gets an element and numbers for each
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _names(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], name) is not None
-        except re.error:
+        except re.error:  # a configuration's text that is no expression means nothing
             return False
     return f".{pattern}." in f".{name}." or (bool(pattern) and name.endswith(pattern))
 

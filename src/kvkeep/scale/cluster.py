@@ -212,7 +212,7 @@ def _speaks_http2(connection: socket.socket) -> bool:
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)))
     try:
         answer = connection.recv(9)
-    except OSError:
+    except OSError:  # it says nothing, or ends the connection
         return False
     return len(answer) >= 4 and answer[3] == _SETTINGS
 

@@ -192,7 +192,7 @@ class Loop(threading.Thread):
         while not self._running or self._engine.has_room:
             try:
                 task = self._inbox.get(block=not self._running)
-            except queue.Empty:
+            except queue.Empty:  # the engine goes on with the lines that it has
                 return
             self._begin(task)
 

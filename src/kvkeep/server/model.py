@@ -164,7 +164,7 @@ def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
         return ""
     try:
         return fill(checkpoint.tokenizer, messages, _TOOLS)
-    except InputError:
+    except InputError:  # a template that fails with tools has no form for them
         return ""
 
 

@@ -26,7 +26,7 @@ Run: TypeAlias = "AsyncGenerator[tuple[int, Event] | None, None]"
 _T = TypeVar("_T")
 _LOOK_S = 0.02
 """Seconds between two looks at whether a request has got a row."""
-_LONGEST_RETRY_S = 60
+_LONGEST_RETRY_S = 60  # that a refusal names
 
 
 class RequestQueue:
@@ -224,7 +224,7 @@ async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEve
         task.cancel()
     for stream in streams:
         await stream.aclose()
-    with suppress(asyncio.CancelledError):
+    with suppress(asyncio.CancelledError):  # of the caller, who is ending as well
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -336,7 +336,7 @@ class Router:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await self._replicas.holds(replica, *key)
-        except (LostError, TimeoutError):
+        except (LostError, TimeoutError):  # what it holds will be looked for again
             return False
 
     def _here(self) -> Mapping[str, int]:

@@ -100,7 +100,7 @@ def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
-        except OSError:
+        except OSError:  # nobody listens
             return False
     return True
 

@@ -79,7 +79,7 @@ class NativeBackend(Backend):
         if found is None:
             return self._others.attend(inputs)
         out, *sums = found
-        return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+        return out, Report(dict(zip(statistic.fields, sums, strict=True)))
 
     def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """See `Backend.reread`; under slot positions keys are rotated first."""

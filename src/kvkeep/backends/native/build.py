@@ -37,7 +37,11 @@ _PATIENCE_S = 5
 """Seconds of waiting for the compiler after which the user is told; it takes about as long on a usual machine."""
 
 _TIMEOUT_S = 60
+"""Seconds after which a compiler hangs."""
+
 _RETRY_S = 3600
+"""Seconds for which a failed attempt is not repeated."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -104,7 +108,7 @@ def _check_failure(failure: Path) -> None:
     try:
         age = time.time() - failure.stat().st_mtime
         reason = failure.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except FileNotFoundError:  # there was no such attempt
         return
     if 0 <= age < _RETRY_S:  # below 0, the clock was put back, and the age says nothing
         raise _UnavailableError(f"{reason} ({age / 60:.0f} minutes ago; remove {failure} to try again now)")

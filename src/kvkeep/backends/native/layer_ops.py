@@ -42,7 +42,7 @@ _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkl
 _HEAD = struct.Struct("4q 2q")
 _ONE = struct.Struct("4q")
 _NORM = struct.Struct("4q 3q 2d")
-_MOST_WEIGHTS = 3
+_MOST_WEIGHTS = 3  # of Products
 _NONE = bytes(_ONE.size)
 
 

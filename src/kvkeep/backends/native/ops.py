@@ -23,6 +23,8 @@ from kvkeep.kv.slot_codec import pieces
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
+"""The second field of a report → the kernel's number for it; 0: no report."""
+
 _NOTHING = WantedReport()
 # A function of the kernel takes one struct of its header, packed here field by field: q is an int64 or a pointer, d a
 # double, and a group stands for a tensor with its strides.

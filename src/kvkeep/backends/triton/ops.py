@@ -18,8 +18,11 @@ from kvkeep.kv.slot_codec import CodedSlots, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 _ENDLESS = 2**31 - 1
+"""A window that hides nothing: positions have 32 bits."""
+
 _NOTHING = WantedReport(counts=0)
 _KINDS = {None: 1, "last": 2, "low": 3}
+"""The second field of a report → the kernel's number for it; 0: no report."""
 
 
 def attend(

@@ -22,7 +22,7 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 
-_NEW = 16
+_NEW = 16  # tokens of a reply
 _TURN = "\nUser: "
 
 

@@ -105,7 +105,7 @@ def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int
     for budget in budgets:
         try:
             steps.append(Candidate(arm, budget, row_bytes(arm, budget)))
-        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):
+        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):  # left out, see above
             continue
     return tuple(sorted(steps, key=lambda step: step.row_bytes))
 
