@@ -255,6 +255,7 @@ class LastHit(Statistic):
         p = rows.probabilities.mean(dim=2)
         S = p.shape[-1]
         length = rows.queries + 1
+        # 1e-9: a product that should be whole may be a little less in floats
         above = length - (self.quantile * length.double() + 1e-9).long()  # values from the quantile's own upwards
         ranked = p.sort(dim=-1, descending=True).values
         place = (above - 1).clamp(min=0)[:, None, :, None].expand(*p.shape[:3], 1)

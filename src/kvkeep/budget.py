@@ -41,7 +41,7 @@ def from_ratio(keep_ratio: float, tokens: int) -> int:
         )
     if tokens < 1:
         raise BudgetError("keep_ratio needs the length of a prompt, and this prompt has no tokens.")
-    return max(1, math.floor(keep_ratio * tokens + 1e-9))
+    return max(1, math.floor(keep_ratio * tokens + 1e-9))  # 0.29 * 100 is 28.999999999999996 in floats
 
 
 def check(budget: object) -> tuple[Number, ...]:

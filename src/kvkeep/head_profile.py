@@ -249,7 +249,7 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"The profile {path} cannot be read: {error.strerror}. {_AGAIN}") from error
     except ValueError as error:
-        if isinstance(error, InputError):
+        if isinstance(error, InputError):  # a ValueError that says already what happened
             raise
         raise InputError(f"{path} is no profile: {error}. {_AGAIN}") from error
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.head_sharding import ALONE, Heads
 
+# minus 2^64: the same bits as signed numbers, for torch shifts no unsigned ones
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64

@@ -28,6 +28,7 @@ WIDEN_SLOTS = 256
 """Slots of half-precision keys or values that are widened to float32 at a time in decode."""
 
 _HIDDEN = torch.finfo(torch.float32).min
+"""The logit of a hidden key: with minus infinity a row that sees nothing would be NaN."""
 
 
 class TorchBackend(Backend):

@@ -67,6 +67,7 @@ def parse_shard(text: str, option: str) -> tuple[int, int]:
         InputError: it is not two whole numbers K/N with 1 ≤ K ≤ N.
     """
     number, _, count = text.partition("/")
+    # Python reads no number of more than 4300 digits; 12 characters name any share.
     if not (number.isascii() and count.isascii() and number.isdecimal() and count.isdecimal()) or len(text) > 12:
         raise InputError(f"{option}: {text!r:.40} is no share of a run; write the number of the share as 3/8.")
     if not 1 <= int(number) <= int(count):

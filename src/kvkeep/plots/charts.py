@@ -71,7 +71,7 @@ def line_charts(panels: Sequence[Panel]) -> Figure:
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
     legend = Legend.of(names, columns * width)
     notes = [_note(panel) for panel in panels]
-    tall = height + 0.15 * max(note.count("\n") for note in notes)
+    tall = height + 0.15 * max(note.count("\n") for note in notes)  # inches for each line of a note
     figure = Figure(figsize=(columns * width, rows * tall + legend.height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, number + 1) for number in range(len(panels))]
@@ -107,7 +107,7 @@ class Legend:
     @staticmethod
     def of(names: Sequence[str], width: float) -> Legend:
         """Make the legend of a picture ``width`` inches wide."""
-        letters = int((width - HANDLE_INCHES - 0.3) / LETTER_INCHES)
+        letters = int((width - HANDLE_INCHES - 0.3) / LETTER_INCHES)  # 0.3: the legend's margins, here and below
         labels = ["\n".join(_broken(plain(name), letters)) for name in names]
         widest = max(len(line) for label in labels for line in label.split("\n"))
         fit = int((width - 0.3) / (HANDLE_INCHES + LETTER_INCHES * widest))
@@ -273,7 +273,7 @@ def _draw(axes: Axes, one: Heat) -> None:
     for y, line in enumerate(one.values):
         for x, value in enumerate(line):
             if not math.isnan(value):
-                colour = "black" if value > 55 else "white"
+                colour = "black" if value > 55 else "white"  # cividis grows lighter with the value
                 axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=7)
 
 

@@ -38,7 +38,7 @@ from kvkeep.server.replicas import (
     headers_of,
     wish_of,
 )
-from kvkeep.server.schemas import received
+from kvkeep.server.schemas import LARGE, received
 from kvkeep.server.session_leases import HELD
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import DONE, answer_to, ends, failed, owner_of, reply, unless_gone
@@ -292,7 +292,7 @@ class Router:
     async def _wish(self, forwarded: Received) -> PlacementRequest:
         """Return what a request needs of its replica."""
         try:
-            many = len(forwarded.body) > 2**18
+            many = len(forwarded.body) > LARGE
             body = await asyncio.to_thread(decoded, forwarded.body) if many else decoded(forwarded.body or b"{}")
         except (ValueError, RecursionError, InputError):
             body = {}  # its replica says what is wrong

@@ -66,7 +66,7 @@ def listen(place: ServerAddress) -> socket.socket:
         if place.unix_socket is not None:
             return _unix(place.unix_socket)
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-        made = socket.create_server((place.host, place.port), family=family, backlog=2048)
+        made = socket.create_server((place.host, place.port), family=family, backlog=2048)  # as uvicorn's own
     except (OSError, OverflowError) as error:  # an OverflowError: no port has such a number
         why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]  # Python adds the address there
         if place.unix_socket is not None:

@@ -253,7 +253,7 @@ class ResponseBody(Body):
 # Bodies of requests: bounded in size and time, strict JSON, and checked by their schema.
 
 _B = TypeVar("_B", bound=Body)
-_LARGE = 2**18
+LARGE = 2**18
 """Bytes of a body that is parsed in a thread of its own, so that other clients do not wait."""
 _ALIKE = 0.8
 """Similarity to a name of kvkeep from which an unknown field is refused: fields of other servers are less alike."""
@@ -275,7 +275,7 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
     if empty and not raw.strip():
         raw = b"{}"
     # a large body is parsed in a thread, since other clients' streams stand still meanwhile
-    fields = _fields(raw) if len(raw) < _LARGE else await asyncio.to_thread(_fields, raw)
+    fields = _fields(raw) if len(raw) < LARGE else await asyncio.to_thread(_fields, raw)
     for name in fields.keys() - kind.model_fields.keys():  # clients may send more, but not a misspelt name of kvkeep
         if alike := difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE):
             raise parameter(name[:80], f"is unknown; did you mean {alike[0]}?")

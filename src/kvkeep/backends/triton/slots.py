@@ -36,6 +36,7 @@ def free_slot(positions, S, SCAN: tl.constexpr):
 @no_type_check
 def shielded(score, position, recent_from, sinks):
     """Compute `kvkeep.kv.ranking.protect` in a kernel."""
+    # NaN is the worst; infinity becomes the largest float32, below what is protected.
     score = tl.where(score != score, float("-inf"), tl.where(score == float("inf"), 3.4028234663852886e38, score))
     return tl.where((position >= recent_from) | (position < sinks), float("inf"), score)
 
@@ -281,4 +282,4 @@ def rounded(x, by, whole, most: tl.constexpr):
     """Return ``x / by`` rounded to whole numbers (ties to even), limited to ±`most`."""
     quotient = tl.div_rn(tl.where(whole, x, 0.0), tl.where(by > 0.0, by, 1.0))
     quotient = tl.minimum(tl.maximum(quotient, -most), most)
-    return ((quotient + 12582912.0) - 12582912.0).to(tl.int32)
+    return ((quotient + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: float32 has no fractions there

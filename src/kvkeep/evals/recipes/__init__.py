@@ -55,6 +55,7 @@ class Recipe:
         models = ", ".join(dict.fromkeys(str(row.get("model", "unknown")) for row in rows))
         about = [f"{self.source}; measured on {self.model}, ours on {models}.", *self.apart]
         counts = [int(row["score"]["n"]) for row in of_task(rows, self.run["tasks"])]
+        # 1.96 deviations of a share, in points. A deviation is at most 50 / √n.
         if counts and (error := 98 / math.sqrt(min(counts))) > _LARGE:
             about.append(f"{min(counts)} questions in a case: 95% intervals of one case are up to ±{error:.0f} points.")
         return about

@@ -100,4 +100,5 @@ def _score(losses: Float[Tensor, "B new"]) -> dict[str, Any]:
     """Compute perplexity over all tokens, and each text's mean loss, by which policies are compared text by text."""
     mean = losses.double().mean().item()
     by_text = [round(loss, 6) for loss in losses.double().mean(dim=1).tolist()]
+    # e^710 is more than a float holds
     return {"perplexity": math.exp(min(mean, 700.0)), "nll": mean, "n": losses.numel(), "nll_by_text": by_text}

@@ -106,4 +106,5 @@ def _score(losses: Float[Tensor, "B n"]) -> dict[str, Any]:
         for start, stop in task.position_buckets(losses.shape[1] + 1)
         for part in [losses[:, start - 1 : stop - 1]]
     ]
+    # e^710 is more than a float holds
     return {"perplexity": math.exp(min(mean, 700.0)), "nll": mean, "n": losses.numel(), "buckets": buckets}
