@@ -21,7 +21,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def _shift_right(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
-    """Shift right and fill with zeros: torch cannot multiply unsigned 64-bit integers."""
+    """Shift right and fill with zeros: torch does not shift unsigned 64-bit integers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
