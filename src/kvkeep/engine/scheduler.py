@@ -141,7 +141,7 @@ PATIENCE = 4
 
 
 def pace(device: torch.device) -> int:
-    """Return the default of ``decode_every`` on a device: the prompt tokens for which every running row gets a token."""
+    """Return a device's default of ``decode_every``: the prompt tokens for which each running row gets a token."""
     return pace_of(device.type)
 
 
@@ -308,7 +308,7 @@ class Scheduler:
         return [sequence for sequence in self.waiting if sequence.policy is policy or sequence.policy == policy]
 
     def beginning(self) -> list[Sequence]:
-        """Return the running requests that have read nothing yet; if there are none, the longest waiting request alone."""
+        """Return the running requests that have read nothing yet; without any, the longest waiting request."""
         return [sequence for sequence in self.running if not sequence.fed] or list(self.waiting)[:1]
 
     def leave(self, sequence: Sequence) -> None:
@@ -341,7 +341,7 @@ class Scheduler:
         self._rows[gap.source], self._rows[gap.target], gap.sequence.row = None, gap.sequence, gap.target
 
     def plan(self) -> list[ModelRun]:
-        """Return the runs of this step: prompt chunks, as far as it is their turn, and a token for every running row."""
+        """Return the runs of this step: prompt chunks, if it is their turn, and a token for every running row."""
         waits = self._prompts_first and any(sequence.status is SequenceStatus.PREFILL for sequence in self.running)
         steps = [] if waits else self._decode()
         is_turn = not steps or self._owed < self._decode_every

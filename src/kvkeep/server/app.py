@@ -83,7 +83,7 @@ def make_app(
 def _counted(
     served: ServedModel, queue: RequestQueue, sessions: SessionRegistry, settings: ServerSettings
 ) -> tuple[RateLimits, Metrics]:
-    """Return the limits of keys and the metrics, and register the metrics with the queue and the limits as listeners."""
+    """Return the limits of keys and the metrics. The metrics listen to the queue and to the limits."""
     limits = RateLimits(settings.key_requests, settings.key_tokens)
     metrics = Metrics(served.engine, settings.name, sessions)
     queue.ended.append(metrics.note)
