@@ -49,16 +49,7 @@ FUSED = (FusedLinear, *_MIXINS)
 
 
 def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, products: bool = True) -> int:
-    """Let a model's small operators run in the native kernel, in place, and return how many modules were changed.
-
-    Changed are norms by the root mean square, feed-forward layers ``down(silu(gate(x)) * up(x))``, and linear layers.
-    Each is a single call then, for steps of a few rows outside of autograd; everything else runs as before. Weights,
-    names and `state_dict` stay as they are, so the model can still be saved and trained, and hooks that come later are
-    called.
-
-    Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
-    or in another dtype, quantised or packed ones (`kvkeep.pack_weights` goes first), parts of compiled modules, and
-    each whose outputs on random numbers are not those of the kernel.
+    """Change a model's modules, in place, so that they call the native kernel; return how many were changed.
 
     Args:
         model: the model.
@@ -84,7 +75,9 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
 
 
 def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
-    """Return whether a model's steps with this number of rows are faster when the model is fused."""
+    """Return whether steps of this many rows are faster with the whole model fused; if that cannot be measured, its
+    products.
+    """
     way = None if _is_slow(layers) else _fastest(model, rows, (_PLAIN, _FUSED))
     return _products_pay(layers, rows) if way is None else way == _FUSED
 
@@ -99,10 +92,7 @@ def _is_slow(layers: list[nn.Linear]) -> bool:
 
 
 def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
-    """Return the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused.
-
-    As in a decode step all layers are run in turn, up to 256 MiB of weights, so that the processor's caches are cold.
-    """
+    """Return the name of the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused."""
     sample: list[nn.Module] = []
     size = 0
     decoders = (module for module in open_modules(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()
@@ -124,7 +114,7 @@ def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
 
 
 def _set_up(model: nn.Module, rows: int, way: str) -> nn.Module:
-    """Fuse or pack all that can be."""
+    """Return the model, with everything fused or packed, in place, that this way can change."""
     if way == _PACKED:
         pack_weights(model, rows)
     fuse_modules(model, rows, products=way == _FUSED)
@@ -169,13 +159,13 @@ def prepare(
 
 
 def _fuse_by_products(model: nn.Module, rows: int) -> int:
-    """Fuse a model, and its products if they alone are faster."""
+    """Fuse a model's norms, and also its products if these alone are faster so; return how many were changed."""
     linear = fusable(module for module in open_modules(model) if is_still(module))
     return fuse_modules(model, rows, products=bool(linear) and _products_pay(linear, rows))
 
 
 def _restore(model: nn.Module) -> None:
-    """Make linear layers plain that were fused when the model was loaded."""
+    """Make fused linear layers plain ones again, in place."""
     layers: list[nn.Module] = [module for module in model.modules() if type(module) is FusedLinear]
     for layer in layers:
         layer.__class__ = nn.Linear
@@ -190,7 +180,7 @@ def _twin(layer: nn.Linear) -> nn.Module:
 
 
 def _fuse_norm(module: nn.Module) -> bool:
-    """Fuse a norm if it is one: with one vector of weights, that are multiplied as they are or plus 1."""
+    """Fuse a module if it is a root mean square norm with one vector of weights; return whether it was fused."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(epsilon, float) or len(module._parameters) != 1 or any(module.children()):
@@ -207,7 +197,7 @@ def _fuse_norm(module: nn.Module) -> bool:
 
 
 def _fuse_gate(module: nn.Module) -> bool:
-    """Fuse a feed-forward layer if it is one with a gate under SiLU."""
+    """Fuse a module if it is a feed-forward layer with a gate under SiLU; return whether it was fused."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
         return False
@@ -218,7 +208,10 @@ def _fuse_gate(module: nn.Module) -> bool:
 
 
 def _join(module: nn.Module) -> None:
-    """Let the query, key and value of attention be computed together, if its code hands one tensor to all three."""
+    """Let query, key and value of a fused attention be computed together, if its code hands one tensor to all three.
+
+    Otherwise do nothing.
+    """
     try:
         calls = re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(type(module).forward))
     except (OSError, TypeError):  # there is no source
@@ -275,7 +268,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
 
 
 def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
-    """Children of decoder layers that do not use the cache and can gain from compiling."""
+    """Yield the children of decoder layers that do not use the cache and can gain from compiling."""
     for layers in model.modules():
         if not isinstance(layers, nn.ModuleList):
             continue
@@ -300,7 +293,7 @@ def _is_open(module: nn.Module) -> bool:
 
 
 def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
-    """Run a layer, and return why it cannot be compiled; ``None`` if it can."""
+    """Run a layer plainly and compiled, and return why it cannot be compiled; ``None`` if it can."""
     trial = copy.copy(layer)  # shares the weights; its compiled program is reused for all layers of its kind
     trial.compile(backend=backend, fullgraph=True)
     torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -316,7 +309,7 @@ def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
 
 
 def _say(reasons: dict[str, str]) -> None:
-    """Log in one line which kinds of layers stay plain, and why."""
+    """Log in one line which kinds of layers are not compiled, and why; do nothing without any."""
     if reasons:
         kinds = {reason: [name for name, other in reasons.items() if other == reason] for reason in reasons.values()}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kinds.items())
