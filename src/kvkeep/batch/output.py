@@ -202,6 +202,8 @@ class OutputFile:
     def agree(self, made_by: Mapping[str, Any]) -> None:
         """Set the settings that are written with each completion, and compare them with those in the file.
 
+        The weights' fingerprint and layout may be missing at first; then this is called again with them.
+
         Raises:
             InputError: the file was written with other settings.
         """

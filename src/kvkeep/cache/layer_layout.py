@@ -252,6 +252,8 @@ def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
 def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
     """Return the sliding window of each layer with keys and values, by its number; ``None`` for full attention.
 
+    Layers that have nothing but a state of fixed size (state-space, convolution) are left out.
+
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """

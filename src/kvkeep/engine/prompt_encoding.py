@@ -124,6 +124,9 @@ class PromptEncoder:
     def continued(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
         """Return the token ids of a history and of the request that continues it.
 
+        The past stays as it is, also if the chat template would now write earlier turns in another way. The template
+        decides how the last answer is closed: an end token that the model has not read gives way to that.
+
         Raises:
             InputError: see `ids_of`; or the request is a conversation, and the template does not show its last answer.
         """
@@ -146,7 +149,10 @@ class PromptEncoder:
         return before + ids
 
     def messages_of(self, request: Request, past: ConversationHistory | None = None) -> tuple[Mapping[str, str], ...]:
-        """Return the messages of a request; an empty tuple for token ids, or for a text without the chat template."""
+        """Return the messages of a request; an empty tuple for token ids, or for a text without the chat template.
+
+        The first question about a remembered text is one message together with the end of that text.
+        """
         if past is not None and past.opening is not None and (request.messages or isinstance(request.prompt, str)):
             question, more = question_of(request, past.opening)
             return () if past.opening.raw else (*past.opening.messages(question), *more)

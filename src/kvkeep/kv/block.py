@@ -358,7 +358,10 @@ def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -
 
 
 def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> None:
-    """Add the state tensors that a policy needs and the block lacks. The arguments are those of `lacks`."""
+    """Add the state tensors that a policy needs and the block lacks. The arguments are those of `lacks`.
+
+    Existing tensors stay the same objects.
+    """
     for i in range(len(block.of_slots()), len(starts)):
         block.state[str(i)] = block.store.numbers(0.0)
     block.state |= _missing(block, heads)
@@ -465,6 +468,9 @@ def settle(
 ) -> None:
     """Empty the slots whose tokens do not stay, and put the chunk's tokens that stay into the first empty slots, in
     order.
+
+    The ``n`` tokens of a head then lie in its first ``n`` slots: a token beyond them goes into an empty slot before the
+    chunk's. No other token is moved. The slot of a token depends on its own row and head only.
 
     Args:
         block: the slots, which have room for all tokens that stay.

@@ -186,6 +186,9 @@ def groups(dim: int) -> int:
 def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
     """Quantize vectors in groups of channels. A group that holds NaN or an infinity becomes zeros.
 
+    In float32: ``scale = float16(max |x| / greatest)``, at most the largest finite float16, and ``code = round(x /
+    scale)`` with halves to even, at most the greatest. A scale of 0 has codes 0.
+
     Args:
         x: vectors. At 4 bits their length must be even.
         bits: 8 or 4.

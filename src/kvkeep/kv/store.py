@@ -227,6 +227,9 @@ def by_bits(kind: type[_S]) -> dict[str, type[_S]]:
 def inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a method that runs outside of autograd, whose graph would hold every past step, and outside of
     inference mode.
+
+    Tensors that are made in ``torch.inference_mode`` cannot be written outside of it. Slots are made and written in
+    place in both modes, so they must be ordinary tensors.
     """
 
     @functools.wraps(method)

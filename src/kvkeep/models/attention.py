@@ -106,6 +106,8 @@ class PaddingMask:
     def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
         """Return which of the ``T`` new tokens of a prompt are padding; ``None`` for one token, or without a fitting
         mask.
+
+        Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
         """
         if self.real is None or T == 1 or self.real.shape[1] != self.q_offset + T:
             return None
@@ -125,7 +127,10 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask:
-    """Return the mask that transformers asks for: the padding, and whether positions describe the rest of it."""
+    """Return the mask that transformers asks for: the padding, and whether positions describe the rest of it.
+
+    A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
+    """
     expected = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
     honoured = q_length == 1 or _same_function(mask_function, expected)
     return PaddingMask(attention_mask, int(q_offset), kv_offset, local_size, honoured)

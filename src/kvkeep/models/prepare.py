@@ -51,6 +51,15 @@ FUSED = (FusedLinear, *_MIXINS)
 def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, products: bool = True) -> int:
     """Change a model's modules, in place, so that they call the native kernel; return how many were changed.
 
+    Changed are norms by the root mean square, feed-forward layers ``down(silu(gate(x)) * up(x))``, and linear layers.
+    Each is a single call then, for steps of a few rows outside of autograd; everything else runs as before. Weights,
+    names and `state_dict` stay as they are, so the model can still be saved and trained, and hooks that come later are
+    called.
+
+    Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
+    or in another dtype, quantised or packed ones (`kvkeep.pack_weights` goes first), parts of compiled modules, and
+    each whose outputs on random numbers are not those of the kernel.
+
     Args:
         model: the model.
         rows: number of rows of most steps.
@@ -75,7 +84,7 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
 
 
 def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
-    """Return whether steps of this many rows are faster with the whole model fused; if that cannot be measured, its
+    """Return whether steps of this many rows are faster with fused layers, or if that is unknown, with fused
     products.
     """
     way = None if _is_slow(layers) else _fastest(model, rows, (_PLAIN, _FUSED))
@@ -92,7 +101,10 @@ def _is_slow(layers: list[nn.Linear]) -> bool:
 
 
 def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
-    """Return the name of the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused."""
+    """Return the name of the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused.
+
+    As in a decode step all layers are run in turn, up to 256 MiB of weights, so that the processor's caches are cold.
+    """
     sample: list[nn.Module] = []
     size = 0
     decoders = (module for module in open_modules(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()

@@ -125,7 +125,11 @@ def check_tls(place: ServerAddress) -> None:
 
 
 def settle() -> None:
-    """Tune a process that serves until it ends: fewer collections of garbage, faster switches between threads."""
+    """Tune a process that serves until it ends: fewer collections of garbage, faster switches between threads.
+
+    The objects that are there now are left out of later collections of garbage, and the engine's thread gets the
+    interpreter back from the web's thread after a millisecond.
+    """
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_S)

@@ -36,7 +36,10 @@ class Leases(Protocol):
         """Return whether other servers take over sessions from their files."""
 
     def take(self, name: str) -> bool:
-        """Take the lease of a session; return ``False`` if another server has it."""
+        """Take the lease of a session; return ``False`` if another server has it.
+
+        The session's file, if there is one, is in this server's folder afterwards.
+        """
 
     def give(self, name: str) -> None:
         """Give the lease of a session up."""
