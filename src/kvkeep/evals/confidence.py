@@ -29,12 +29,15 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 
 def of_share(right: int, n: int) -> Interval:
-    """Compute Wilson's interval of a share of ``n`` answers, in percent. It is not empty at 0 and 100 %."""
+    """Return Wilson's interval of a share of ``n`` answers, in percent; NaN without answers.
+
+    It is not empty at 0 and 100 %.
+    """
     return _wilson(right / n, float(n), _NORMAL) if n else _NONE
 
 
 def of_mean(spread: Spread) -> Interval:
-    """Compute Student's interval of a mean over seeds; NaN for a single seed."""
+    """Return Student's interval of a mean over seeds; NaN for a single seed or a missing value."""
     if spread.n < 2 or math.isnan(spread.error):
         return _NONE
     half = _quantile(spread.n - 1) * spread.error
@@ -42,7 +45,7 @@ def of_mean(spread: Spread) -> Interval:
 
 
 def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """Compute the interval of a share of right answers, in percent, for questions that come in clusters.
+    """Return the interval of a share of right answers, in percent, for questions that come in clusters.
 
     Wilson's interval for as many independent questions as would have the variance between clusters (Korn and Graubard,
     1998), but for no more than there are, with Student's quantile for the number of clusters.
@@ -58,12 +61,14 @@ def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
 
 
 def of_clusters(right: int, n: int, clusters: int) -> Interval:
-    """Return the narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters."""
+    """Return the narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters; NaN
+    below two clusters.
+    """
     return _wilson(right / n, float(n), _quantile(clusters - 1)) if n and clusters > 1 else _NONE
 
 
 def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """Compute the interval of a mean difference between paired answers, in percentage points.
+    """Return the interval of a mean difference between paired answers, in percentage points.
 
     At least as wide as the interval of a share of 0 among so many questions, since a difference that no question has
     shown may still exist.
@@ -86,7 +91,7 @@ def _ratio(clusters: Sequence[tuple[int, int]]) -> float:
 
 
 def _variance(clusters: Sequence[tuple[int, int]]) -> float:
-    """Compute the linearised variance of a ratio of sums over clusters."""
+    """Return the linearised variance of a ratio of sums over clusters."""
     ratio, n, C = _ratio(clusters), sum(size for _, size in clusters), len(clusters)
     return C / (C - 1) * sum((count - ratio * size) ** 2 for count, size in clusters) / n**2
 
@@ -151,7 +156,10 @@ class PolicyPair:
 
 
 def grades(rows: Iterable[Row]) -> Grades:
-    """Return the grades in rows that differ only by seed and case; rows without a record of questions have none."""
+    """Return the grades in rows that differ only by seed and case, by question.
+
+    Rows without a record of questions add none.
+    """
     found: Grades = {}
     for row in rows:
         place, score = (str(row["case"]), int(row["seed"])), row["score"]
@@ -191,7 +199,10 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
-    """Compare all pairs of policies by task, protocol and budget; a policy that never evicts joins every budget."""
+    """Return the comparison of all pairs of policies by task, protocol and budget.
+
+    A policy that never evicts takes part at every budget.
+    """
     return [
         pair
         for (task, protocol), group in _parts(rows).items()
@@ -203,7 +214,7 @@ def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
 
 
 def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], other: tuple[str, Grades]) -> PolicyPair:
-    """Compare two policies, each with its grades, on the questions that both were asked."""
+    """Return the comparison of two policies, each with its grades, on the questions that both were asked."""
     both = {question: one[1][question] - other[1][question] for question in one[1] if question in other[1]}
     texts = [(sum(both[q] for q in own), len(own)) for own in _questions_by_text(both)]
     n = len(both)
@@ -246,7 +257,9 @@ def _corrected(found: Sequence[PolicyPair]) -> list[PolicyPair]:
 
 
 def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
-    """Estimate how many questions show the difference in four of five runs; never fewer than the test needs."""
+    """Return how many questions would show the difference in four of five runs; ``None`` without a difference or an
+    interval.
+    """
     half = (pair.interval[1] - pair.interval[0]) / 2
     if not pair.points or math.isnan(half):
         return None
@@ -255,7 +268,10 @@ def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
 
 
 def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
-    """Bootstrap a mean's interval over texts, in percent; a text has a sum of grades and a number of questions."""
+    """Return a bootstrap interval of a mean over texts, in percent.
+
+    A text has a sum of grades and a number of questions.
+    """
     sums, sizes = torch.tensor(texts, dtype=torch.float64).T
     generator = torch.Generator().manual_seed(0)
     means: Float[Tensor, " R"] = torch.cat(
@@ -269,7 +285,9 @@ def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
 
 
 def _at_least(interval: Interval, points: float, n: int) -> Interval:
-    """Widen an interval to at least that of a share of 0, as a difference that no question shows may still exist."""
+    """Return an interval, widened to at least that of a share of 0: a difference that no question shows may still
+    exist.
+    """
     half = of_share(0, n)[1] / 2
     return max(-100.0, min(interval[0], points - half)), min(100.0, max(interval[1], points + half))
 
@@ -345,7 +363,7 @@ class PolicyDifference:
 
 
 def answers(rows: Iterable[Row]) -> Answers:
-    """Return the answers in rows that differ only by seed; rows without a record of questions have none."""
+    """Return the answers in rows that differ only by seed, by question. Rows without a record of questions add none."""
     return {
         (row["seed"], document, number): bool(right)
         for row in rows
@@ -354,7 +372,7 @@ def answers(rows: Iterable[Row]) -> Answers:
 
 
 def kept(own: Answers, full: Answers) -> KeptShare:
-    """Compute the share of the full cache's right answers that a policy keeps, over questions asked of both."""
+    """Return the share of the full cache's right answers that a policy keeps, over questions asked of both."""
     both = own.keys() & full.keys()
     able = [question for question in both if full[question]]
     clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(able)]
@@ -363,7 +381,7 @@ def kept(own: Answers, full: Answers) -> KeptShare:
 
 
 def difference(one: Answers, other: Answers, full: Answers) -> PolicyDifference:
-    """Compare two policies on the questions that both were asked and that the full cache answers."""
+    """Return the comparison of two policies on the questions that both were asked and that the full cache answers."""
     able = [question for question in one.keys() & other.keys() & full.keys() if full[question]]
     clusters = [(sum(one[q] - other[q] for q in group), len(group)) for group in _by_text(able)]
     only = (sum(one[q] > other[q] for q in able), sum(one[q] < other[q] for q in able))
@@ -372,7 +390,9 @@ def difference(one: Answers, other: Answers, full: Answers) -> PolicyDifference:
 
 
 def share_tables(rows: Sequence[Row]) -> list[Table]:
-    """Make a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
+    """Return a table for each case of recall with rows of ``full``: the share of the full cache's answers that
+    stays.
+    """
     found = []
     for case, group in by_case(of_task(rows, "recall")).items():
         full = answers(row for row in group if _is_full(row))
@@ -407,7 +427,7 @@ def _by_text(questions: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, 
 
 
 def _shown(value: float, interval: Interval) -> str:
-    """Format a number with its interval: ``92 (87–95)``."""
+    """Return a number with its interval as text: ``92 (87–95)``; a dash for NaN."""
     if math.isnan(value):
         return "–"
     return f"{value:.0f}" if math.isnan(interval[0]) else f"{value:.0f} ({interval[0]:.0f}–{interval[1]:.0f})"
@@ -419,7 +439,10 @@ BEST = "best"
 
 
 def difference_tables(rows: Sequence[Row]) -> list[Table]:
-    """For every task and protocol: each policy's difference to the best one of its budget. `full` is left out."""
+    """Return a table for every task and protocol: each policy's difference to the best one of its budget.
+
+    `full` is left out.
+    """
     full = {name for name, own in by_name(rows).items() if is_full(own)}
     some = [pair for pair in pairs(rows) if not {pair.one, pair.other} & full]
     return [
@@ -429,7 +452,10 @@ def difference_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Tell how many differences are clear, and how many questions the others would need."""
+    """Return sentences on how many differences may be chance, and how many questions would show them.
+
+    Clear ones need none.
+    """
     found = []
     for (task, protocol), group in grouped(pairs(rows), lambda pair: (pair.task, pair.protocol)).items():
         unclear = [pair for pair in group if not pair.clear]
@@ -457,7 +483,7 @@ def _span(group: Sequence[PolicyPair]) -> str:
 
 
 def _rounded(n: int) -> int:
-    """Round a number of questions up to two significant digits."""
+    """Return a number of questions, rounded up to two significant digits."""
     size: int = 10 ** max(0, len(str(n)) - 2)
     return math.ceil(n / size) * size
 
@@ -496,7 +522,9 @@ def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
 
 
 def _cell(pair: PolicyPair, sign: int) -> str:
-    """Format points, their interval, and a star if the difference is clear: ``−12 (−20…−4) *``."""
+    """Return points, their interval, and a star if the difference is clear, as text: ``−12 (−20…−4) *``; a dash for
+    NaN.
+    """
     if math.isnan(pair.points):
         return "–"
     low, high = sorted(sign * limit for limit in pair.interval)

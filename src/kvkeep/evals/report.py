@@ -38,7 +38,7 @@ class Spread:
 
     @property
     def half(self) -> float:
-        """Half of the distance between the lowest and the highest value."""
+        """Return half of the distance between the lowest and the highest value."""
         return (self.high - self.low) / 2
 
     def times(self, factor: float) -> Spread:
@@ -47,7 +47,7 @@ class Spread:
 
 
 def over(values: Sequence[float]) -> Spread:
-    """Compute the spread of some numbers."""
+    """Return the spread of some numbers; there must be one."""
     n, mean = len(values), sum(values) / len(values)
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else math.nan
     return Spread(mean, min(values), max(values), n, error)
@@ -75,13 +75,13 @@ class ScoreMeasure:
         return self.task in ASKED and self.key in ("score", "accuracy")
 
     def of(self, rows: Sequence[Row]) -> Spread:
-        """Compute the measure of rows that differ only by seed; shares in percent, NaN if a row lacks the number."""
+        """Return the measure of rows that differ only by seed; shares in percent, NaN if a row lacks the number."""
         values = [row["score"][self.key] for row in rows]
         found = over([math.nan if value is None else value for value in values])
         return found if self.decimals is None else found.times(100.0)
 
     def show(self, rows: Sequence[Row]) -> str:
-        """Format the measure: ``62%``, or ``62±3%`` with half of the range over several seeds."""
+        """Return the measure as text: ``62%``, or ``62±3%`` with half of the range over several seeds."""
         found = self.of(rows)
         if math.isnan(found.mean):
             return "–"
@@ -91,7 +91,9 @@ class ScoreMeasure:
 
 
 def _digits(value: float) -> str:
-    """Format three significant digits, but all digits before the point: ``57.0``, ``0.0665``, ``1234``."""
+    """Return a number as text with three significant digits, but all digits before the point: ``57.0``, ``0.0665``,
+    ``1234``.
+    """
     return f"{value:.0f}" if abs(value) >= 99.95 or value == 0 else f"{value:#.3g}"
 
 
@@ -132,7 +134,7 @@ def of_task(rows: Sequence[Row], task: str) -> list[Row]:
 
 
 def grouped(rows: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Group rows, or other items, by a key, in the order in which the groups first appear."""
+    """Return rows, or other items, grouped by a key, in the order in which the groups first appear."""
     groups: dict[_Key, list[_Item]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -140,7 +142,7 @@ def grouped(rows: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, l
 
 
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by their case, which is a part of a task."""
+    """Return rows grouped by their case, which is a part of a task."""
     return grouped(rows, lambda row: str(row["case"]))
 
 
@@ -156,12 +158,12 @@ def shown(task: str, case: str) -> str:
 
 
 def by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by policy, and by setup where it differs from the policy's own."""
+    """Return rows grouped by policy, and by setup where it differs from the policy's own."""
     return grouped(rows, lambda row: f"{row['policy']} ({setup})" if (setup := row.get("setup")) else row["policy"])
 
 
 def by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by budget, from the smallest to the largest."""
+    """Return rows grouped by budget, from the smallest to the largest."""
     groups = grouped(rows, lambda row: str(row["budget"]))
     return dict(sorted(groups.items(), key=lambda item: _share(item[1][0])))
 
@@ -183,7 +185,7 @@ def is_full(rows: Sequence[Row]) -> bool:
 
 
 def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows by seed."""
+    """Return rows grouped by seed."""
     return list(grouped(rows, lambda row: row["seed"]).values())
 
 
@@ -219,7 +221,7 @@ Sure: TypeAlias = Callable[[Sequence[Row]], tuple[float, float]]
 
 
 def tables(rows: Sequence[Row], sure: Sure | None = None) -> list[Table]:
-    """Make a table for every measure of every case, and one of the bytes that caches held.
+    """Return a table for every measure of every case, and one of the bytes that caches held; none without rows.
 
     Args:
         rows: the rows.
@@ -234,7 +236,9 @@ def tables(rows: Sequence[Row], sure: Sure | None = None) -> list[Table]:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    """Tabulate bytes held, in the case of the first task that has most rows; among equals, in the last one."""
+    """Return a table of the bytes held, in the case of the first task that has most rows; among equal ones, in the
+    last.
+    """
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
     columns, task = list(by_budget(group)), str(group[0]["task"])

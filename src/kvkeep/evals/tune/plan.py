@@ -99,13 +99,13 @@ class TunePlan:
 
 
 def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: torch.dtype | None = None) -> TunePlan:
-    """Plan a search; needs no weights.
+    """Return the plan of a search, checked; no weights are needed.
 
     Args:
         checkpoint: configuration and tokenizer.
         name: the model's name in results.
         wanted: what is asked for.
-        dtype: of the cache; by default the checkpoint's.
+        dtype: the cache's dtype; by default the checkpoint's.
 
     Raises:
         InputError: something cannot be used with this model.
@@ -138,7 +138,12 @@ def _case(name: str) -> Case:
 
 
 def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm]:
-    """Combine the policies with the setup; of the default policies, keep those that run with it on this model."""
+    """Return the policies, each combined with the setup; of the default policies, those that run so on this model.
+
+    Raises:
+        PolicyError: a policy evicts nothing.
+        KVKeepError: a policy that the user named cannot run so.
+    """
     chosen = split_arms(",".join(POLICIES[case]) if wanted.policies is None else wanted.policies)
     arms = []
     for policy, bits in chosen:
@@ -225,7 +230,11 @@ def _ladders(
 
 
 def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
-    """Return the budgets in tokens. A stream has to go on beyond each of them."""
+    """Return the budgets in tokens. Those that leave nothing to evict are left out.
+
+    Raises:
+        InputError: no budget is left.
+    """
     given = wanted.budgets or SHARES
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
     most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room

@@ -25,7 +25,9 @@ _NOUN: dict[Kind, str] = {"answers": "questions", "loss": "tokens"}
 
 
 def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
-    """Return the table: confirmed candidates, and for each other arm its smallest budget on target in the search."""
+    """Return the table's lines: confirmed candidates, and for each other arm its smallest budget on target in the
+    search.
+    """
     confirmed = dict(sorted(result.found.confirmed.items(), key=lambda item: item[0].row_bytes))
     rows = [_line(one, found, full_bytes, _verdict(result, one, found)) for one, found in confirmed.items()]
     named = {one.arm for one in confirmed}
@@ -98,7 +100,7 @@ def failure(result: TuneResult) -> str:
 
 
 def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
-    """Plot the kept quality over the memory."""
+    """Return a plot of the kept quality over the memory."""
     series = [
         _series(name, [one for one in ladder if one in result.searched], result, full_bytes)
         for ladder in result.ladders
@@ -126,7 +128,7 @@ def _series(name: str, measured: list[Candidate], result: TuneResult, full_bytes
 
 
 def config(found: SearchResult, model: str | None) -> Config:
-    """Return the settings of the chosen candidate."""
+    """Return the settings of the chosen candidate as a configuration."""
     one = found.chosen
     assert one is not None
     setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
@@ -137,7 +139,7 @@ def config(found: SearchResult, model: str | None) -> Config:
 
 
 def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | int | float]:
-    """Tell how the settings were found, for the table in the file."""
+    """Return how the settings were found, for the table of notes in the file."""
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
@@ -153,7 +155,7 @@ def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | in
 
 
 def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
-    """Return all numbers, for programs."""
+    """Return all numbers as plain data, for programs."""
     chosen = result.found.chosen
     return {
         "target": result.target,
