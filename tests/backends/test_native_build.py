@@ -14,6 +14,7 @@ import torch
 import kvkeep
 from kvkeep import backends
 from kvkeep.attention_stats import Nothing
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends.native import Native, NativeBackend, bindings, build, native
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.types import AttentionOptions, Phase, Slots
@@ -324,7 +325,9 @@ def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
     slots, now = Slots(k, v, torch.arange(9).view(1, 1, 9)), torch.tensor([[8]])
 
     def output(backend):
-        return backend.attend(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.5))[0]
+        return backend.attend(
+            AttentionInputs(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.5))
+        )[0]
 
     monkeypatch.setattr(bindings, "native", lambda: Native(None, "not today"))
     assert torch.equal(output(NativeBackend()), output(TorchBackend()))

@@ -1,4 +1,7 @@
-"""The only place that fills slots, empties them or moves them: tokens come in, and the weakest are evicted."""
+"""Fill slots, empty them or move them: tokens come in, and the weakest are evicted.
+
+`kvkeep.cache.shared_budget` does it for a budget that all layers share.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Backend, Repeat
+from kvkeep.backends.base import AttentionInputs, Backend, Repeat, SecondReading
 from kvkeep.budget import Number
 from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
@@ -123,28 +122,21 @@ def for_prompt(
     return replace(view, queries=Queries(plain, positions))
 
 
-def read(  # noqa: PLR0913  the arguments of attention
-    policy: Policy,
-    backend: Backend,
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    length: Int[Tensor, "B 1"],
-    rotation: Rotation | None,
+def read(
+    policy: Policy, backend: Backend, inputs: AttentionInputs, again: SecondReading
 ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Run attention for a prompt's chunk, twice for a policy that `rereads`, and return output and report.
+    """Run attention for a prompt's chunk, and a second reading for a policy that `rereads`. Return output and report.
 
-    The arguments are those of `kvkeep.backends.Backend.attend_twice`.
+    Args:
+        policy: the policy that gets the report.
+        backend: attends.
+        inputs: the chunk's queries, and what they attend over.
+        again: where the second reading comes.
     """
     if not policy.rereads:
-        return backend.attend(query, slots, now, statistic=statistic, options=options)
-    out, report, again = backend.attend_twice(
-        query, slots, now, statistic=statistic, options=options, length=length, rotation=rotation
-    )
-    return out, Report({**report.sums, "again": again})
+        return backend.attend(inputs)
+    out, report, shares = backend.attend_twice(inputs, again)
+    return out, Report({**report.sums, "again": shares})
 
 
 class Layer:
@@ -535,7 +527,7 @@ class Layer:
         view = self._view(slots, new=fresh, phase=Phase.DECODE)
         if (focus := self.policy.focuses) is not None:
             options = replace(options, top=focus.top(self.policy, view))
-        out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
+        out, report = backend.attend(AttentionInputs(query, slots, positions, options, self.policy.wants(view)))
         self.block.remember(self.policy.observe(self.state, view, report))
         # later layers ask for the state of all tokens that this layer has attended, the next victim among them
         self._hand_on(slots.positions, self.state)
@@ -570,8 +562,8 @@ class Layer:
         view = self._view(at(slots, left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
         view, turn = for_prompt(self.policy, view, query, new, options.output), self._rotation or self.rotary
         attended, wanted = slots if used else chunk, self.policy.wants(view)
-        given, length = (self.policy, self._backend, query, attended, new), self.seen[:, None]
-        out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
+        inputs = AttentionInputs(query, attended, new, options, wanted)
+        out, report = read(self.policy, self._backend, inputs, SecondReading(self.seen[:, None], turn))
         state = self.policy.observe(state, view, report)
         self._hand_on(left, state)
         if self._together is not None:
@@ -597,7 +589,7 @@ class Layer:
         # probes get no state of the policy, since they are never stored
         slots, _ = beside(self.block, probes, starts={}, used=held)
         view = self._view(self.store.slots(), new=(now >= 0).sum(dim=1), phase=Phase.PROBE)
-        out, report = self._backend.attend(query, slots, now, statistic=self.policy.wants(view), options=options)
+        out, report = self._backend.attend(AttentionInputs(query, slots, now, options, self.policy.wants(view)))
         # the policy has no place for what probes have received themselves
         mine = Report({name: tensor[..., :held] for name, tensor in report.sums.items()})
         self.block.remember(self.policy.observe(self.state, view, mine))

@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.cli import console
+from kvkeep.cli.options import ModelOptions
 from kvkeep.scale.cluster import LostClusterError, Need, check_room, check_versions, nodes, own_cpus, share
+from kvkeep.scale.driver import ModelRecipe
 
 PROCESS_BYTES = 400 * 10**6
 """Main memory of a worker beside weights and caches: Python, torch, buffers."""
@@ -68,6 +70,18 @@ def whole(name: str | None) -> str | None:
         if path.exists():
             return str(path.resolve())
     return name
+
+
+def model_recipe(request: ModelOptions, device: str) -> ModelRecipe:
+    """Return the model of a command's options, as a worker loads it on its device."""
+    return ModelRecipe(
+        model=whole(request.model),
+        dtype=request.dtype,
+        device=device,
+        load_in=request.load_in,
+        threads=request.threads,
+        allow_pickle=request.allow_pickle,
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, model_recipe, room_for
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
@@ -140,15 +140,7 @@ def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> Rep
     options = engine_options(request)
     del options["session_dir"]
     return ReplicaRecipe(
-        model=whole(request.model),
-        settings=settings,
-        engine=options,
-        dtype=request.dtype,
-        device=device,
-        load_in=request.load_in,
-        threads=request.threads,
-        allow_pickle=request.allow_pickle,
-        tool_form=request.tool_form,
+        model=model_recipe(request, device), settings=settings, engine=options, tool_form=request.tool_form
     )
 
 

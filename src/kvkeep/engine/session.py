@@ -468,6 +468,65 @@ class Session:
                 self._host.refuse(waiting, error)
 
 
+# The turns of a session that can be taken back.
+
+MOST_TURNS_BACK = 8
+"""Turns that can be taken back."""
+MOST_STATE_BYTES = 2**30
+"""Bytes that the memories before these turns may take, of all sessions together; one turn can always be taken back."""
+
+
+class TurnStates:
+    """The memories of a session after its last turns, to which it can go back with `Session.rewind`.
+
+    Args:
+        first: the memory with which the session begins; ``None``: it has not read anything.
+    """
+
+    def __init__(self, *first: Snapshot | None) -> None:
+        self._states = deque[Snapshot | None](first, maxlen=MOST_TURNS_BACK + 1)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, index: int) -> Snapshot | None:
+        """Return a state, the oldest first."""
+        return self._states[index]
+
+    @property
+    def turns(self) -> int:
+        """Return how many turns can be taken back."""
+        return max(0, len(self._states) - 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all states."""
+        return sum(state.nbytes for state in self._states if state is not None)
+
+    def add(self, state: Snapshot | None) -> None:
+        """Add the memory after a turn. The oldest one goes if there are too many."""
+        self._states.append(state)
+
+    def add_oldest(self, state: Snapshot) -> None:
+        """Add the memory before the oldest one, if there is room for it."""
+        if len(self._states) <= MOST_TURNS_BACK:
+            self._states.appendleft(state)
+
+    def drop_oldest(self) -> int:
+        """Forget the oldest memory, and return its bytes."""
+        state = self._states.popleft()
+        return 0 if state is None else state.nbytes
+
+    def take_back(self, turns: int) -> None:
+        """Forget the memories after the last turns."""
+        for _ in range(turns):
+            self._states.pop()
+
+    def replace_last(self, state: Snapshot | None) -> None:
+        """Put a memory in the place of the one after the last turn."""
+        self._states[-1] = state
+
+
 # The sessions of an engine, found by their names.
 
 

@@ -52,7 +52,7 @@ def words(drawn: random.Random, n: int) -> list[str]:
     single = sorted({*ADJECTIVES, *NOUNS})
     if n <= len(single):
         return drawn.sample(single, n)
-    pairs = [f"{one}-{other}" for one in ADJECTIVES for other in NOUNS]
+    pairs = [f"{adjective}-{other}" for adjective in ADJECTIVES for other in NOUNS]
     return drawn.sample([*single, *pairs], n) if n <= len(single) + len(pairs) else values("uuids", drawn, n)
 
 
@@ -137,10 +137,10 @@ def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int]
         drawn = random.Random(seed)
         keys = values(task.keys, drawn, task.n_keys)
         held = {key: values(task.values, drawn, task.n_values) for key in keys}
-        needles = [_said(task, key, one) for key in keys for one in held[key]]
+        needles = [_said(task, key, value) for key in keys for value in held[key]]
         asked = keys[: task.n_queries]
         context, depths = _context(task, haystack, needles, n, drawn)
-        answers = tuple(one for key in asked for one in held[key])
+        answers = tuple(value for key in asked for value in held[key])
         single = len(answers) == 1
         return _item(task, context, _listed(asked), answers, depths[0] if single else None)
 
@@ -262,7 +262,7 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     The authors' file is one object of articles with paragraphs; the hub has a row per question. Questions without an
     answer are left out.
     """
-    asked = [one for row in rows for one in row]
+    asked = [question for row in rows for question in row]
     numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
     about: dict[str, set[int]] = {}
     for article, said, _, _ in asked:
@@ -296,9 +296,9 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
 def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
     context = text(paragraph, "context")
     yield article, context, "", ()
-    for one in paragraph["qas"]:
-        answers = [] if one.get("is_impossible", False) else [answer["text"] for answer in one["answers"]]
-        yield article, context, text(one, "question"), _different(answers)
+    for entry in paragraph["qas"]:
+        answers = [] if entry.get("is_impossible", False) else [answer["text"] for answer in entry["answers"]]
+        yield article, context, text(entry, "question"), _different(answers)
 
 
 def _different(answers: Any) -> tuple[str, ...]:

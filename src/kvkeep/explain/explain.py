@@ -100,11 +100,12 @@ def explain(  # noqa: PLR0913  the choices of a user
         prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
         slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)
-        rooms = [_room(one, slots, prompt) for one in asked.policies]
+        rooms = [_room(policy, slots, prompt) for policy in asked.policies]
         work = runs.WorkDone(found, prompt, rooms, progress)
         with enough_memory(found.device):
             ledgers = [
-                runs.bounded(found, one, room, prompt, work) for one, room in zip(asked.policies, rooms, strict=True)
+                runs.bounded(found, policy, room, prompt, work)
+                for policy, room in zip(asked.policies, rooms, strict=True)
             ]
             answer, missed = runs.full(found, prompt, ledgers, work)
         ids, tokens = prompt.ids.tolist(), checkpoint.tokenizer
@@ -141,10 +142,10 @@ def check(
     """
     if isinstance(policies, str) or not policies:
         raise PolicyError('`policies` is a list of one to six policies, e.g. ["h2o", "snapkv"].')
-    made = [parse(one) if isinstance(one, str) else one for one in policies]
-    if any(not isinstance(one, Policy) for one in made):
-        raise PolicyError(f"{next(one for one in made if not isinstance(one, Policy))!r:.80} is no policy.")
-    if len(made) > MOST_POLICIES or len({str(one) for one in made}) < len(made):
+    made = [parse(policy) if isinstance(policy, str) else policy for policy in policies]
+    if any(not isinstance(policy, Policy) for policy in made):
+        raise PolicyError(f"{next(policy for policy in made if not isinstance(policy, Policy))!r:.80} is no policy.")
+    if len(made) > MOST_POLICIES or len({str(policy) for policy in made}) < len(made):
         raise InputError(f"`policies` names {len(made)}; give up to {MOST_POLICIES} different ones.")
     if isinstance(budget, float):
         budgets.from_ratio(budget, 1)
@@ -255,7 +256,7 @@ def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
 
 def _call(name: str, question: str, asked: ExplainArguments) -> str:
     model = None if name == "the embedded model" else name
-    chosen = [str(one) for one in asked.policies]
+    chosen = [str(policy) for policy in asked.policies]
     return f"kvkeep.explain({model!r}, text, question={question!r}, policies={chosen}, budget={asked.budget})"
 
 

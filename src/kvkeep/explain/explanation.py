@@ -133,7 +133,7 @@ def check(folder: Path, *, overwrite: bool) -> None:
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
-    above = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+    above = next(ancestor for ancestor in (folder, *folder.absolute().parents) if os.path.lexists(ancestor))
     if not above.is_dir():
         raise InputError(f"{above} is no folder, so it has no room for plots. Give another name.")
     if not os.access(above, os.W_OK):

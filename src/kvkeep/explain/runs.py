@@ -104,13 +104,13 @@ class Ledger:
         self.mass.append(received[:, :last].mean(dim=0))
         held = torch.cat([watch.held for watch in watches.values()]).cpu()
         gone = (self.dropped == HELD) & ~held
-        gone[:, last:] = False
+        gone[:, last:] = False  # not read yet
         self.dropped[gone] = self.moments - 1
         scores, free = self._compared(watches, heard)
         self.scores[gone] = scores[gone]
         standing = scores.masked_fill(~(held & free) | scores.isnan(), torch.inf)
         lowest = standing.amin(dim=-1)
-        there = lowest < torch.inf
+        there = lowest < torch.inf  # else all that the head holds is protected
         self.rivals.append(torch.where(there, (standing == lowest[:, None]).int().argmax(dim=-1), -1))
         self.rival_scores.append(lowest.masked_fill(~there, torch.nan))
 
@@ -281,7 +281,7 @@ def full(
         logits = cache.feed(torch.tensor(own[-1:]), Phase.DECODE)
     found = []
     for ledger, lost in zip(ledgers, begun, strict=True):
-        cache.go_back(len(prompt.ids))
+        cache.go_back(len(prompt.ids))  # each answer follows the prompt alone
         found.append(_followed(cache, first, ledger, lost))
     return own, found
 

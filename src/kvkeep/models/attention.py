@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import choose
+from kvkeep.backends import AttentionInputs, choose
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
@@ -340,7 +339,7 @@ def attached(model: _Model) -> Iterator[_Model]:
                 part.training = training
             for config, implementation in zip(parts, chosen, strict=True):
                 config._attn_implementation = implementation
-            if not told:
+            if not told:  # else the model had been attached before, and stays so
                 for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
                     inner._forward_pre_hooks.pop(number)
                     inner._forward_pre_hooks_with_kwargs.pop(number, None)
@@ -439,6 +438,7 @@ def attention_forward(
             "positions and cannot honour it."
         )
     key, value, layer = unwrap(key, value)
+    # without a mask nothing is padded, and the queries are those of the last tokens
     mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -453,7 +453,7 @@ def attention_forward(
         else:
             out = _bounded(layer, query, key, value, mask, options)
     if (padding := mask.padding(query.shape[2])) is not None:
-        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)
+        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)  # backends leave it undefined there
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -502,7 +502,7 @@ def _dense(
     k = k.masked_fill(k > last, EMPTY)  # a static cache hands over slots that are not written yet
     q = (mask.q_offset + torch.arange(T, device=key.device)).expand(B, T)
     backend = choose(query.device, query.dtype)
-    out, _ = backend.attend(query, Slots(key, value, k[:, None]), q, statistic=Nothing(), options=options)
+    out, _ = backend.attend(AttentionInputs(query, Slots(key, value, k[:, None]), q, options))
     return out
 
 

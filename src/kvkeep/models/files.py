@@ -187,7 +187,7 @@ def check_adapter(name: str) -> None:
     try:
         base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = None
+        base = None  # the name is only for the message: the adapter is refused all the same
     known = f"{base!r:.100}" if isinstance(base, str) and base else "another model"
     raise ModelFileError(
         f"{name} holds an adapter of PEFT for {known} (adapter_config.json), which kvkeep does not load. Load both "

@@ -66,7 +66,7 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
         if norm is not None and not isinstance(norm, FusedNorm):
             return None
     for projection in (*linear, *gated):
-        if type(projection) is not FusedLinear:
+        if type(projection) is not FusedLinear:  # a subclass may have a `forward` of its own
             return None
     for part in (*own.values(), *of_attention.values(), *of_feed.values()):
         if part is not None and is_heard(part):

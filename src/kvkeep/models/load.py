@@ -436,7 +436,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
     def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         states = made if isinstance(made, Tensor) else next((part for part in made if isinstance(part, Tensor)), None)
-        if states is not None and states.dim() == 3 and states.shape[1] > 1:
+        if states is not None and states.dim() == 3 and states.shape[1] > 1:  # 1: a decode step
             on_read(states.shape[0] * states.shape[1] / len(parts))
 
     handles = [part.register_forward_hook(hook) for part in parts]
@@ -489,7 +489,7 @@ def join_processes() -> int:
     """
     if not dist.is_available():
         raise InputError("This build of torch has no torch.distributed, so no model can be split over processes.")
-    if dist.is_initialized():
+    if dist.is_initialized():  # by an earlier call, or by the user's program
         return dist.get_world_size()
     if missing := [name for name in _TOLD if not os.environ.get(name)]:
         raise InputError(

@@ -76,6 +76,7 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
     if not known and (not linear or (if_faster and not _pays(model, linear, rows))):
         return len(norms)
     fuse_linear(linear)
+    # a gate is fused from fused products, and a layer from all fused parts
     gates = [module for module in modules if _fuse_gate(module)]
     for module in modules:
         _join(module)

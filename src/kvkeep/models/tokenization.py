@@ -83,6 +83,7 @@ def encode_next(
     """
     if not before:
         ids = encode_chat(checkpoint, new, tools)
+        # the memory, which is not empty, has the beginning of the text already
         return ids[:, 1:] if int(ids[0, 0]) == checkpoint.tokenizer.bos_token_id and ids.shape[1] > 1 else ids
     for message in new:
         _check_text(message["content"])
@@ -90,6 +91,7 @@ def encode_next(
     mark = next(
         text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in text_before for text_before in known)
     )
+    # the last answer is in the memory as the tokens that were drawn, so the template says only what follows it
     text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new], tools)
     if text.count(mark) != 1:
         raise InputError(

@@ -121,11 +121,13 @@ def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor,
             continue
         if isinstance(module, nn.Linear | Conv1D):
             inside = ".experts." in name
+            # an output layer that shares its matrix with the table of embeddings stays as it is
             spared = id(module.weight) in tied or (module is head and not scheme.head)
             if not spared and (inside or not scheme.experts_only):
                 yield module.weight, False
         elif name.endswith(".experts"):
-            yield from ((one, True) for one in module._parameters.values() if one is not None and one.ndim == 3)
+            weights = module._parameters.values()
+            yield from ((weight, True) for weight in weights if weight is not None and weight.ndim == 3)
 
 
 def _fields(config: PreTrainedConfig) -> Any:
@@ -368,7 +370,7 @@ def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape
         experts=Experts(sum(map(Tensor.numel, experts)), experts[0].shape[0], used) if experts and used else Experts(),
         hidden=config.hidden_size,
         widest=max(
-            max(tensor.shape[-2:]) * (max(1, used) if tensor.ndim == 3 else 1)
+            max(tensor.shape[-2:]) * (max(1, used) if tensor.ndim == 3 else 1)  # a token works in several experts
             for tensor in model.parameters()
             if tensor.ndim >= 2 and id(tensor) not in outer
         ),

@@ -94,7 +94,7 @@ class RayReplicas:
                 self._ended.add(replica)
             raise LostError(replica) from error
         finally:
-            messages.cancel()
+            messages.cancel()  # a client that has gone away needs no more tokens
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
         """Ask a replica, without blocking the loop, whether it holds a session or an answer.

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.session import Session
+from kvkeep.engine.session import MOST_STATE_BYTES, Session, TurnStates
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
@@ -29,10 +29,6 @@ from kvkeep.snapshot.snapshot import Snapshot
 
 log = logging.getLogger("kvkeep.access")
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
-_MOST_STATES = 9
-"""States that a session can go back to, the present one included."""
-_MOST_BYTES = 2**30
-"""Bytes of the states to which all sessions can go back."""
 _AGAIN_S = 1.0
 """Seconds between two attempts to write a session that could not be written."""
 
@@ -51,22 +47,17 @@ class ServerSession:
         session: the engine's session.
         answer: the answer of ``/v1/responses`` with which it ends; ``None`` for a session that a client has named.
         created: seconds since 1970 at which it was opened.
-        states: its memory after its last turns, oldest first.
+        states: its memories after its last turns.
     """
 
     id: str
     session: Session
     answer: Mapping[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
+    states: TurnStates = field(default_factory=TurnStates)
     _users: set[threading.Event] = field(default_factory=set)
     _unwritten: bool = False
     _not_before: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the states that the session can go back to."""
-        return sum(state.nbytes for state in self.states)
 
     @property
     def used(self) -> bool:
@@ -89,7 +80,7 @@ class ServerSession:
         if not self.session.token_ids:
             return
         with suppress(SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
-            self.states.append(self.session.snapshot())
+            self.states.add(self.session.snapshot())
 
     def rewind(self, turns: int) -> None:
         """Take back the last turns.
@@ -97,13 +88,12 @@ class ServerSession:
         Raises:
             RefusalError: the earlier turns are not kept.
         """
-        if turns >= len(self.states):
-            most = max(0, len(self.states) - 1)
+        if turns > (most := self.states.turns):
             raise RefusalError(400, f"The session {self.id} can go back {most} turns, and not {turns}.", param="turns")
         target = self.states[-1 - turns]
+        assert target is not None  # `note` adds a state only after a turn
         self.session.rewind(target)
-        while self.states[-1] is not target:
-            self.states.pop()
+        self.states.take_back(turns)
 
     def close(self) -> bool:
         """Write the session to the disk and close it; return ``False`` if that fails, or failed within the last second.
@@ -303,8 +293,8 @@ class SessionRegistry:
         if not entry.session.token_ids:
             raise RefusalError(400, f"The session {name} has no turn yet, so it has no tokens to pin.", param="pins")
         entry.session.pin(pins)
-        if entry.states:
-            entry.states.pop()
+        if len(entry.states):
+            entry.states.take_back(1)
         self.note(entry)
         return entry
 
@@ -387,10 +377,10 @@ class SessionRegistry:
         The states of other sessions are dropped first. Each session keeps at least one, so the limit may stay exceeded.
         """
         entry.note()
-        nbytes = sum(other.nbytes for other in self._open)
+        nbytes = sum(other.states.nbytes for other in self._open)
         for other in sorted(self._open, key=lambda other: other is entry):  # its own states go last
-            while nbytes > _MOST_BYTES and len(other.states) > 1:
-                nbytes -= other.states.popleft().nbytes
+            while nbytes > MOST_STATE_BYTES and other.states.turns:
+                nbytes -= other.states.drop_oldest()
 
     def ran(self, entry: ServerSession) -> None:
         """Store the state after a turn that has ended well, and write the session to the disk if servers share the

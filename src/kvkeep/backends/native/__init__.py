@@ -13,8 +13,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import AtRanks, Backend, FusedStep, Repeat, SlotLimits, is_known, turned, wanted
+from kvkeep.backends.base import (
+    AtRanks,
+    AttentionInputs,
+    Backend,
+    FusedStep,
+    Repeat,
+    SecondReading,
+    SlotLimits,
+    is_known,
+    turned,
+    wanted,
+)
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.native import ops
 from kvkeep.backends.native.bindings import KeyRotation, coding_of, turn_of
@@ -23,7 +33,7 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.kv.pooled_store import lying
 from kvkeep.kv.slot_codec import LazySlots
 from kvkeep.rotary import Rotation
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import Budget, Report, Slots
 
 __all__ = ["Native", "NativeBackend", "native"]
 
@@ -53,24 +63,15 @@ class NativeBackend(Backend):
         self._rotation = rotation
         self._others: Backend = TorchBackend() if rotation is None else AtRanks(NativeBackend(), rotation)
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """Attend in the kernel, or in torch if the kernel cannot.
 
         A padded query, or one that sees nothing, gives zeros.
         """
+        query, slots, now, options, statistic = inputs
         if query.shape[2] > 1:
-            read = None
-            if self._rotation is None:
-                read = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
-            return read or self._others.attend(query, slots, now, statistic=statistic, options=options)
+            read = ops.attend_prefill(inputs) if self._rotation is None else None
+            return read or self._others.attend(inputs)
         found = None
         if options.top is None and is_known(statistic):
             there, ranges = lying(slots)
@@ -79,42 +80,22 @@ class NativeBackend(Backend):
             asked: dict[str, Any] = {"options": options, "wanted": wanted(statistic), "turn": turn}
             found = ops.attend(*given, **asked, ranges=ranges, codes=codes)
         if found is None:
-            return self._others.attend(query, slots, now, statistic=statistic, options=options)
+            return self._others.attend(inputs)
         out, *sums = found
         return out, Report(dict(zip(statistic.fields, sums, strict=False)))
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """Compute `Backend.reread` in torch, with keys rotated first under slot positions."""
-        return self._others.reread(query, slots, now, length=length, rotation=rotation, options=options)
+        return self._others.reread(inputs, again)
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
         """Return the results of `attend` and `reread` from one call of the kernel, or from torch if the kernel
         cannot.
         """
-        asked: dict[str, Any] = {"statistic": statistic, "options": options}
-        found = None
-        if self._rotation is None:
-            found = ops.attend_twice(query, slots, now, **asked, again=turned(query, length, rotation))
-        return found or self._others.attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
+        done = ops.attend_twice(inputs, turned(inputs.query, again)) if self._rotation is None else None
+        return done or self._others.attend_twice(inputs, again)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]

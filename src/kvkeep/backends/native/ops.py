@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from kvkeep.attention_stats import BITS, Statistic
-from kvkeep.backends.base import Added, Ring, SlotLimits, WantedReport, sums_wanted
+from kvkeep.attention_stats import BITS
+from kvkeep.backends.base import Added, AttentionInputs, Ring, SlotLimits, WantedReport, sums_wanted
 from kvkeep.backends.native import bindings
 from kvkeep.backends.native.bindings import LAST, KeyRotation, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.kv.pooled_store import Ranges
@@ -281,41 +281,25 @@ _REST = struct.Struct("4q 4q 2q 2q 3d")
 _NO_PIECE = bytes(_PIECE.size)
 
 
-def attend_prefill(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+def attend_prefill(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
     """Compute `Backend.attend` for several tokens; return ``None`` if the kernel cannot.
 
     `AttentionOptions.top` is ignored.
     """
-    found = attend_twice(query, slots, now, statistic=statistic, options=options, again=None)
+    found = attend_twice(inputs, None)
     return None if found is None else found[:2]
 
 
 def attend_twice(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    again: Float[Tensor, "B Hq T D"] | None,
+    inputs: AttentionInputs, again: Float[Tensor, "B Hq T D"] | None
 ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]] | None:
-    """Compute `Backend.attend_twice` for several tokens; return ``None`` if the kernel cannot.
+    """Compute `Backend.attend_twice` for several tokens; return ``None`` if the kernel cannot. See `attend_prefill`.
 
     Args:
-        query: queries of the first reading.
-        slots: keys, values and positions.
-        now: positions of the queries.
-        statistic: what to report about the first reading.
-        options: arguments of the model's attention.
+        inputs: the first reading.
         again: queries of the second reading; ``None``: there is no second reading, and the last tensor is empty.
     """
+    query, slots, now, options, statistic = inputs
     parts = pieces(slots)
     library = library_for(query, *(tensor for part in parts for tensor in part))
     if library is None:

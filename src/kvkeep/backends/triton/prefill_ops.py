@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
+from kvkeep.backends.base import AttentionInputs
 from kvkeep.backends.triton import launch
 from kvkeep.types import AttentionOptions, Fresh, Report, Slots
 
@@ -122,15 +123,7 @@ TORCH_SHARE = 4
 """Where torch does not give the log-sum-exp, it computes the output only if at most a 4th of the rows count."""
 
 
-def attend(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    output: Output = "auto",
-) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+def attend(inputs: AttentionInputs, *, output: Output = "auto") -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
     """Compute `Backend.attend` for a prefill; return ``None``, and log why, if no kernel can do it, see `unknown`.
 
     ``output`` says who computes the output. ``triton``: our kernel. ``torch``: torch's attention where it can, for a
@@ -141,6 +134,7 @@ def attend(
         see `prefill.forward` and `prefill.columns`; with a gain, or torch's output, the logits of the counted rows once
         more. Extra memory: the sums, and a number per query head and row.
     """
+    query, slots, now, options, statistic = inputs
     if (reason := unknown(query, slots, statistic, options)) is not None:
         launch.notice(reason)
         return None

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvkeep.errors import InputError
 from kvkeep.evals.grid import split_arms
-from kvkeep.evals.report import Row, Table, of_task
+from kvkeep.evals.report import Table
+from kvkeep.evals.results import Row, of_task
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies.registry import spec
 

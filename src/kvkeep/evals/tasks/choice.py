@@ -117,7 +117,7 @@ def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
     def read(row: Mapping[str, Any]) -> Choice:
         if isinstance(asked := row.get("question"), Mapping):
             stem = text(asked, "stem")
-            pairs = [(one["label"], text(one, "text")) for one in asked["choices"]]
+            pairs = [(choice["label"], text(choice, "text")) for choice in asked["choices"]]
         else:
             stem = text(row, "question_stem" if "question_stem" in row else "question")
             said = _texts(row["choices"], "text")
@@ -146,7 +146,7 @@ def _mathqa(row: Mapping[str, Any]) -> Choice:
     letters, choices = options[1::2], [part.strip(" ,[]'\"") for part in options[2::2]]
     if not question or not all(choices):
         raise ValueError("a question or an option is empty")
-    return _asked("mathqa", question, choices, _among(row["correct"].lower(), [one.lower() for one in letters]))
+    return _asked("mathqa", question, choices, _among(row["correct"].lower(), [letter.lower() for letter in letters]))
 
 
 _RTE = ("premise", "hypothesis"), ("sentence1", "sentence2")
@@ -184,7 +184,7 @@ def _texts(row: Mapping[str, Any], name: str) -> list[str]:
     """
     if not isinstance(row[name], list):
         raise ValueError(f"{name!r} is {row[name]!r:.20}, no list")
-    return [text({name: one}, name) for one in row[name]]
+    return [text({name: value}, name) for value in row[name]]
 
 
 def _among(label: object, known: Sequence[object]) -> int:
@@ -290,7 +290,9 @@ class MultipleChoice(Task):
         chosen = task.chosen(cls.name, options.parts, NAMES, known_in(options.data) or NAMES)
         later = ",ask=later" if options.ask == "later" else ""
         asked = {f"{name},shots={options.shots}{later}": _all(checkpoint, options, name) for name in chosen}
-        longest = max(len(p.context) + len(p.continuation) for found in asked.values() for q in found for p in q.pairs)
+        longest = max(
+            len(p.context) + len(p.continuation) for questions in asked.values() for q in questions for p in q.pairs
+        )
         check_positions(checkpoint, longest, cls.name, "shots")
         return cls(options, asked, tuple(past_training(checkpoint, longest, cls.name)))
 
@@ -301,16 +303,18 @@ class MultipleChoice(Task):
 
     def cases(self) -> dict[str, list[int]]:
         """Return each data set with the length of every context, or of its examples if the question comes later."""
-        return {name: [pair.length for one in found for pair in one.pairs] for name, found in self.asked.items()}
+        return {
+            name: [pair.length for question in asked for pair in question.pairs] for name, asked in self.asked.items()
+        }
 
     @property
     def new_tokens(self) -> int:
         """Return the most tokens that a context and a choice have after the eviction."""
         return max(
             len(pair.context) - pair.first + len(pair.continuation)
-            for found in self.asked.values()
-            for one in found
-            for pair in one.pairs
+            for questions in self.asked.values()
+            for question in questions
+            for pair in question.pairs
         )
 
     @property
@@ -322,14 +326,14 @@ class MultipleChoice(Task):
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
         """Score all choices of a data set under a policy, and return how often the right one is the likeliest."""
-        pairs = [pair for one in self.asked[case] for pair in one.pairs]
+        pairs = [pair for question in self.asked[case] for pair in question.pairs]
         given = _Given({pair.length: budget for pair, budget in zip(pairs, budgets, strict=True)})
         memories: list[MemoryUsage] = []
         bounded = BoundedModel(writer=writer, policy=policy, budget=given, setup=setup, on_memory=memories.append)
         found = dict(scores(bounded, pairs))
         values = iter(found[place][0] for place in range(len(pairs)))
         return TaskOutcome(
-            _score([[next(values) for _ in one.pairs] for one in self.asked[case]], self.asked[case]),
+            _score([[next(values) for _ in question.pairs] for question in self.asked[case]], self.asked[case]),
             sum(memories, MemoryUsage()),
         )
 
@@ -385,7 +389,7 @@ def _score(found: Sequence[Sequence[float]], asked: Sequence[_Asked]) -> dict[st
         shares = [value / size for value, size in zip(values, one.sizes, strict=True)]
         normed.append(max(range(len(shares)), key=shares.__getitem__) == one.right)
     n = len(asked)
-    guess = sum(1 / len(one.pairs) for one in asked) / n
+    guess = sum(1 / len(question.pairs) for question in asked) / n
     return {
         "score": sum(rights) / n,
         "normed": sum(normed) / n,

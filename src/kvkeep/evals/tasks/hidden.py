@@ -35,7 +35,7 @@ def _cases(
         for number in range(n):
             seed, depth = f"{task.name} {options.seed} {number}", depths[number % len(depths)]
 
-            def item(size: int, seed: str = seed, depth: float = depth) -> Item:
+            def item(size: int, seed: str = seed, depth: float = depth) -> Item:  # of this turn of the loop
                 return make(random.Random(seed), depth, size)
 
             prompts.append(

@@ -102,7 +102,7 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
     """Return the questions about one text."""
     wording = wording_of(checkpoint)
     made = document(
-        options.seed * 1_000_003 + number,
+        options.seed * 1_000_003 + number,  # no document of one seed is one of another
         n_facts=options.facts,
         n_questions=each,
         tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),

@@ -52,7 +52,7 @@ class Ruler(QATask):
                 try:
                     made[f"{name},length={length}"] = _case(checkpoint, options, name, length)
                 except TooShortError as error:
-                    if options.parts:
+                    if options.parts:  # the user has named it
                         raise
                     notes.append(f"{error} It is left out.")
         if not made:

@@ -42,7 +42,7 @@ class UserQuestion:
     def right(self, reply: str) -> bool:
         """Return whether the first line of a reply contains an answer as whole words."""
         line = next(filter(None, (line.strip() for line in reply.splitlines())), "")
-        return any(_words(one) in _words(line) if _words(one) else one in line for one in self.answers)
+        return any(_words(answer) in _words(line) if _words(answer) else answer in line for answer in self.answers)
 
 
 def read_questions(content: str, source: str, text: str | None) -> list[UserQuestion]:
@@ -82,7 +82,7 @@ def _question(line: str, place: str, text: str | None) -> UserQuestion:
 def _answers(entry: dict[str, Any], place: str) -> tuple[str, ...]:
     given = entry.get("answer")
     several = given if isinstance(given, list) and given else [given]
-    return tuple(_text({**entry, "answer": one}, "answer", place) for one in several)
+    return tuple(_text({**entry, "answer": answer}, "answer", place) for answer in several)
 
 
 def _text(entry: dict[str, Any], field: str, place: str) -> str:
@@ -195,22 +195,23 @@ def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) ->
         InputError: a prompt cannot be encoded.
     """
     wording = wording_of(checkpoint)
-    by_text = sorted(questions, key=lambda one: one.text)
-    groups = [list(group) for _, group in groupby(by_text, key=lambda one: one.text)]
+    by_text = sorted(questions, key=lambda question: question.text)
+    groups = [list(group) for _, group in groupby(by_text, key=lambda question: question.text)]
     if len(groups) < _FEW_TEXTS:
-        groups = [[one] for group in groups for one in group]
+        groups = [[question] for group in groups for question in group]
     random.Random(seed).shuffle(groups)
     units = [
-        _asked(checkpoint, wording, group[0].text, [(one.question, one.right) for one in group]) for group in groups
+        _asked(checkpoint, wording, group[0].text, [(question.question, question.right) for question in group])
+        for group in groups
     ]
-    asked = [one for unit in units for one in unit]
-    longest = max(len(checkpoint.tokenizer.encode(answer)) for one in questions for answer in one.answers)
+    asked = [question for unit in units for question in unit]
+    longest = max(len(checkpoint.tokenizer.encode(answer)) for question in questions for answer in question.answers)
     return Documents(
         units.__getitem__,
         len(units),
         len(asked) / len(units),
-        length=max(one.first for one in asked),
-        question_tokens=max(len(one.ids) - one.first for one in asked),
+        length=max(question.first for question in asked),
+        question_tokens=max(len(question.ids) - question.first for question in asked),
         reply_tokens=max(NEW_TOKENS[wording], longest + 8),
     )
 

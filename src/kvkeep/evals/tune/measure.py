@@ -16,7 +16,7 @@ from kvkeep.errors import BudgetError, InputError, UnsupportedModelError, Unsupp
 from kvkeep.evals.confidence import of_clustered_share, of_clusters, of_mean
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.qa_task import decode_greedily
-from kvkeep.evals.report import over
+from kvkeep.evals.results import over
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.documents import DocumentQuestion, Documents
 from kvkeep.models.load import ends_of
@@ -245,15 +245,15 @@ class Answers(Measure):
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
         """Ask the questions of all units, and return for each unit a text of marks, ``1`` for a right reply."""
         made = [self._documents.make(number) for number in units]
-        asked = [one for unit in made for one in unit]
+        asked = [question for unit in made for question in unit]
         replies = list(self._replies(writer, arm, budget, asked, units.start))
-        marks = iter("01"[one.right(reply)] for one, reply in zip(asked, replies, strict=True))
+        marks = iter("01"[question.right(reply)] for question, reply in zip(asked, replies, strict=True))
         return ["".join(next(marks) for _ in unit) for unit in made]
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Return, of the questions that the full cache answers, how many stay right, and their number."""
         check(isinstance(outcome, str) and isinstance(full, str) and len(outcome) == len(full))
-        stays = [one == "1" for one, other in zip(outcome, full, strict=True) if other == "1"]
+        stays = [answered == "1" for answered, other in zip(outcome, full, strict=True) if other == "1"]
         return float(sum(stays)), float(len(stays))
 
     def _replies(
@@ -262,26 +262,28 @@ class Answers(Measure):
         if self._later:
             yield from self._later_replies(writer, arm, budget, asked, first)
             return
-        for at in batches([len(one.ids) for one in asked]):
+        for at in batches([len(question.ids) for question in asked]):
             part = asked[at]
             drive = _drive(writer, arm, budget, len(part), first + at.start)
-            drive.feed(*left_padded([one.ids[:-1] for one in part]), last_only=True)
-            yield from self._finish(writer, drive, part, [one.ids[-1:] for one in part])
+            drive.feed(*left_padded([question.ids[:-1] for question in part]), last_only=True)
+            yield from self._finish(writer, drive, part, [question.ids[-1:] for question in part])
 
     def _later_replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
     ) -> Iterator[str]:
         """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies."""
-        texts = {one.text: one.ids[: one.first] for one in asked}
+        texts = {question.text: question.ids[: question.first] for question in asked}
         places = {text: place for place, text in enumerate(texts)}
         for at in batches([len(ids) for ids in texts.values()]):
             rows = list(texts.values())[at]
             read = _drive(writer, arm, budget, len(rows), first + at.start)
             read.feed(*left_padded(rows), last_only=True)
-            part = [one for one in asked if at.start <= places[one.text] < at.stop]
-            for few in batches([budget + len(one.ids) - one.first for one in part]):
-                copies = read.copies([places[one.text] - at.start for one in part[few]])
-                yield from self._finish(writer, copies, part[few], [one.ids[one.first :] for one in part[few]])
+            part = [question for question in asked if at.start <= places[question.text] < at.stop]
+            for few in batches([budget + len(question.ids) - question.first for question in part]):
+                copies = read.copies([places[question.text] - at.start for question in part[few]])
+                yield from self._finish(
+                    writer, copies, part[few], [question.ids[question.first :] for question in part[few]]
+                )
 
     def _finish(
         self, writer: Writer, drive: Drive, asked: Sequence[DocumentQuestion], rest: Sequence[Tensor]
@@ -339,7 +341,7 @@ class Losses(Measure):
         assert not isinstance(full, str)
         first = -(-budget // PIECE)
         tokens = self.length - 1 - first * PIECE
-        more = sum(one - other for one, other in zip(outcome[first:], full[first:], strict=True))
+        more = sum(loss - loss_of_full for loss, loss_of_full in zip(outcome[first:], full[first:], strict=True))
         return more, float(max(0, tokens))
 
 

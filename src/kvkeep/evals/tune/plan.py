@@ -155,7 +155,7 @@ def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm
                 setup.cache(checkpoint, policy, [_EVERY])
                 arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
             except KVKeepError:
-                if wanted.policies is not None:
+                if wanted.policies is not None:  # the user has named it
                     raise
     if not arms:
         raise InputError("None of the policies of this case runs on this model with these options. Name `policies`.")
@@ -250,7 +250,7 @@ def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
 
 def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, Any]:
     """Return the part of ``run.json`` that is known without weights."""
-    asked = [(one.text, one.question, one.answers) for one in wanted.questions]
+    asked = [(question.text, question.question, question.answers) for question in wanted.questions]
     return {
         "model": name,
         "case": wanted.case,

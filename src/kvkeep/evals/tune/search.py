@@ -199,7 +199,7 @@ class SearchResult:
     @property
     def best(self) -> Candidate:
         """Return the candidate that keeps the most quality."""
-        return max(self.confirmed, key=lambda one: (self.confirmed[one].share, -one.row_bytes))
+        return max(self.confirmed, key=lambda candidate: (self.confirmed[candidate].share, -candidate.row_bytes))
 
 
 def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float) -> SearchResult:
@@ -222,6 +222,7 @@ def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float)
     answers: list[Candidate] = []
     for ladder, place in zip(arms, places, strict=True):
         most = min((answer.row_bytes for answer in answers), default=None)
+        # an answer is the smallest memory of all, so only smaller candidates are worth a test
         worth = ladder if most is None else tuple(step for step in ladder if step.row_bytes < most)
         if worth and (most is None or place < len(worth)):
             answers += filter(None, [_descend(worth, place, test)])
@@ -393,12 +394,12 @@ class CachedMeasure:
     def tallies(self, candidate: Candidate, first: int, last: int) -> list[Tally]:
         """Return the tallies of the documents ``first`` to ``last - 1``, compared with the full cache's."""
         pairs = zip(self._outcomes(candidate.arm, candidate.budget, first, last), self.full(first, last), strict=True)
-        return [self._measure.tally(one, full, candidate.budget) for one, full in pairs]
+        return [self._measure.tally(outcome, full, candidate.budget) for outcome, full in pairs]
 
     def expected(self, first: int, last: int) -> float:
         """Return how many questions the full cache answers in these documents, or how many tokens they have."""
         found = self.full(first, last)
-        return float(sum(self._measure.tally(one, one, 0)[1] for one in found))
+        return float(sum(self._measure.tally(outcome, outcome, 0)[1] for outcome in found))
 
     def full(self, first: int, last: int) -> list[Outcome]:
         """Return the full cache's outcomes of the documents ``first`` to ``last - 1``."""
@@ -523,7 +524,7 @@ def tune(
     study = CachedMeasure(measure, writer, records, on_block)
     study.full(0, sizes.rounds[-1])
     answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
-    counted = sum(1 for one in study.full(*sizes.confirm) if isinstance(one, str) and "1" in one)
+    counted = sum(1 for outcome in study.full(*sizes.confirm) if isinstance(outcome, str) and "1" in outcome)
     if measure.kind == "answers" and most(answered, counted) < target:
         said = f"The full cache answers {answered} of {asked} questions"
         if answered < _ABLE * asked:
@@ -534,7 +535,7 @@ def tune(
 
 
 def _asked(outcomes: Sequence[Outcome]) -> int:
-    return sum(len(one) if isinstance(one, str) else 1 for one in outcomes)
+    return sum(len(outcome) if isinstance(outcome, str) else 1 for outcome in outcomes)
 
 
 def _all(
