@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,6 +232,12 @@ def test_another_compiler_is_tried_after_one_that_failed(cache, tmp_path, monkey
 def test_a_compiler_that_makes_nonsense(cache, tmp_path, monkeypatch, caplog):
     fake_compiler(tmp_path, monkeypatch, 'echo nonsense > "$2"')
     assert reason(caplog).endswith("was compiled but cannot be loaded")
+
+
+def test_a_system_that_does_not_say_who_can_write_to_a_directory(monkeypatch):
+    monkeypatch.setattr(build, "os", SimpleNamespace(name="nt"))
+    with pytest.raises(build._UnavailableError, match="only POSIX systems"):
+        build._folder()
 
 
 def test_a_directory_that_others_can_write_to(cache, caplog):

@@ -293,6 +293,7 @@ class OutputFile:
                 return set(self.done)
             self._sync()
         found = OutputFile(self._file, self.name)
+        # lines that cannot be read back are not there
         with contextlib.suppress(OSError, InputError), self._path.open("rb") as file:
             found._take_up(file)
         return {number for number, digest in found.done.items() if self.done.get(number) == digest}
@@ -322,7 +323,7 @@ class OutputFile:
         """Raise an `InputError` in place of a failed write. A broken pipe is raised as it is."""
         try:
             yield
-        except BrokenPipeError:
+        except BrokenPipeError:  # whoever read the output wants no more; the command ends without a word
             raise
         except OSError as error:
             raise InputError(

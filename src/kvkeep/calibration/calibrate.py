@@ -164,7 +164,7 @@ class CalibrationFile:
         Raises:
             InputError: the file holds another calibration.
         """
-        wanted = json.loads(json.dumps(finite(dict(run))))
+        wanted = json.loads(json.dumps(finite(dict(run))))  # tuples as lists, for example, as they are read back
         if not self._rows:
             self.add(_RUN, wanted)
             return

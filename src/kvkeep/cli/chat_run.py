@@ -136,7 +136,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 # The user's lines: from a line editor on a terminal, otherwise from standard input.
 
 PROMPT = "> "
-_MOST_SAID = 500
+_MOST_SAID = 500  # lines that the arrow keys bring back
 
 
 class Lines:
@@ -156,7 +156,7 @@ class Lines:
 
     def __enter__(self) -> Lines:
         if self.on_terminal:
-            with suppress(ImportError):
+            with suppress(ImportError):  # Windows
                 import readline
 
                 self._editor = readline

@@ -142,7 +142,7 @@ class ChatSession:
         begun = False
         with console.streamed_text() as write:
             for event in self.session.send(self._request(message)):
-                if piece := event.text if begun else event.text.lstrip():
+                if piece := event.text if begun else event.text.lstrip():  # answers often begin with white space
                     write(piece)
                     begun = True
                 result = event.result
@@ -165,7 +165,7 @@ class ChatSession:
         Raises:
             InputError: so many turns cannot be taken back.
         """
-        if turns == len(self._states):
+        if turns == len(self._states):  # one more than this run has
             self._look_back()
         if turns > (most := self._states.turns):
             have = console.count(most, "turn")

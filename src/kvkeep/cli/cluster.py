@@ -65,7 +65,7 @@ def whole(name: str | None) -> str | None:
     """
     if name is None:
         return None
-    with suppress(OSError):
+    with suppress(OSError):  # no file has such a name: it is too long, for example
         path = Path(name).expanduser()
         if path.exists():
             return str(path.resolve())

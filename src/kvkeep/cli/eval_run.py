@@ -49,7 +49,7 @@ from kvkeep.scale.worker_pool import Item, WorkerPool, WorkResult
 
 # ``kvkeep eval --dry-run``: what a grid costs, before weights are read.
 
-_MOST_SHOWN = 20
+_MOST_SHOWN = 20  # cases of a table
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def _meanwhile(work: Callable[[], object]) -> Iterator[None]:
     """
 
     def quietly() -> None:
-        with suppress(Exception):
+        with suppress(Exception):  # see above
             work()
 
     thread = threading.Thread(target=quietly, name="kvkeep-meanwhile")

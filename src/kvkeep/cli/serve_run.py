@@ -52,6 +52,7 @@ from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of
 
 # ``kvkeep serve --ray-replicas``: engines are replicas on Ray Serve, and this process is the router before them.
 
+# an error of kvkeep in the traceback of a replica, which Ray Serve hands on as text
 _OURS = re.compile(r"kvkeep\.errors\.\w+: (.+)")
 
 
@@ -200,7 +201,7 @@ async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
 # API keys from a file and from the environment.
 
 VARIABLE = "KVKEEP_API_KEY"
-_SHORTEST = 8
+_SHORTEST = 8  # characters of a key; a shorter one is guessed
 
 
 def read_keys(file: str | None) -> ApiKeys:

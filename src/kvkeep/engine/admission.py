@@ -103,7 +103,7 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
                 # pages of files count as used, and the kernel gives these back when memory runs short
                 cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
                 yield max(0, int(limit) - int(_read(group / "memory.current") or 0) + int(cached[1] if cached else 0))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # the system has no control groups, or another layout of their files
         return
 
 

@@ -101,7 +101,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     found = []
     for share in SHARES:
         number = max(1, budget // share)
-        with suppress(BudgetError):
+        with suppress(BudgetError):  # a share that has no room for what is pinned or protected is no level
             layout.check_pins(number, pins)
             found.append(number)
     found = sorted({*found, budget})
@@ -123,7 +123,7 @@ def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
         held: the budgets of its layers.
     """
     for number in (budget, *(max(1, budget // share) for share in SHARES)):
-        with suppress(BudgetError):
+        with suppress(BudgetError):  # a share that the policy refuses was not given
             if _totals(layout, held) == _totals(layout, layout.slots(number)):
                 return number
     return budget

@@ -86,7 +86,7 @@ class FairLock:
             self._waiting.append(gate)
         try:
             gate.acquire()  # until it is opened by the thread that had the turn before
-        except BaseException:
+        except BaseException:  # Ctrl-C, for example
             with self._inner:
                 # the turn may have been handed to this thread in the moment of its interruption
                 given = gate not in self._waiting

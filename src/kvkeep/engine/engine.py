@@ -614,7 +614,7 @@ class Engine:
                 self._measure(sequence, sequence.row)
             if sequence.keep and sequence.row is not None:
                 pending = sequence.keep(sequence, self._kv.take(sequence.row))
-        except Exception as error:
+        except Exception as error:  # of a callback, or a full memory: one request must not end the others
             sequence.finish("error", reason_of(error))
         self._free(sequence)
         return pending

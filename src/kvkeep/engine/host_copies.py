@@ -223,7 +223,7 @@ class Pinned:
             try:
                 self._queue.hold(self.staged[1])
                 return self._layout.over(self.staged[0])
-            except Exception as error:
+            except Exception as error:  # the device has no memory left, for example; the copy below still is there
                 _log.debug("A sequence comes from main memory after all.", exc_info=error)
                 self.staged = None
         self._written.synchronize()
@@ -293,7 +293,7 @@ class Staging:
         """
         try:
             found = self._leave(rows, row, memory)
-        except Exception as error:
+        except Exception as error:  # staging is for speed alone
             _log.debug("A sequence leaves without staging.", exc_info=error)
             found = None
         return rows.take(row) if found is None else found
@@ -336,7 +336,7 @@ class Staging:
                 return False
             self._coming = weakref.ref(pinned)
             self._arrived = pinned.stage()
-        except Exception as error:
+        except Exception as error:  # to bring it early is for speed alone
             _log.debug("A sequence is not brought to the device ahead of its turn.", exc_info=error)
             # so that it is not tried again in each step
             pinned.stays = True
@@ -350,7 +350,7 @@ class Staging:
         try:
             if self._arrived is not None:
                 self._arrived.synchronize()
-        except Exception as error:
+        except Exception as error:  # an error of the device, which its next use raises again
             _log.debug("A copy may not have arrived.", exc_info=error)
         self._coming = self._arrived = None
 

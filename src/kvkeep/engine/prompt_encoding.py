@@ -19,7 +19,7 @@ from kvkeep.pins import Spans
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
 
-_LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1  # token id: files hold them in 32 bits
 
 
 @dataclass(frozen=True)

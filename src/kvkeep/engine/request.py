@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.engine.sampling_params import SamplingParams, whole_within
+from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Span, spans
@@ -77,9 +77,10 @@ def token_ids(prompt: object) -> tuple[int, ...]:
     # the usual case, checked without a call for each token
     if set(map(type, ids)) == {int}:
         return ids
+    # tensors and arrays without an axis are numbers, though they have an __iter__
     if isinstance(ids[0], Iterable) and not isinstance(ids[0], str | Mapping) and getattr(ids[0], "ndim", None) != 0:
         raise InputError("The prompt is a batch of texts; give one request for each, for example prompt=input_ids[0].")
-    return tuple(whole_within("A token id of the prompt", token, -(2**63), 2**63 - 1) for token in ids)
+    return tuple(whole("A token id of the prompt", token) for token in ids)  # admission knows the vocabulary
 
 
 def stop_texts(stop: object) -> tuple[str, ...]:

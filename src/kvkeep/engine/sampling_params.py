@@ -28,7 +28,7 @@ from kvkeep.parameters import (
 )
 
 _MOST_BIASES = 1024
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
 
 
 Biases: TypeAlias = tuple[tuple[int, float], ...]

@@ -115,7 +115,7 @@ class SnapshotFolder:
 
 def remove(path: Path) -> None:
     """Remove a file. Do nothing if it is missing or cannot be removed."""
-    with suppress(OSError):
+    with suppress(OSError):  # also where it cannot be removed: nobody reads it any more
         path.unlink()
 
 
@@ -431,6 +431,6 @@ class Parked:
             del self.turns[sequence.id]
             try:
                 pending.finish()
-            except Exception as error:
+            except Exception as error:  # a full disk, for example: one turn must not end the others
                 sequence.finish("error", reason_of(error))
             yield sequence, event

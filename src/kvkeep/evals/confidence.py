@@ -109,6 +109,7 @@ def _wilson(share: float, n: float, quantile: float) -> Interval:
 
 
 def _quantile(freedom: int) -> float:
+    # beyond the table: the first term of Student's quantile in 1 / freedom, (z³ + z) / 4
     return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL + 2.4 / freedom
 
 
@@ -236,6 +237,7 @@ def sign_flip(differences: Sequence[float]) -> float:
 
     Every way to change signs is tried for up to `FLIPS` differences. For differences of ±1 this is McNemar's test.
     """
+    # the sign of a 0 changes nothing
     values = torch.tensor([value for value in differences if value], dtype=torch.float64)
     if not len(values):
         return 1.0
@@ -245,7 +247,8 @@ def sign_flip(differences: Sequence[float]) -> float:
     else:
         ways = torch.randint(2, (DRAWS, len(values)), generator=torch.Generator().manual_seed(0))
     sums = ((2 * ways - 1).double() @ values).abs()
-    reached = int((sums >= values.sum().abs() - 1e-9).sum())
+    reached = int((sums >= values.sum().abs() - 1e-9).sum())  # 1e-9: sums that differ by rounding alone are equal
+    # the signs as they are count as one more draw, so that no p-value is 0
     return reached / len(ways) if exact else (reached + 1) / (DRAWS + 1)
 
 
@@ -270,6 +273,7 @@ def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
     half = (pair.interval[1] - pair.interval[0]) / 2
     if not pair.points or math.isnan(half):
         return None
+    # n texts that all differ in one direction have a p-value of 2 / 2**n, and Holm compares it with LEVEL / pairs
     least = math.ceil(math.log2(2 * pairs_of_budget / LEVEL)) * pair.n / pair.texts
     return math.ceil(max(pair.n + 1, least, pair.n * (_POWER * half / pair.points) ** 2))
 
@@ -284,6 +288,7 @@ def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
     means: Float[Tensor, " R"] = torch.cat(
         [
             sums[drawn].sum(dim=1) / sizes[drawn].sum(dim=1)
+            # bounds memory
             for drawn in torch.randint(len(texts), (RESAMPLES, len(texts)), generator=generator).split(100)
         ]
     )
@@ -295,7 +300,7 @@ def _at_least(interval: Interval, points: float, n: int) -> Interval:
     """Return an interval, widened to at least that of a share of 0: a difference that no question shows may still
     exist.
     """
-    half = of_share(0, n)[1] / 2
+    half = of_share(0, n)[1] / 2  # that interval begins at 0
     return max(-100.0, min(interval[0], points - half)), min(100.0, max(interval[1], points + half))
 
 

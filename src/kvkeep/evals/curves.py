@@ -38,6 +38,7 @@ HIDDEN = ("needle", "passkey", "kv_retrieval", "conversation")
 
 _DEPTHS = 5
 _SHARES = (-3.0, 103.0)
+"""Range of an axis in percent, with room for markers at 0 and 100."""
 
 
 Point: TypeAlias = tuple[float, float, Interval]
@@ -56,7 +57,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     Raises:
         InputError: matplotlib is missing, or a picture cannot be written.
     """
-    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))
+    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))  # the last one is no panel
     drawn = [draw(folder / name, figures) for name, figures in panels.items() if figures]
     return [*drawn, *([draw(folder / PICTURES[-1], maps)] if (maps := heat(rows)) else [])]
 
@@ -75,7 +76,7 @@ def heat(rows: Sequence[Row]) -> list[Heat]:
 
 def _map(title: str, rows: Sequence[Row]) -> Heat:
     by = grouped(rows, lambda row: row["case"].partition(",")[0].partition("=")[2])
-    lengths = sorted(by, key=lambda text: (len(text), text))
+    lengths = sorted(by, key=lambda text: (len(text), text))  # numbers as texts, in the order of numbers
     values = [
         [_share([row["score"]["by_depth"][tenth] for row in by[length]]) for length in lengths]
         for tenth in range(TENTHS)
@@ -104,7 +105,7 @@ def quality(rows: Sequence[Row]) -> list[Panel]:
             ),
         )
         for measure in MEASURES
-        if measure.key not in ("kl", "regret")
+        if measure.key not in ("kl", "regret")  # they rank policies much as agreement and mass do, which are drawn
         for case, cases in by_case(of_task(rows, measure.task)).items()
     ]
 

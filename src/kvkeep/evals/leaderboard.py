@@ -16,6 +16,8 @@ from kvkeep.result_files import read_whole, write_whole
 
 FILES = ("leaderboard.html", "leaderboard.md")
 _MARK = "<!-- a leaderboard of kvkeep -->"
+"""Begins each page; a file without it is somebody else's, and is not overwritten."""
+
 _LOW_IS_GOOD = ("perplexity", "kl", "regret", "self_bleu")
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:90rem;padding:0 1rem;color:#1a1a1a;"
@@ -56,7 +58,7 @@ def board(folders: Sequence[ResultFolder]) -> Board:
     columns = [
         (measure, how)
         for measure in MEASURES
-        if measure.key not in ("kl", "regret")
+        if measure.key not in ("kl", "regret")  # as in the curves
         for how in grouped(of_task(rows, measure.task), protocol)
     ]
     lines = grouped(rows, _line)

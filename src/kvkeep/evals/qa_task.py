@@ -93,6 +93,7 @@ def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> 
         kept = read(bounded, [prompts[i] for i in heads[batch]])
         row = {prompts[i].document: place for place, i in enumerate(heads[batch])}
         part = [prompt for prompt in prompts if prompt.document in row]
+        # a copy takes the memory of its budget and of the question, not of the text
         for questions in batches([max(bounded.budgets) + len(prompt.ids) - prompt.first for prompt in part]):
             rows = [row[prompt.document] for prompt in part[questions]]
             copies = bounded.copies(rows)
@@ -366,7 +367,7 @@ def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> It
     size = min(len(ids), len(other))
     differs = (ids[:size] != other[:size]).nonzero()
     same = int(differs[0]) if len(differs) else size
-    return ItemPrompt(item, ids, max(1, min(same, len(ids) - 1)), document)
+    return ItemPrompt(item, ids, max(1, min(same, len(ids) - 1)), document)  # a token to cut, and one to ask with
 
 
 def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:

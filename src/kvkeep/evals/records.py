@@ -114,7 +114,7 @@ class Records(RowFolder):
             InputError: the folder holds results of another run.
         """
         described = self.manifest()
-        if described is None or not self._rows:
+        if described is None or not self._rows:  # without rows there is nothing to mix with
             return manifest
         check_same(self.path, described, manifest, _SAME)
         before: dict[str, dict[str, Any]] = described["tasks"]

@@ -127,7 +127,7 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
     """
     runner = CellRunner(writer, grid.name, grid.parts)
     with cells_to_run(grid, records, runner.about()) as queue:
-        while (item := queue.take(0)) is not None:
+        while (item := queue.take(0)) is not None:  # this is the only process
             number, piece = item
             if not runner.has_prepared(piece.part):
                 on_cell(piece.planned)

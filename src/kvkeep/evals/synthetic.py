@@ -25,6 +25,7 @@ _LISTS = (resources.files("kvkeep.evals") / "synthetic_words.txt").read_text(enc
 ADJECTIVES, NOUNS = (tuple(part.split()) for part in _LISTS)
 
 _LONGEST = 60
+"""Words of a sentence; a longer one would leave few places for needles."""
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's noise."""
@@ -90,6 +91,8 @@ def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float])
 # Needles of RULER: special magic numbers, words and UUIDs in a haystack.
 
 _DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]
+"""RULER's: 40 whole percents from 0 to 100."""
+
 _TEXT = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the {kind} afterwards.\n{context}"
@@ -158,7 +161,7 @@ def _context(
     else:
         return planted(haystack.first(n), drawn.sample(needles, len(needles)), depths), depths
     places = [round(depth * n) for depth in depths]
-    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
+    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):  # from the end: no place moves
         hay.insert(place, needle)
     return "\n".join(hay), depths
 
@@ -186,7 +189,7 @@ def _item(task: Needles, context: str, query: str, answers: tuple[str, ...], dep
     templates, kind = (_TEXT, _QUESTION, _LEAD), task.values
     if len(answers) == 1:
         kind = kind.removesuffix("s")
-        changed = [("Some", "A"), ("are all", "is"), ("are", "is")]
+        changed = [("Some", "A"), ("are all", "is"), ("are", "is")]  # as RULER does, in its order
         for before, after in changed:
             templates = tuple(template.replace(before, after) for template in templates)  # type: ignore[assignment]
     text, question, lead = (part.format(kind=kind, context=context, query=query) for part in templates)
@@ -270,7 +273,7 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     questions = [
         SyntheticQuestion(question, answers, (numbers[said],), tuple(sorted(about[article] - {numbers[said]})))
         for article, said, question, answers in asked
-        if answers
+        if answers  # SQuAD 2.0 also has questions without any
     ]
     return Library(tuple(numbers), tuple(questions))
 
@@ -372,7 +375,7 @@ _COMMON = 10
 _SHORT = 4096
 """Contexts below this length have fewer repetitions, as in RULER."""
 
-_ZETA_2 = 1.6449340668482264
+_ZETA_2 = 1.6449340668482264  # π² / 6: the sum of 1 / rank² over all ranks
 
 _CHAIN_TEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
 _CHAIN_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."
@@ -413,12 +416,13 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
     names: dict[str, None] = {}
     while len(names) < _HOPS + 1:
         names["".join(drawn.choices(string.ascii_uppercase, k=letters))] = None
+    # RULER's own number below 99999, and its own blank after each assignment but the first
     found, number = list(names), str(drawn.randint(10000, 99998))
     said = [f"VAR {found[0]} = {number}"]
     said += [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(found)]
     lines = [NOISE] * n
     for i, place in enumerate(sorted(drawn.choices(range(n + 1), k=len(said)))):
-        lines.insert(place + i, said[i])
+        lines.insert(place + i, said[i])  # places count lines of noise; i lines were inserted before
     return Item(
         text=_CHAIN_TEXT.format(context="\n".join(lines)),
         question=_CHAIN_QUESTION.format(query=number),
@@ -429,6 +433,7 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
 
 def common(seed: str, context: int) -> Callable[[int], Item]:
     """Return a function that makes a list in which ten words come often and others seldom, after a solved example."""
+    # RULER's: repetitions of common and of other words; and the words of the example, with theirs
     often, seldom, example = (6, 1, (20, 3, 1)) if context < _SHORT else (30, 3, (40, 10, 3))
 
     def make(n: int) -> Item:
@@ -454,14 +459,14 @@ def coded(seed: str, room: int) -> Callable[[int], Item]:
     """Return a function that makes a text of about so many coded words, whose counts follow a zeta distribution of
     exponent 2.
     """
-    size = max(6, room // 50)
+    size = max(6, room // 50)  # RULER's vocabulary; three words are asked for
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
         codes: dict[str, None] = {}
         while len(codes) < size:
             codes["".join(drawn.choices(string.ascii_lowercase, k=6))] = None
-        vocabulary = ["...", *list(codes)[1:]]
+        vocabulary = ["...", *list(codes)[1:]]  # the most frequent one is noise, as in RULER
         counts = [int(n / _ZETA_2 / rank**2) for rank in range(1, size + 1)]
         text = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
         drawn.shuffle(text)

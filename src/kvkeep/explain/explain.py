@@ -30,9 +30,11 @@ CHUNK = 64
 """Tokens of the prompt in one moment."""
 NEW_TOKENS = 32
 MOST_NEW_TOKENS = 54
-MOST_POLICIES = 6
+"""What is left of the page's moments when the prompt has 200 of them."""
+
+MOST_POLICIES = 6  # columns of the page
 _MOST_CHUNKS = MOST_MOMENTS - MOST_NEW_TOKENS
-_MOST_TOKENS = 2**17
+_MOST_TOKENS = 2**17  # a browser gets an element and numbers for each
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def check(
     if len(made) > MOST_POLICIES or len({str(policy) for policy in made}) < len(made):
         raise InputError(f"`policies` names {len(made)}; give up to {MOST_POLICIES} different ones.")
     if isinstance(budget, float):
-        budgets.from_ratio(budget, 1)
+        budgets.from_ratio(budget, 1)  # checks it
     else:
         budget = budgets.check_one(budget)
     chunk = budgets.check_one(prefill_chunk, "prefill_chunk")
@@ -190,7 +192,8 @@ def _joined(text: str, question: str) -> str:
     if not text.strip():
         raise InputError("The text is empty. Give some text to read.")
     if "\0" in text:
-        raise InputError(f"The text has a zero byte at character {text.index(chr(0))}: a binary file. Give plain text.")
+        place = text.index("\0")
+        raise InputError(f"The text has a zero byte at character {place}: a binary file. Give plain text.")
     return text if not question.strip() else f"{text}{SEPARATOR}{question}"
 
 
@@ -229,6 +232,7 @@ def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
         return asked.budget
     slots = share = budgets.from_ratio(asked.budget, tokens)
     for policy in asked.policies:
+        # again and again, since what a policy protects may grow with its budget
         while policy.evicts and (protected := int(sum(policy.protected(slots)))) > slots:
             slots = protected
     if slots > share:

@@ -83,6 +83,7 @@ def _table(kind: str, values: Tensor) -> dict[str, Any]:
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("colours.css", "tokens.css", "page.css")
 _SCRIPTS = ("tokens.js", "parts.js", "strip.js", "data.js", "columns.js", "panels.js", "answers.js", "page.js")
+# a text with </script> would end the script that holds the data
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 

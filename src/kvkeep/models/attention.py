@@ -263,9 +263,9 @@ def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E
 
     The matrix is cached, and computed anew when the weights have changed.
     """
-    key: tuple[int, ...] = heads, groups
+    key: tuple[int, ...] = heads, groups  # enough for packed weights, which never change
     if isinstance(weight := _own(linear._parameters.get("weight")), Tensor) and not weight.is_inference():
-        key = heads, groups, weight.data_ptr(), weight._version  # packed weights never change
+        key = heads, groups, weight.data_ptr(), weight._version  # tensors of inference mode have no version
     known = _factors.get(linear)
     if known is None or known[0] != key:
         summed = _weights(linear, heads).double().unflatten(0, (groups, -1)).sum(dim=1)
@@ -494,6 +494,7 @@ def _dense(
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:
+        # columns beyond the mask are slots that are not written yet
         covered = torch.nn.functional.pad(
             mask.real.to(key.device), (0, max(0, mask.kv_offset + S - mask.real.shape[1]))
         )

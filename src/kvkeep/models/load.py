@@ -66,6 +66,7 @@ OWN = frozenset(
 """Settings for which kvkeep has options of its own."""
 
 KEPT = frozenset({"eos_token_id", "pad_token_id", "bos_token_id"})
+"""Settings that kvkeep obeys, or that change no text of a single row."""
 
 SAME_TEXT = frozenset(
     {
@@ -135,7 +136,7 @@ def _asked(model: PreTrainedModel) -> dict[str, object]:
         for name, value in given.items()
         if name not in OWN | KEPT | {"transformers_version"}
         and not name.startswith("_")
-        and value != usual.get(name, False)
+        and value != usual.get(name, False)  # a setting that transformers does not know is off by default
     }
 
 
@@ -245,7 +246,7 @@ def _read(
             checkpoint.name,
             config=checkpoint.config,
             dtype=kind,
-            use_safetensors=None if checkpoint.allow_pickle else True,
+            use_safetensors=None if checkpoint.allow_pickle else True,  # None: pickles where there is nothing else
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # reported below, with the names of the tensors
             output_loading_info=True,

@@ -254,6 +254,7 @@ class Opening:
         if not question.strip():
             raise InputError("The question is empty. Give some text.")
         ids = self._ids(checkpoint, question, more)
+        # fewer tokens than `opened` has compared; the tail's first one may differ where nothing stands before it
         known = min(_SURE // 2, self.skip - 1, len(before))
         if known > 0 and ids[self.skip - known : self.skip] != list(before[-known:]):
             raise InputError(
@@ -295,6 +296,7 @@ def opening_of(found: object) -> Opening:
     """
     if isinstance(found, Mapping) and found.keys() == {"tail", "skip", "system", "raw"}:
         tail, skip, system, raw = (found[name] for name in ("tail", "skip", "system", "raw"))
+        # a blank tail is found nowhere
         fits = isinstance(tail, str) and tail.strip() and type(skip) is int and skip >= 0
         if fits and isinstance(raw, bool) and (system is None or isinstance(system, str)):
             return Opening(tail, skip, system, raw)

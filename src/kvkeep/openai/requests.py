@@ -117,6 +117,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "suffix": ("",),
 }
+"""Values of parameters with which a body asks for nothing that kvkeep cannot do."""
 _SAME = (
     "temperature",
     "repetition_penalty",
@@ -236,7 +237,7 @@ def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]], hono
         alike = difflib.get_close_matches(name[:80], types, 1)
         raise ParameterError(name[:80], f"is unknown; {f'perhaps {alike[0]}' if alike else 'leave it out'}")
     wanted = types[name]
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):  # True is an int to Python
         raise ParameterError(name, f"is {short(value)} and not {_IN_WORDS.get(wanted[-1], 'an object')}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ParameterError(name, "is too large a number")

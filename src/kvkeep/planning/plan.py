@@ -221,7 +221,7 @@ DEFAULT_BUDGET = 1024
 _MOST_ROWS = 2**31 - 1
 """As many as `kvkeep.engine.swapping.MOST_HOST_ROWS`; the bytes of more need not fit into a float."""
 
-_MOST_BYTES = 2**63 - 1
+_MOST_BYTES = 2**63 - 1  # torch counts bytes in 64 bits
 
 STAGED_ROWS = 2
 """Rows that are on their way, see `kvkeep.engine.host_copies.COPIES`."""

@@ -168,8 +168,11 @@ OLDEST = (2, 60)
 """The version of Ray whose routers, numbers of replicas and policies this module knows."""
 _MOST_AT_ONCE = 10**6  # the application itself bounds its queue
 _LOOK_S, _TOLD_S = 0.2, 2.0
+"""Seconds between looks at whether a replica has ended its requests, and between its reports."""
 _UP_S = 5.0
+"""Seconds for which replicas must be too few before another one is started."""
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+"""Of a replica: threads of torch that spin while they wait would take the cores from the server's own."""
 
 
 def need_serve() -> Any:

@@ -48,6 +48,7 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
 # How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve.
 
 _STARTING_S = 0.1
+"""Seconds between two looks at whether a replica is there."""
 
 
 class RayReplicas:

@@ -201,7 +201,7 @@ Take: TypeAlias = Callable[[WorkResult], object]
 
 DEATHS = 3
 """Deaths of a worker without an answer in between, after which its place stays empty."""
-_PATIENCE_S = 0.5
+_PATIENCE_S = 0.5  # of a wait, after which Ctrl-C and silent workers are looked at
 _SLOW = 40  # waits without a worker, after which the user is told
 _LOST = 8  # waits without a worker, after which the cluster is asked for
 
@@ -277,7 +277,7 @@ class WorkerPool(Generic[F]):
             for slot in [slot for slot in waiting if slot.starting in ready]:
                 try:
                     problem = self._welcome(slot, self._ray.get(slot.starting))
-                except Exception as error:
+                except Exception as error:  # whatever Ray raises for a process that has ended
                     raise InputError(f"Worker {slot.number} died while it began: {last_words(error)}.") from error
                 if problem:
                     raise InputError(problem)
@@ -291,7 +291,7 @@ class WorkerPool(Generic[F]):
         first = self._slots[0]
         try:
             return self._ray.get(getattr(first.handle, what).remote(*arguments))
-        except Exception as error:
+        except Exception as error:  # whatever Ray raises for a process that has ended
             raise InputError(
                 f"Worker {first.number} died while it checked {self._kind.piece}s: {last_words(error)}."
             ) from error
@@ -419,7 +419,7 @@ class WorkerPool(Generic[F]):
                     break  # its worker was found dead before
                 try:
                     said = self._ray.get(reference)
-                except Exception as error:
+                except Exception as error:  # whatever Ray raises for a process that has ended
                     self._replace(slot, last_words(error), take)
                     break
                 if reference is slot.starting:

@@ -256,6 +256,7 @@ _B = TypeVar("_B", bound=Body)
 _LARGE = 2**18
 """Bytes of a body that is parsed in a thread of its own, so that other clients do not wait."""
 _ALIKE = 0.8
+"""Similarity to a name of kvkeep from which an unknown field is refused: fields of other servers are less alike."""
 
 
 async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *, empty: bool = False) -> _B:

@@ -224,7 +224,9 @@ class SessionRegistry:
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
-        return self._opened(owner, self._free(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins)
+        return self._opened(
+            owner, self._reserve(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins
+        )
 
     @_alone
     def find(self, owner: str, name: str, until: threading.Event | None = None) -> ServerSession:
@@ -268,7 +270,7 @@ class SessionRegistry:
         parent = self.find(owner, name).session
         memory = parent.snapshot() if parent.token_ids else None
         settled = {"policy": parent.policy, "budget": parent.budget}
-        return self._opened(owner, self._free(owner, copy), memory, **settled)
+        return self._opened(owner, self._reserve(owner, copy), memory, **settled)
 
     @_alone
     def rewind(self, owner: str, name: str, turns: int) -> ServerSession:
@@ -293,7 +295,7 @@ class SessionRegistry:
         if not entry.session.token_ids:
             raise RefusalError(400, f"The session {name} has no turn yet, so it has no tokens to pin.", param="pins")
         entry.session.pin(pins)
-        if len(entry.states):
+        if len(entry.states):  # the state after the last turn was noted without these pins
             entry.states.take_back(1)
         self.note(entry)
         return entry
@@ -402,8 +404,10 @@ class SessionRegistry:
         self.note(entry)
         return entry
 
-    def _free(self, owner: str, name: str | None) -> str:
-        """Return a session name that the owner does not use yet: the given one, or a random one. Take its lease.
+    def _reserve(self, owner: str, name: str | None) -> str:
+        """Take the lease of a name that the owner does not use yet, and return it: the given name, or a random one.
+
+        Whoever opens the session gives the lease back if that fails.
 
         Raises:
             RefusalError: the name is taken or cannot be used, or there are too many sessions.
@@ -413,6 +417,7 @@ class SessionRegistry:
             name = f"sess_{secrets.token_hex(12)}"
         if _NAME.fullmatch(name) is None:
             raise RefusalError(400, "The name of a session has 1 to 64 letters, digits, - and _.", param="id")
+        # the lease last: it is taken only when nothing else stands against the name
         if self._open.holds(owner, name) or name in self.names(owner) or not self._leases.take(_full(owner, name)):
             raise RefusalError(409, f"There is a session {name} already. Choose another name.", param="id")
         return name

@@ -134,7 +134,7 @@ def read_header(file: IO[bytes], size: int) -> Header:
         NotASnapshotError: the file is no safetensors file, is not whole, or was not written by kvkeep.
     """
     check(size > 0, "it is empty")
-    check(size >= 10, f"it has only {size} bytes")
+    check(size >= 10, f"it has only {size} bytes")  # the length of the header, and the shortest one: {}
     length = int.from_bytes(file.read(8), "little")
     check(2 <= length <= LONGEST_HEADER and file.read(1) == b"{", "it is no safetensors file")
     check(length <= size - 8, f"it has {size} bytes, and its header alone should have {length}: it was cut off")
@@ -231,6 +231,7 @@ def check(holds: bool, why: str) -> None:
 # The description in a snapshot's file: plain data of JSON, turned into checked values.
 
 _MOST_LAYERS, _MOST_HEADS, _MOST = 4096, 2**16, 2**40
+"""More than any model has, and tokens that nobody reads: products of such numbers still fit into 64 bits."""
 _LONGEST = 1000
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _COUNTERS = ("seen", "prompt", "sequences")

@@ -165,7 +165,7 @@ def load(path: str | os.PathLike[str]) -> FileParts:
         raise SnapshotError(
             f"{source} is no snapshot that can be used: {error}. Give a file that Snapshot.save has written."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a ValueError: the path has a zero byte
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise SnapshotError(f"{source!s:.200} cannot be read: {why}.") from error
 
@@ -341,7 +341,7 @@ def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
         check_target(target)
         write_whole(target, chunks(parts))
     except (OSError, ValueError) as error:
-        if isinstance(error, SnapshotError):
+        if isinstance(error, SnapshotError):  # a ValueError that says already what happened
             raise
         raise not_saved(target, error) from error
     remove_leftovers(target.parent, {target.name}, before=time.time() - _OLD_S)
@@ -444,6 +444,7 @@ def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
         SnapshotError: the layer has another store than the default one.
     """
     whole = _whole(layer)
+    # a file does not say which tensors have slots: `_layer` finds that out again by name, so `is_cut` has to be right
     if layer.cut != {name for name in layer.tensors if is_cut(name, whole)} or "store.keys" not in layer.cut:
         raise SnapshotError("Only memory in kvkeep's own store can be saved; this cache holds another one.")
     occupied = layer.positions >= 0
@@ -499,7 +500,7 @@ class Writing(threading.Thread, Generic[_T]):
                 before.join()
             for memory in self._memories:
                 self._write(memory)
-        except BaseException as error:
+        except BaseException as error:  # raised by whoever waits for the end of the thread
             self.error = error
         self._memories = ()  # whoever needs them has them
 

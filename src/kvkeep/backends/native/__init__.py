@@ -82,7 +82,7 @@ class NativeBackend(Backend):
         if found is None:
             return self._others.attend(inputs)
         out, *sums = found
-        return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+        return out, Report(dict(zip(statistic.fields, sums, strict=True)))
 
     def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """Compute `Backend.reread` in torch, with keys rotated first under slot positions."""
@@ -107,7 +107,7 @@ class NativeBackend(Backend):
         if slot is None:
             return Copying(self._others).append(slots, keys, values, now)
         if isinstance(slots, LazySlots):
-            slots.forget()
+            slots.forget()  # the decoded copy lacks the new token
         return slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
@@ -154,6 +154,7 @@ class NativeBackend(Backend):
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
         """Return the packed arguments of a step; ``None`` if the kernel cannot run it."""
         query, slots, new, now, statistic, options, added, limits = step
+        # the kernel has one window, for what is attended to and for what expires
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
         there, ranges = lying(slots)
@@ -161,7 +162,7 @@ class NativeBackend(Backend):
         return ops.step(
             *((query, *new), there, now),
             options=options,
-            wanted=wanted(statistic) if added.states else None,
+            wanted=wanted(statistic) if added.states else None,  # without states nobody adds the sums up
             added=added,
             limits=limits,
             turn=self._turn(there.positions, query.dtype, rotated_at=now),

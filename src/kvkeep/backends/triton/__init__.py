@@ -94,4 +94,4 @@ def _by_kernels(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Rep
     if found is None:
         return None
     out, *sums = found
-    return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+    return out, Report(dict(zip(statistic.fields, sums, strict=True)))

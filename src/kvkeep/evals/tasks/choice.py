@@ -28,6 +28,7 @@ from kvkeep.types import MemoryUsage
 # A file ``NAME.jsonl`` has the format of the data set's authors, or the rows of the hub's copy; ``NAME.json`` has that
 # of LLM-Adapters: a list of objects with ``instruction`` and ``answer``.
 
+# MathQA's options: "a ) 38 , b ) 27", also with capitals, in a list's brackets and quotes, or with the letter twice
 _OPTION = re.compile(r"""(?:^|,)[\s\['"]*([a-eA-E])\s*\)(?:\s*\1\s*\))?""")
 _MARK = re.compile(r"(?:Answer|Solution|Option)(\d): ")
 
@@ -78,7 +79,7 @@ def _adapted(name: str, row: Mapping[str, str]) -> Choice:
         return _mathqa({"Problem": question, "options": options, "correct": row["answer"]})
     before, _, _ = row["instruction"].partition("Answer format:")
     asked, *rest = _MARK.split(before.split(": ", 1)[1])
-    choices = [part.strip() for part in rest[1::2]]
+    choices = [part.strip() for part in rest[1::2]]  # between them stand the numbers of `_MARK`
     right = int(re.sub(r"\D", "", row["answer"])) - 1
     if not choices or not all(choices) or not 0 <= right < len(choices):
         raise ValueError("no choices, or another answer")
@@ -369,6 +370,7 @@ def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later:
     first = len(prompt) - 1
     if later:
         examples = _tokens(checkpoint, before.removesuffix(_BETWEEN))
+        # a tokenizer may join the examples' end with what follows: only the tokens before it are cut
         same = (i for i, (a, b) in enumerate(zip(examples, prompt, strict=False)) if a != b)
         first = min(next(same, len(examples)), first)
     first = max(1, first)

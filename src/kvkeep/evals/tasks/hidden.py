@@ -14,7 +14,7 @@ from kvkeep.evals.synthetic import NOISE, Haystack, planted, values
 from kvkeep.evals.task import Options, describe
 from kvkeep.models.checkpoint import Checkpoint
 
-_NEW = 32
+_NEW = 32  # tokens of a reply; a UUID has 36 characters
 _CITIES = (
     *("Lisbon", "Oslo", "Vienna", "Prague", "Dublin", "Athens", "Warsaw"),
     *("Madrid", "Helsinki", "Cairo", "Lima", "Quito", "Seoul", "Hanoi"),

@@ -106,7 +106,7 @@ def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int
     for budget in budgets:
         try:
             steps.append(Candidate(arm, budget, row_bytes(arm, budget)))
-        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):
+        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):  # left out, see above
             continue
     return tuple(sorted(steps, key=lambda step: step.row_bytes))
 
@@ -123,6 +123,7 @@ Losses: nats beyond the full cache's, summed over tokens; and the number of toke
 Kind: TypeAlias = Literal["answers", "loss"]
 
 _MOST = 2**53
+"""Documents that no target needs; a float counts no further."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
         return KeptQuality(sum(x for x, _ in tallies) / weight, low / 100, high / 100, weight)
     spread = over([x / n for x, n in tallies if n])
     low, high = of_mean(spread)
-    return KeptQuality(_ratio(spread.mean), _ratio(high), _ratio(low), weight)
+    return KeptQuality(_ratio(spread.mean), _ratio(high), _ratio(low), weight)  # a high loss is a low quality
 
 
 def most(questions: int, documents: int) -> float:
@@ -186,6 +187,7 @@ def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> floa
 
 def _ratio(excess: float) -> float:
     """Return the full cache's perplexity relative to one that is higher by this many nats per token."""
+    # e^710 is more than a float holds
     return excess if math.isnan(excess) else math.exp(-min(max(excess, -700.0), 700.0))
 
 

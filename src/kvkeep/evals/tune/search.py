@@ -307,7 +307,7 @@ class Confirmation:
     def _measure(self, candidate: Candidate) -> KeptQuality:
         first, last = self._span
         found: list[Tally] = []
-        step = max(1, (last - first) // 4)
+        step = max(1, (last - first) // 4)  # in quarters: after each it may be given up
         for start in range(first, last, step):
             stop = min(start + step, last)
             found += self._study.tallies(candidate, start, stop)
@@ -353,6 +353,7 @@ _BLOCK = 8
 
 _SEARCHED_WINDOWS = 8
 _LEAST_WINDOWS = 6
+"""Fewest windows of the confirmation: with fewer, Student's quantile makes the interval useless."""
 
 
 @dataclass(frozen=True)
@@ -433,10 +434,11 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
     """
     if measure.kind == "loss":
         return _windows(measure.count or 0, limit or WINDOWS)
-    wanted = -(-(limit or QUESTIONS) // measure.per_unit)
+    wanted = -(-(limit or QUESTIONS) // measure.per_unit)  # documents, rounded up
     searched = max(1, round(_SEARCHED / measure.per_unit))
     documents = int(wanted)
     if measure.count is not None:
+        # without a limit, what matters is whether all of them together could show the target
         documents = measure.count if limit is None else min(measure.count, documents)
     questions = round(documents * measure.per_unit)
     if most(questions, documents) < target:
@@ -444,9 +446,11 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
         raise too_few(questions, documents, target, said)
     if measure.count is None:
         return _split(searched, searched + documents)
+    # most of the documents are left for the confirmation, on which the answer rests
     searched = min(searched, measure.count // 3)
     left = min(int(wanted), measure.count - searched)
     if most(round(left * measure.per_unit), left) < target or not searched:
+        # too few to keep some apart: the same ones choose and confirm, as the user is told
         return Sizes(_rounds(measure.count), (0, measure.count))
     return _split(searched, searched + left)
 
@@ -467,6 +471,7 @@ def _windows(count: int, limit: int) -> Sizes:
             f"The text is long enough for {count} windows, and the search compares {_LEAST_WINDOWS} or more. Give a "
             "longer `text`, or a shorter `context`."
         )
+    # as in `sizes_of`
     searched = min(_SEARCHED_WINDOWS, count // 3)
     if count - searched < _LEAST_WINDOWS:
         return Sizes(_rounds(count), (0, count))
@@ -522,12 +527,13 @@ def tune(
     """
     sizes = sizes_of(measure, target, limit)
     study = CachedMeasure(measure, writer, records, on_block)
-    study.full(0, sizes.rounds[-1])
+    study.full(0, sizes.rounds[-1])  # before all candidates, which are compared with it
     answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
+    # documents of which the full cache answers something
     counted = sum(1 for outcome in study.full(*sizes.confirm) if isinstance(outcome, str) and "1" in outcome)
     if measure.kind == "answers" and most(answered, counted) < target:
         said = f"The full cache answers {answered} of {asked} questions"
-        if answered < _ABLE * asked:
+        if answered < _ABLE * asked:  # so few that more questions are no remedy
             raise InputError(f"{said}: these are beyond the model, whatever its memory. Ask others, or `case=stream`.")
         raise too_few(answered, counted, target, said)
     found = search(ladders, study, sizes, target)
