@@ -38,12 +38,12 @@ def room_for(
 
     Args:
         count: the number of workers.
-        main_bytes: main memory of each, if it has no GPU; 0 if it is not known.
+        main_bytes: main memory of each worker, if it has no GPU; 0 if it is not known.
         device: the value of ``--device``.
         threads: the value of ``--threads``.
         address: the value of ``--ray-address``.
         what: a word for a worker.
-        option: the argument with their number.
+        option: the argument with the number of workers.
         less: what makes a worker smaller.
 
     Raises:

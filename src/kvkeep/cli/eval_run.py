@@ -264,7 +264,7 @@ def show_report(request: EvalOptions) -> None:
     """Show the results of a finished folder.
 
     Raises:
-        InputError: the folder has no results, or they cannot be read.
+        InputError: the folder has no results, or the results cannot be read.
     """
     records = Records(request.output)
     if not records.rows:

@@ -263,9 +263,12 @@ _BYTES: dict[str, int] = {
 
 
 def given(model: str | None) -> str | None:
-    """Return the name of a model, after a check that it is not empty and no text of several words.
+    """Return the name of a model, after a check that it is neither empty nor a text of several words.
 
-    An empty one is refused, since it comes from a variable that a script has not set, and so is a text.
+    ``None`` is returned as it is. An empty name would come from a variable that a script has not set.
+
+    Raises:
+        CommandLineError: the name is a text of several words, and no path.
     """
     if model is not None and not model.strip():
         raise typer.BadParameter("it is empty; leave it out for the embedded model")

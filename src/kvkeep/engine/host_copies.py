@@ -243,7 +243,10 @@ class Rows(Protocol):
     """Rows whose memory can be copied, as `kvkeep.engine.kv_manager.KVManager` has them."""
 
     def take(self, row: int, device: torch.device | None = ..., /) -> Contents:
-        """Copy the memory of a row to a device; by default into main memory. ``None``: where it is."""
+        """Copy the memory of a row to a device; by default into main memory.
+
+        For ``None`` leave the copy on the row's own device.
+        """
 
 
 class _Leaving(NamedTuple):

@@ -251,7 +251,8 @@ class Scheduler:
 
         Args:
             takes: returns whether the present rows can hold a sequence under a policy.
-            host_rows: sequences that may wait after they have begun. If so many do, the coming one is one of them.
+            host_rows: sequences that may wait after they have begun. If so many wait, the coming sequence is one of
+                them.
             least: the fewest tokens of a slice.
         """
         full = sum(sequence.status is SequenceStatus.SWAPPED for sequence in self.waiting) >= host_rows

@@ -221,7 +221,8 @@ class SessionStore:
     def keep(
         self, snapshot: Snapshot, name: str | None = None, *, instead: StoredSnapshot | None = None
     ) -> tuple[StoredSnapshot, Move | None]:
-        """Begin to keep a memory, and to move the least recently used ones to the disk if there is not room for all.
+        """Begin to keep a memory, and to move the least recently used memories to the disk if there is not room for
+        all.
 
         Args:
             snapshot: the memory.

@@ -461,7 +461,7 @@ class Tokens:
 
     @classmethod
     def new(cls, keys: Float[Tensor, "B Hk n D"], values: Float[Tensor, "B Hk n E"], bits: Bits = None) -> Tokens:
-        """Return tokens of which no one is in a slot yet."""
+        """Return tokens, none of which is in a slot yet."""
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits)[0], keys, values)
 
     def apart(self) -> Tokens:

@@ -208,7 +208,7 @@ class OutputOf:
         return torch.cat(parts, dim=-1)
 
     def _linear(self, dim: int) -> nn.Module | None:
-        """Return the output projection; ``None`` if there is none that can be read."""
+        """Return the output projection; ``None`` if the model has none, or none that can be read."""
         width = self._heads * dim
         return next((part for part in _candidates(self._module) if _readable(part) and _taken(part) == width), None)
 

@@ -148,7 +148,8 @@ def prepare(
     Args:
         model: the model.
         rows: number of rows of most steps.
-        like: what was `chosen` for the same model in another process. Nothing is timed then, and both compute the same
+        like: what was `chosen` for the same model in another process. Nothing is timed then, and both processes compute
+            the same
             numbers to the last digit.
         whole: measure whole decoder layers, and not their products alone. Jobs do not: with fused layers the last
             digits of a text depend on whether a prompt of more than 16 tokens is read beside it.

@@ -33,7 +33,7 @@ class Leverages(Policy):
 
     @property
     def unrotates(self) -> bool:
-        """Return whether keys are looked at unrotated, as they are without ``rotated=true``."""
+        """Return whether keys are compared before their rotation, as they are without ``rotated=true``."""
         return not self.rotated
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:

@@ -78,7 +78,8 @@ def refusal_of(error: KVKeepError) -> RefusalError:
 
 @contextmanager
 def in_words_of(form: str | None) -> Iterator[None]:
-    """In the body, rename a refusal's parameter, if it is the form of an answer, to the one that the client has used.
+    """Where a refusal is raised in the body for the form of an answer, name it by the parameter that the client has
+    used.
 
     Args:
         form: the client's name for the form; ``None`` renames nothing.

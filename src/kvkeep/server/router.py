@@ -96,7 +96,8 @@ class Relay:
         return True
 
     async def broken(self, refusal: RefusalError) -> bool:
-        """End an answer that breaks off, with an error as its last event; return ``False`` if nothing of it was sent.
+        """End an answer that breaks off, with an error as its last event; return ``False`` if nothing of the answer was
+        sent.
 
         Raises:
             GoneError: the answer is no stream, so that no error can be added; the connection ends.

@@ -191,7 +191,7 @@ def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
     """Refuse tensors that overlap, leave gaps, or end elsewhere than the file.
 
     Raises:
-        NotASnapshotError: they do.
+        NotASnapshotError: the tensors do.
     """
     end = 0
     for entry in sorted(entries.values(), key=lambda one: (one.start, one.stop)):

@@ -237,7 +237,7 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
     """Refuse a layer whose tensors do not fit its description or each other.
 
     Raises:
-        NotASnapshotError: they do not.
+        NotASnapshotError: the tensors do not fit.
     """
     missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
     check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")

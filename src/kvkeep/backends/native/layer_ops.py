@@ -131,7 +131,9 @@ def one(layer: nn.Linear, out: int) -> bytes:
 
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
-    """Return the kernel if it can read the rows and nobody traces, differentiates or casts; else ``None``."""
+    """Return the kernel if it can read the rows; else, and under gradients, autocast or a compiler's trace,
+    ``None``.
+    """
     if type(x) is not Tensor or not x.is_cpu or x.dtype not in TYPES or not x.is_contiguous() or not x.numel():
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):

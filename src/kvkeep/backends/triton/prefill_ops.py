@@ -198,7 +198,7 @@ def _rows(
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
     """Return the fields of `LowRows`, each summed over its own rows.
 
-    A word sums different bits, so any order is exact.
+    The sums set different bits of a word, so they are exact in any order.
     """
     weights = statistic.weights(statistic.selects(work.query_positions), work.query_positions)
     found = {name: work.columns(lse, rows, bounds_of(rows != 0), shares=shares) for name, rows in weights.items()}

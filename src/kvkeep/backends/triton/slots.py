@@ -60,7 +60,7 @@ def earlier(score, position, slot, best, oldest, where):
 @triton.jit
 @no_type_check
 def first(best, position, slot):
-    """Return the slot that goes first of all lanes; `LAST` if there is none."""
+    """Return the slot that goes first of all lanes; `LAST` if no lane has one."""
     lowest = tl.min(best, 0)
     oldest = tl.min(tl.where(best == lowest, position, LAST), 0)
     return tl.min(tl.where((best == lowest) & (position == oldest), slot, LAST), 0)

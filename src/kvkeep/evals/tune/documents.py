@@ -49,8 +49,8 @@ def read_questions(content: str, source: str, text: str | None) -> list[UserQues
     """Return the questions of a file. Empty lines are left out.
 
     Args:
-        content: its content.
-        source: its name in messages.
+        content: the file's content.
+        source: the file's name in messages.
         text: the text of questions without one.
 
     Raises:
