@@ -427,7 +427,11 @@ def reason_of(error: Exception) -> str:
 
 
 def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
-    """Remove the prompt or the messages from a line's fields, and return them."""
+    """Remove the prompt or the messages from a line's fields, and return them.
+
+    Raises:
+        InputError: the line has both of them or neither, or one has another form.
+    """
     prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
     if (prompt is None) == (messages is None):
         raise InputError('it must have either "prompt" or "messages"')

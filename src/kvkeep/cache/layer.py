@@ -413,7 +413,13 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Make a step that is no replay, see `step`. The layer counts as broken if it fails after its checks."""
+        """Make a step that is no replay, see `step`. The layer counts as broken if it fails after its checks.
+
+        Raises:
+            BrokenCacheError: an earlier step failed.
+            ShapeError: several generated tokens per row came at once.
+            UnsupportedOperationError: the step reads a text again, and the policy prunes through the layers.
+        """
         if self.broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
         T = query.shape[2]

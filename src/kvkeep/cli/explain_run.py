@@ -117,7 +117,11 @@ def _serve(request: ExplainOptions) -> None:
 
 
 def _report(request: ExplainOptions, found: Explanation) -> None:
-    """Write the page and the plots that were asked for, and print the record as JSON or as a summary."""
+    """Write the page and the plots that were asked for, and print the record as JSON or as a summary.
+
+    Raises:
+        InputError: the page cannot be written.
+    """
     for note in found.notes:
         console.note(note)
     drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []

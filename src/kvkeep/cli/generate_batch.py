@@ -483,7 +483,11 @@ def _near(job: _Job, budget: int) -> None:
 
 
 def _far(job: _Job, budget: int, memory: str | None) -> None:
-    """Start workers of Ray, and run a job on them."""
+    """Start workers of Ray, and run a job on them.
+
+    Raises:
+        typer.Exit: the user has stopped the job before it began.
+    """
     from kvkeep.cli.generate_batch_workers import RayRunner, pool_of
     from kvkeep.scale.driver import running
 
@@ -587,7 +591,11 @@ def _load(request: GenerateOptions, checkpoint: Checkpoint, output: OutputFile, 
 
 
 def _engine(writer: Writer, job: _Job, *, budget: int) -> Engine:
-    """Return the engine, with no more rows than requests. Its weights are laid out as in an earlier run."""
+    """Return the engine, with no more rows than requests. Its weights are laid out as in an earlier run.
+
+    Raises:
+        InputError: the policy keeps all tokens, and the longest line has no room.
+    """
     request, survey = job.request, job.survey
     try:
         like = job.output.weight_layout

@@ -581,7 +581,11 @@ def serve(request: GenerateOptions) -> None:
 
 
 def _prepared(request: GenerateOptions) -> PreparedRequest:
-    """Check a request and load its model, see `prepare`. If there is no such model, the error may advise quotes."""
+    """Check a request and load its model, see `prepare`. If there is no such model, the error may advise quotes.
+
+    Raises:
+        ModelFileError: there is no such model.
+    """
     try:
         return prepare(request)
     except ModelFileError as error:

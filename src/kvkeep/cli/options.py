@@ -269,6 +269,7 @@ def given(model: str | None) -> str | None:
 
     Raises:
         CommandLineError: the name is a text of several words, and no path.
+        typer.BadParameter: the name is empty.
     """
     if model is not None and not model.strip():
         raise typer.BadParameter("it is empty; leave it out for the embedded model")

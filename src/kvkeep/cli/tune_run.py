@@ -76,7 +76,11 @@ def serve(request: TuneOptions) -> None:
 
 
 def _wanted(request: TuneOptions) -> TuneArguments:
-    """Return the search that a request asks for, with its files read."""
+    """Return the search that a request asks for, with its files read.
+
+    Raises:
+        InputError: the limit leaves nothing to measure, or a file cannot be used.
+    """
     text = None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE)
     questions = []
     if request.questions is not None:

@@ -360,7 +360,12 @@ class Request:
         return made
 
     def _take_text(self) -> None:
-        """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers."""
+        """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers.
+
+        Raises:
+            InputError: there is neither a prompt nor messages, or both; or the one given is empty or of another
+                form.
+        """
         if not isinstance(self.raw, bool):
             raise InputError(f"raw={self.raw!r:.80} is neither True nor False.")
         if (self.prompt is None) == (self.messages is None):

@@ -282,6 +282,9 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
     """Return article, paragraph, question and different answers of each question.
 
     A paragraph without questions has empty ones.
+
+    Raises:
+        ValueError: a paragraph has another form.
     """
     if "data" not in row:
         return [(text(row, "title"), text(row, "context"), text(row, "question"), _different(row["answers"]["text"]))]
@@ -327,6 +330,9 @@ def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
 def _entry(row: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     """Return question, answer and documents of an entry: pairs of title and sentences, or two lists in the hub's
     copy.
+
+    Raises:
+        ValueError: the entry has no documents.
     """
     context = row["context"]
     pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context

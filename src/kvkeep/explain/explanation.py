@@ -148,6 +148,9 @@ def write(found: Explanation, folder: Path, *, moment: int, token: int | None, o
     """Write the pictures of a record into a folder, which is made if need be; return the paths.
 
     See `Explanation.draw`.
+
+    Raises:
+        InputError: the folder cannot be made.
     """
     pictures = dict(zip(FILES, (strips(found, moment), times(found), lost(found)), strict=True))
     if token is not None:

@@ -241,7 +241,11 @@ def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
 
 
 def _message(name: str, message: object) -> dict[str, Any]:
-    """Check a message, and return its role, text and tool calls. The role ``developer`` becomes ``system``."""
+    """Check a message, and return its role, text and tool calls. The role ``developer`` becomes ``system``.
+
+    Raises:
+        ParameterError: the message has another form, an unknown role, or a field of which the model cannot be told.
+    """
     found = {} if not isinstance(message, dict) else {k: v for k, v in message.items() if v is not None}
     role, calls = found.get("role"), found.get("tool_calls")
     if not isinstance(role, str) or ("content" not in found and not calls):
@@ -259,7 +263,11 @@ def _message(name: str, message: object) -> dict[str, Any]:
 
 
 def _calls(name: str, calls: object) -> list[dict[str, str]]:
-    """Check the tool calls of a message, and return each with its ``name``, ``arguments`` and ``id``."""
+    """Check the tool calls of a message, and return each with its ``name``, ``arguments`` and ``id``.
+
+    Raises:
+        ParameterError: a call has another form.
+    """
     found = []
     for place, call in enumerate(calls if isinstance(calls, list) else [None]):
         inner = call.get("function") if isinstance(call, dict) else None
@@ -345,7 +353,11 @@ def _object(text: str) -> dict[str, Any] | str:
 
 
 def _content(name: str, content: object) -> str:
-    """Return the text of a message's content, with its text parts joined."""
+    """Return the text of a message's content, with its text parts joined.
+
+    Raises:
+        ParameterError: the content is neither a text nor a list of texts.
+    """
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ParameterError(name, "is no text and no list of parts")

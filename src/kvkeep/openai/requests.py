@@ -246,7 +246,11 @@ def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]], hono
 
 
 def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
-    """Return the prompts of a body as a tuple. A body has one text, texts, token ids, or lists of token ids."""
+    """Return the prompts of a body as a tuple. A body has one text, texts, token ids, or lists of token ids.
+
+    Raises:
+        ParameterError: there is no prompt, or one is empty or of another form.
+    """
     prompt = given.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_ids(prompt)) else prompt
     if not prompts:
@@ -268,6 +272,9 @@ def _are_ids(value: object) -> bool:
 def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the option ``max_new_tokens``, and the name that the body uses for it; empty if the body does not set
     it.
+
+    Raises:
+        ParameterError: two names of the option have different values.
     """
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     if len({given[name] for name in names}) > 1:
@@ -287,7 +294,11 @@ def _stop(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option ``pins``, spans of the prompt that are never evicted; an empty mapping if the body has none."""
+    """Return the option ``pins``, spans of the prompt that are never evicted; an empty mapping if the body has none.
+
+    Raises:
+        ParameterError: the spans are refused.
+    """
     try:
         return {"pins": [list(span) for span in spans(given["pins"])]} if "pins" in given else {}
     except InputError as error:
@@ -295,7 +306,11 @@ def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option ``logit_bias``, token id → number added to its logit; an empty mapping if the body has none."""
+    """Return the option ``logit_bias``, token id → number added to its logit; an empty mapping if the body has none.
+
+    Raises:
+        ParameterError: a token id is no number, or a bias is out of range.
+    """
     if not given.get("logit_bias"):
         return {}
     found: Mapping[str, object] = given["logit_bias"]
@@ -308,7 +323,11 @@ def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the option ``logprobs``: how many of the likeliest tokens are reported beside each token."""
+    """Return the option ``logprobs``: how many of the likeliest tokens are reported beside each token.
+
+    Raises:
+        ParameterError: the number is out of range, or given without ``logprobs``.
+    """
     if url == COMPLETIONS:
         name, wanted, count = "logprobs", "logprobs" in given, given.get("logprobs", 0)
     else:
@@ -324,6 +343,9 @@ def _shares(given: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     """Return ``top_k``, ``top_p`` and the like as options, and the names of those that the body turns off.
 
     At temperature 0, where none has an effect, return no options and count all as turned off.
+
+    Raises:
+        ParameterError: a value is out of range.
     """
     found = {name: given[name] for name in _OFF if name in given}
     on = {name: value for name, value in found.items() if value not in _OFF[name]}

@@ -298,7 +298,11 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
 
 
 def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
-    """Return the functions of the tools, checked, each with the schema of its arguments."""
+    """Return the functions of the tools, checked, each with the schema of its arguments.
+
+    Raises:
+        ParameterError: there are too many tools, two with one name, or a tool that cannot be read.
+    """
     if len(given) > MOST:
         raise ParameterError("tools", f"has {len(given)} tools; there may be {MOST}")
     found = [_function(f"tools[{place}]", tool) for place, tool in enumerate(given)]
@@ -312,6 +316,9 @@ def _function(place: str, tool: object) -> Mapping[str, Any]:
     """Return the function of a tool, checked, with the schema of its arguments.
 
     Without ``strict``, unknown keywords of the schema are ignored.
+
+    Raises:
+        ParameterError: the tool is no function, or its name or its schema cannot be used.
     """
     inner = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(inner, dict):

@@ -100,7 +100,11 @@ class Stage:
         self._sampling, self._raw = sampling, raw
 
     def __call__(self, batch: Any) -> Any:
-        """Complete each row of an Arrow table, and return the table with a column ``completion``."""
+        """Complete each row of an Arrow table, and return the table with a column ``completion``.
+
+        Raises:
+            InputError: the table has a column ``completion`` already.
+        """
         import pyarrow
 
         if COMPLETION in batch.column_names:

@@ -215,6 +215,9 @@ class GenerateRoutes:
             parsed: the requests of the body.
             streams: the events of these requests; by default the engine's.
             after: is awaited when the requests have ended well.
+
+        Raises:
+            RefusalError: the body asks for a stream of an echo with log-probabilities.
         """
         streams = streams or [self._served.engine.astream(each) for each in parsed.requests]
         if not body.stream:

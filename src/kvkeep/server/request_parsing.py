@@ -119,6 +119,9 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
     """Read a body as OpenAI's parameters.
 
     Also return whether the answer echoes prompts, and whether no new token is asked for.
+
+    Raises:
+        ParameterError: ``stream_options`` are given without ``stream``, or a parameter cannot be honoured.
     """
     fields = body.openai_fields()
     echo = isinstance(body, CompletionBody) and bool(body.echo)

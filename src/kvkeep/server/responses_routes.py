@@ -59,7 +59,11 @@ def parse_response_body(
 
 
 def _form(body: ResponseBody) -> dict[str, Any]:
-    """Return the body's output format as fields with a chat's names; empty if it names none."""
+    """Return the body's output format as fields with a chat's names; empty if it names none.
+
+    Raises:
+        ParameterError: the format is no JSON object.
+    """
     given = (body.text or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise ParameterError("text.format", 'is no JSON object such as {"type": "text"}')
@@ -68,7 +72,11 @@ def _form(body: ResponseBody) -> dict[str, Any]:
 
 
 def _tools(body: ResponseBody) -> dict[str, Any]:
-    """Return the body's tools in a chat's form, which nests functions inside of tools."""
+    """Return the body's tools in a chat's form, which nests functions inside of tools.
+
+    Raises:
+        ParameterError: a tool is no function.
+    """
     tools = []
     for place, tool in enumerate(body.tools or []):
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -118,7 +126,11 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _content(name: str, content: object, field: str) -> str:
-    """Return the text of a message or of a tool's result, joined from its parts if it has some."""
+    """Return the text of a message or of a tool's result, joined from its parts if it has some.
+
+    Raises:
+        ParameterError: the content is neither a text nor a list of parts.
+    """
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ParameterError(f"{name}.{field}", "is no text and no list of parts")

@@ -314,7 +314,11 @@ async def received(request: Request, settings: ServerSettings) -> bytes:
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
-    """Return a body as a JSON object, or refuse it with status 400."""
+    """Return a body as a JSON object, or refuse it with status 400.
+
+    Raises:
+        RefusalError: the body cannot be read as a JSON object.
+    """
     try:
         return decoded(raw)
     except json.JSONDecodeError as error:

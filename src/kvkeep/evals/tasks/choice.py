@@ -95,7 +95,11 @@ def _asked(name: str, question: str, choices: list[str], right: int) -> Choice:
 
 
 def _filled(sentence: str, options: list[str], right: int) -> Choice:
-    """Return a question of WinoGrande: the same end of the sentence follows each option."""
+    """Return a question of WinoGrande: the same end of the sentence follows each option.
+
+    Raises:
+        ValueError: the sentence has no blank.
+    """
     before, blank, after = sentence.partition("_")
     if not blank:
         raise ValueError("the sentence has no blank")
@@ -142,6 +146,9 @@ def _mathqa(row: Mapping[str, Any]) -> Choice:
     """Return the question of an entry of MathQA.
 
     Its options are one text, as in ``a ) 38 , b ) 27``, or a list of such texts.
+
+    Raises:
+        ValueError: the question or an option is empty.
     """
     options, question = _OPTION.split(text(row, "options")), row["Problem"].strip()
     letters, choices = options[1::2], [part.strip(" ,[]'\"") for part in options[2::2]]

@@ -129,7 +129,11 @@ def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
 
 
 def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:
-    """Return an item of at most ``room`` tokens; the middle of a text that is too long is left out."""
+    """Return an item of at most ``room`` tokens; the middle of a text that is too long is left out.
+
+    Raises:
+        InputError: the question alone fills the room.
+    """
     if (size := len(tokens_of(checkpoint, item))) <= room:
         return item
     ids = checkpoint.tokenizer.encode(item.text, add_special_tokens=False)

@@ -127,7 +127,7 @@ def right(wording: Wording, asked: Question, reply: str) -> bool:
     """Return whether a reply answers the question.
 
     The embedded model has to give exactly the answer. For other models the first line counts: it has to contain the
-    answer, and no other value that the text gives for another thing of that kind.
+    answer, and no value that the text gives for another thing of that kind.
     """
     if wording == "embedded":
         return asked.right(reply)

@@ -104,7 +104,11 @@ def _item(name: str, row: Mapping[str, Any], place: str) -> Item:
 
 
 def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:
-    """Return an item of at most ``room`` tokens; the end of an article that is too long is left out."""
+    """Return an item of at most ``room`` tokens; the end of an article that is too long is left out.
+
+    Raises:
+        InputError: too few words of the article would be left.
+    """
     size = len(tokens_of(checkpoint, item))
     words = item.text.split(" ")
     while size > room:

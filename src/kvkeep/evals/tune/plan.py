@@ -144,6 +144,7 @@ def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm
     Raises:
         PolicyError: a policy evicts nothing.
         KVKeepError: a policy that the user named cannot run so.
+        InputError: none of the case's policies runs on this model.
     """
     chosen = split_arms(",".join(POLICIES[case]) if wanted.policies is None else wanted.policies)
     arms = []
@@ -191,7 +192,11 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments, options:
 def _ladders(
     checkpoint: Checkpoint, arms: Sequence[Arm], wanted: TuneArguments, measure: Measure, dtype: torch.dtype | None
 ) -> tuple[list[Ladder], int]:
-    """Return the candidates of every arm, and the bytes of a full cache."""
+    """Return the candidates of every arm, and the bytes of a full cache.
+
+    Raises:
+        InputError: no policy runs with any of the budgets, or none saves memory with one of them.
+    """
     shape = outline(checkpoint.name)
 
     def setting(arm: Arm, budget: int) -> Setting:
