@@ -183,7 +183,7 @@ class ChatPlace:
             file.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Release the lock on the conversation. Its folder is removed if nothing was saved."""
+        """Release the lock on the conversation. The conversation's folder is removed if nothing was saved."""
         with suppress(OSError):  # something was saved
             self.file.parent.rmdir()
         self.lock.release()

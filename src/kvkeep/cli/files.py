@@ -118,7 +118,7 @@ def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
 
     Args:
         path: the file's path.
-        what: what it will hold, for messages: ``page``.
+        what: what the file will hold, for messages: ``page``.
         example: a name for such a file.
         overwrite: whether the file may replace another one.
 

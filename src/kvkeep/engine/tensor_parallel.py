@@ -102,8 +102,8 @@ class _DescribedRequest:
 
     Attributes:
         of: the request.
-        asked: what it was given.
-        digest: of this.
+        asked: what the request was given.
+        digest: a hash of ``asked``.
     """
 
     of: Sequence
@@ -117,7 +117,10 @@ class _DescribedRequest:
 
 
 def _known(sequence: Sequence, before: _DescribedRequest | None) -> _DescribedRequest:
-    """Return a request's description: the one from before, unless a session's turn has got its prompt since then."""
+    """Return a request's description: the one from before if it is of the same sequence object, else a new one.
+
+    A session's turn gets a new object once its prompt is known.
+    """
     if before is not None and before.of is sequence:
         return before
     asked = described(sequence)

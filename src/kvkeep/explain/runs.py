@@ -257,7 +257,8 @@ def _budgets(cache: BoundedCache) -> list[int]:
 def full(
     model: Any, prompt: ExplainPrompt, ledgers: Sequence[Ledger], work: WorkDone
 ) -> tuple[list[int], list[Missed]]:
-    """Run a prompt under the full cache, its own greedy answer, and then the answer of each bounded run.
+    """Feed a prompt to the full cache, then generate its own greedy answer, and feed it each bounded run's answer
+    after the prompt.
 
     Args:
         model: the model, attached.

@@ -338,7 +338,7 @@ def check_rows(block: Block, copies: Sequence[RowCopy]) -> None:
 
 
 def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
-    """Return the pack of which these copies are all the parts, in order; ``None`` if they are not."""
+    """Return the pack whose parts are exactly these copies, in order; ``None`` if there is no such pack."""
     pack = copies[0].pack
     if pack is None or len(pack.parts) != len(copies):
         return None

@@ -174,7 +174,10 @@ def vectors(
 @triton.jit
 @no_type_check
 def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Load the quantized channels, ``(TILE, BLOCK_D)``. Each byte is read once where groups fill the block."""
+    """Load quantized channels as signed integers, ``(TILE, BLOCK_D)``.
+
+    Each byte is read once where groups fill the block.
+    """
     BLOCK: tl.constexpr = d.shape[0]
     TILE: tl.constexpr = shown.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP

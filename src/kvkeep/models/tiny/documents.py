@@ -44,7 +44,10 @@ def _plain(rng: random.Random, facts: Sequence[Fact]) -> Iterable[str]:
 
 
 def _others(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
-    """Yield facts about other owners and things, none of which contradicts the given ones, until all are used."""
+    """Yield facts about other owners and things, without end; none contradicts the given ones.
+
+    After all such facts, they come again in a new order. Nothing is yielded if there are none.
+    """
     kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
     names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
     things = sorted(set(HELD_OUT.things) - {fact.thing for fact in facts})
