@@ -397,7 +397,11 @@ def _is_torn(line: bytes, beginning: bytes) -> bool:
 
 
 def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
-    """Return the value of a line (``None`` if it was cut off), and what is wrong with it (``None`` if nothing is)."""
+    """Return the value of a line, and what is wrong with it (``None`` if nothing is).
+
+    The value is ``None`` for a line that was cut off or is no JSON, and the line itself if `parse` refuses something in
+    it.
+    """
     try:
         row = parse(line) if line.endswith(b"\n") else None
     except (json.JSONDecodeError, UnicodeDecodeError):

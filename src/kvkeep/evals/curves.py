@@ -190,7 +190,10 @@ def _series(name: str, points: Sequence[Point], *, reference: bool) -> Series:
 
 
 def _titled(group: Sequence[Row], panel: Panel) -> Panel:
-    """Return the panel with the number of seeds in its title. A panel with many lines loses its intervals."""
+    """Return the panel with the number of seeds in its title, and a note if it has intervals.
+
+    A panel with many lines loses its intervals.
+    """
     if several := seeds(group):
         panel = replace(panel, title=f"{panel.title}\nmean of {several}")
     if not any(series.interval for series in panel.series):

@@ -125,7 +125,9 @@ class Planned:
 
     @property
     def evicts(self) -> bool:
-        """Return whether any row is longer than its budget, or a layer or head may get less than the budget."""
+        """Return whether the policy evicts, and a row is longer than its budget, or a layer or head may get less
+        than the budget.
+        """
         uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
         uneven |= self.setup.head_budget is not None
         return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))

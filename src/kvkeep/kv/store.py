@@ -199,7 +199,7 @@ class Store(abc.ABC):
         """Return an empty store with more slots, for the same rows."""
 
     def widened(self, capacity: int) -> Store:
-        """Return a store with more slots and the same content."""
+        """Return a store with ``capacity`` slots, which are more, and the same content."""
         wide = self.wider(capacity)
         wide.fill(*self.slots())
         return wide
