@@ -329,7 +329,8 @@ def lines_of(batch: BatchOptions) -> AbstractContextManager[Path]:
 def published(batch: BatchOptions) -> Iterator[BatchOptions]:
     """Yield the options of a job that writes to a local file, and publish its lines at the end.
 
-    A local output is used as it is. If an error is raised or the user ends the job, nothing is published. The local
+    A local output is used as it is. If an error is raised or the user ends the job, nothing is published; a job that
+    ends without some lines' answers publishes the others. The local
     file stays until every line has its completion at the destination, so the same command goes on from there.
 
     Raises:

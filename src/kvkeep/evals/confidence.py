@@ -73,14 +73,15 @@ def of_clusters(right: int, n: int, clusters: int) -> Interval:
 
 
 def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """Return the interval of a mean difference between paired answers, in percentage points.
+    """Return the interval of a mean difference between paired answers, in percentage points; NaN for fewer than two
+    clusters.
 
-    At least as wide as the interval of a share of 0 among so many questions, since a difference that no question has
-    shown may still exist.
+    The interval is at least as wide as that of a share of 0 among so many questions, since a difference that no
+    question has shown may still exist.
 
     Args:
         clusters: for each cluster, questions that only one side answers less those that only the other one does, and
-            the number of questions; NaN for fewer than two clusters.
+            the number of questions.
     """
     n, mean = sum(size for _, size in clusters), 100 * _ratio(clusters)
     if len(clusters) < 2 or not n:

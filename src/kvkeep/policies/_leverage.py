@@ -41,7 +41,9 @@ class Leverages(Policy):
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state with the keys of a prompt's new tokens added to mean and scatter (Chan et al., 1979)."""
+        """Return the state with the keys of a prompt's new tokens added to mean and scatter (Chan et al., 1979);
+        unchanged for other tokens.
+        """
         if view.phase is not Phase.PREFILL:
             return state
         number, mean, scatter = self._added(view)

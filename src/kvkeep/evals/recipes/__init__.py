@@ -115,8 +115,10 @@ def read_line(line: str) -> tuple[str, str, str | None]:
 
 
 def _ours(rows: Sequence[Row], line: str, parts: tuple[str, ...]) -> float | None:
-    """Return the mean score of a line over the cases of some parts, in percent, with all seeds together; ``None``
-    without rows.
+    """Return a line's score in percent: the mean over some parts of each part's mean over its cases and seeds;
+    ``None`` without rows.
+
+    A line without a budget takes the budget of its first row.
     """
     wanted, setup, budget = read_line(line)
     own = [row for row in rows if row["policy"] == wanted and row.get("setup", "") == setup]
