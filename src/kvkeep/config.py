@@ -62,7 +62,7 @@ class Config:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], source: str = "The configuration") -> Config:
-        """Check settings.
+        """Return the settings of a mapping, after a check of each. The table `NOTES` is left out.
 
         Args:
             settings: name → value.
@@ -83,10 +83,10 @@ class Config:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Config:
-        """Read a file.
+        """Return the settings of a file.
 
         Raises:
-            InputError: it cannot be read, is not TOML, or has a setting that cannot be used.
+            InputError: the file cannot be read, is not TOML, or has a setting that cannot be used.
         """
         return cls.of(_toml(path), str(path))
 
@@ -98,7 +98,7 @@ class Config:
         """Return the content of a configuration file with these settings.
 
         Args:
-            heading: a comment at its beginning.
+            heading: a comment at the file's beginning.
             notes: the table `NOTES`.
         """
         lines = [f"# {''.join(filter(str.isprintable, line))}" for line in heading.splitlines()]
@@ -137,7 +137,7 @@ def _checked(name: str, value: Any, source: str) -> Any:
     """Return the value of a setting after checking its kind and range.
 
     Raises:
-        InputError: it is of the wrong kind, or out of range.
+        InputError: the value is of the wrong kind, or out of range.
     """
     try:
         wanted = _CHECKS[name](value)
@@ -159,10 +159,10 @@ def _policy(value: object) -> str | None:
 
 
 def policy_of(name: str) -> Policy:
-    """Return the policy that a file names. Only registered names count, since a file could name any module.
+    """Return the policy that a file names. Modules are refused, since a file could name any.
 
     Raises:
-        PolicyError: no policy of that name is registered, or its options are wrong.
+        PolicyError: the name is a module's, no policy of that name is registered, or its options are wrong.
     """
     if ":" in split(name)[0] and split(name)[0] not in available():
         raise PolicyError(f"policy {name!r:.80} names a module, which a file may not. Give it as `policy` instead.")

@@ -61,7 +61,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def why(device: torch.device, dtype: torch.dtype) -> str:
-    """Describe in words why `choose` takes the backend that it takes.
+    """Return in words why `choose` takes the backend that it takes.
 
     Raises:
         InputError: see `choose`.
@@ -88,10 +88,10 @@ def _fastest(device: str, dtype: torch.dtype) -> str:
 
 
 def _checked(name: str, device: str) -> str:
-    """Check that a backend that was asked for can run on the device, and return its name.
+    """Return the name of a backend that was asked for, if it can run on the device.
 
     Raises:
-        InputError: it cannot run there, or there is no backend of this name.
+        InputError: the backend cannot run there, or there is no backend of this name.
     """
     if name not in KINDS:
         raise InputError(f"{SWITCH}={name!r} is no backend. There are {', '.join(sorted(KINDS))}.")

@@ -178,7 +178,7 @@ def turned(query: Float[Tensor, "B Hq T D"], again: SecondReading) -> Float[Tens
 
 
 def reread(inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
-    """See `kvkeep.backends.Backend.reread`. On a CPU one head of one row comes after the other."""
+    """Compute `Backend.reread` in torch. On a CPU one head of one row is done after the other, which saves memory."""
     query, slots, now, options, _ = inputs
     second, (B, Hk, S, _) = turned(query, again), slots.keys.shape
     if query.device.type != "cpu":
@@ -200,7 +200,7 @@ def _rate(
     now: Int[Tensor, "B T"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk S"]:
-    """Return the largest share that each key gets from the queries of the second reading, block by block."""
+    """Return the largest share that each key gets from any query of the second reading, computed in blocks of rows."""
     B, Hq, T, D = query.shape
     Hk, S = slots.keys.shape[1:3]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -220,21 +220,23 @@ def _rate(
 
 
 def _blocks(T: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
-    """Yield the rows of each block."""
+    """Return an iterator over blocks of rows, each as large as `BLOCK_BYTES` allows."""
     size = BLOCK_BYTES["cpu" if device.type == "cpu" else "other"]
     rows = max(LEAST_ROWS, size // row_bytes)
     return (slice(start, min(start + rows, T)) for start in range(0, T, rows))
 
 
 def _bias(hidden: Bool[Tensor, "*A"], dtype: torch.dtype) -> Float[Tensor, "*A"]:
-    """Minus infinity for hidden keys, to be added: on a CPU this is many times as fast as filling by a mask."""
+    """Return minus infinity for hidden keys and 0 for others, to be added: much faster on a CPU than filling by a
+    mask.
+    """
     return torch.where(hidden, -torch.inf, 0.0).to(dtype)
 
 
 def _logits(
     query: Float[Tensor, "B Hk G T D"], keys: Float[Tensor, "B Hk S D"], options: AttentionOptions
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Scaled and soft-capped logits."""
+    """Return scaled and soft-capped logits."""
     logits = (query.flatten(2, 3) * options.scaling @ keys.mT).view(*query.shape[:4], -1)
     return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
 
@@ -274,7 +276,9 @@ class Repeat(Protocol):
         values: Float[Tensor, "B Hk 1 E"],
         now: Int[Tensor, "B 1"],
     ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Run `Backend.step` with tokens that it `takes`; ``None`` if the step cannot be repeated."""
+        """Run the step with tokens that it `takes`, and return the output; ``None``, with nothing changed, if it
+        cannot.
+        """
 
 
 class Backend(abc.ABC):
@@ -331,7 +335,7 @@ class Backend(abc.ABC):
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """Put one token per row into an empty slot of each head, in place, and return the slot.
+        """Write one token per row into an empty slot of each head, in place, and return the slots.
 
         The backend may take any empty slot. A padded token (position -1) leaves its slot empty. Slots may have any
         strides, and another dtype than the token, which is then rounded.
@@ -339,11 +343,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """Empty expired slots, in place; see `kvkeep.kv.ranking.expire`."""
+        """Empty the slots that a sliding window has passed, in place; see `kvkeep.kv.ranking.expire`."""
 
     @abc.abstractmethod
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """Return whether a head may hold more than its limit; always true where the host would wait for the answer."""
+        """Return whether a head may hold more than its limit; always ``True`` where the host would wait for the
+        answer.
+        """
 
     @abc.abstractmethod
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
@@ -353,14 +359,16 @@ class Backend(abc.ABC):
         """
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Append, attend, add the report to the policy's sums, expire and evict, fused and in place.
+        """Append, attend, add the report to the policy's sums, expire and evict, fused and in place; return the output.
 
-        With `Added.ring` no slot is emptied. Returns ``None``, and does nothing, if the backend cannot do it.
+        With `Added.ring` no slot is emptied. Return ``None``, with nothing changed, if the backend cannot do the step.
         """
         return None
 
     def repeat(self, step: FusedStep) -> Repeat | None:
-        """Prepare the same `step` for other tokens while all else stays unchanged; ``None`` if this is impossible."""
+        """Return the same `step` as an object that is given other tokens only; ``None`` if the backend cannot repeat
+        it.
+        """
         return None
 
     def at_ranks(self, rotation: Rotation) -> Backend:
@@ -390,17 +398,19 @@ class AtRanks(Backend):
         self.backend, self.rotation = backend, rotation
 
     def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`; query and keys are unrotated."""
+        """Attend as `Backend.attend`, after a copy of query and keys is rotated to the tokens' ranks; both come
+        unrotated.
+        """
         return self.backend.attend(self._rotated(inputs))
 
     def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
-        """See `Backend.reread`; each head reads the tokens that it holds after themselves."""
+        """Compute `Backend.reread` with query and keys rotated to ranks; each head rereads the tokens that it holds."""
         return self.backend.reread(self._rotated(inputs), self._after_held(inputs))
 
     def attend_twice(
         self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
-        """See `Backend.attend_twice` and `reread`."""
+        """Return the results of `attend` and `reread`, with query and keys rotated to ranks once."""
         return self.backend.attend_twice(self._rotated(inputs), self._after_held(inputs))
 
     def _rotated(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -416,19 +426,19 @@ class AtRanks(Backend):
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`; keys are unrotated."""
+        """Append as the inner backend does; keys are stored unrotated."""
         return self.backend.append(slots, keys, values, now)
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `Backend.expire`."""
+        """Empty the slots that a sliding window has passed, by the inner backend."""
         self.backend.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """See `Backend.is_over`."""
+        """Return whether a head may hold more than its limit, as the inner backend says."""
         return self.backend.is_over(positions, limit)
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
-        """See `Backend.evict`."""
+        """Empty one slot of every head over its limit, by the inner backend."""
         self.backend.evict(positions, score, limits)
 
 
@@ -464,7 +474,7 @@ def is_known(statistic: Statistic) -> bool:
 
 
 def wanted(statistic: Statistic) -> WantedReport | None:
-    """Return the report that a known statistic asks for; ``None`` if it asks for none."""
+    """Return the report that a known statistic asks for; ``None`` if the statistic is `Nothing`."""
     if isinstance(statistic, Mass):
         second = "last" if isinstance(statistic, MassAndLast) else None
         plain = isinstance(statistic.gain, float) and statistic.gain == 1.0
@@ -494,7 +504,10 @@ class RowSums(NamedTuple):
 
 
 def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> RowSums | None:
-    """Return what a statistic sums over rows at these positions, in its fields' order; ``None`` for other kinds."""
+    """Return the weights with which a statistic sums over rows at these positions, in the order of its fields.
+
+    Return ``None`` for a statistic that is no such sum.
+    """
     kind, selected = type(statistic), statistic.selects(queries)
     if kind is Nothing:
         return RowSums([], [])

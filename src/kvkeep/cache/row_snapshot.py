@@ -71,7 +71,7 @@ class CacheSettings:
 
     @classmethod
     def of(cls, config: Any, budget: int | Sequence[int], layout: Layout, chunk: int | None) -> CacheSettings:
-        """Return the settings, with numbers of other libraries as Python's own."""
+        """Return the settings, with numbers as Python's own."""
         return cls(
             config=config,
             policy=layout.policy,
@@ -89,7 +89,7 @@ class CacheSettings:
 
         Args:
             layer: the cache's first layer.
-            row: which row.
+            row: the row's index.
 
         Raises:
             UnsupportedOperationError: rows with budgets of their own were selected, and it is not clear which is whose.
@@ -131,7 +131,12 @@ class RowSnapshots:
         self._adapters: str | None = None  # when the cache was fed; none before
 
     def take(self, layers: Sequence[Layer], states: Mapping[int, object], row: int, tokens: Any) -> Snapshot:
-        """Copy the memory of one row, see `BoundedCache.snapshot`."""
+        """Return a copy of the memory of one row, see `BoundedCache.snapshot`.
+
+        Raises:
+            SnapshotError: nothing is cached yet.
+            BrokenCacheError: a step failed in some layer.
+        """
         check_has_layers(layers)
         check_whole(layers)
         if not layers[0].columns:
@@ -187,11 +192,12 @@ class RowSnapshots:
             self.awaited = next(filter(None, known), self.awaited)
 
     def feeds(self, weights: FeedingWeights) -> None:
-        """Note the weights of the model that is about to feed the cache.
+        """Set the weights of the model that is about to feed the cache, after comparing them with those of the
+        memory.
 
         Raises:
             SnapshotError: the cache holds a snapshot that was made with other weights.
-            InputError: so was the profile of the budgets of heads.
+            InputError: the profile of the heads' budgets was made with other weights.
         """
         if self.settings.profile is not None:
             self.settings.profile.check_weights(weights)
@@ -222,7 +228,7 @@ class RowSnapshots:
         self._adapters = here
 
     def fingerprint(self, layer: Layer, row: int) -> Fingerprint:
-        """Return the model and the settings of one row; ``layer`` is the cache's first one."""
+        """Return the fingerprint of one row: model, policy, budget and settings. ``layer`` is the cache's first one."""
         made = self.settings
         return Fingerprint(
             model=name_of_config(made.config),
@@ -239,7 +245,7 @@ class RowSnapshots:
         )
 
     def _ids_after(self, layer: Layer, snapshots: Mapping[int, Snapshot], rows: int) -> list[Tensor] | None:
-        """Return the token ids of all rows once snapshots are in some; ``None`` if the ids of a row are not known."""
+        """Return the token ids that all rows will have with these snapshots; ``None`` if those of a row are unknown."""
         seen = layer.seen.tolist() if layer.allocated else [0] * rows
         ids = [
             snapshots[row].tokens if row in snapshots else self._recorded_ids(layer, row, seen[row])
@@ -263,7 +269,7 @@ def check_whole(layers: Iterable[Layer]) -> None:
     """Refuse layers in which a step has not ended, or which have seen different tokens.
 
     Raises:
-        BrokenCacheError: see above.
+        BrokenCacheError: a step has not ended in some layer, or the layers have seen different tokens.
     """
     layers = list(layers)
     if any(layer.broken for layer in layers):
@@ -276,17 +282,17 @@ def check_has_layers(layers: Sequence[Layer]) -> None:
     """Refuse a cache without layers that have slots.
 
     Raises:
-        UnsupportedOperationError: there are none.
+        UnsupportedOperationError: there are no layers.
     """
     if not layers:
         raise UnsupportedOperationError("This model has no layers with slots, so there is no memory to copy.")
 
 
 def check_kind(snapshots: Sequence[object]) -> None:
-    """Refuse what is no snapshot.
+    """Refuse objects that are no snapshots.
 
     Raises:
-        InputError: there is something else.
+        InputError: an object is no `Snapshot`.
     """
     for given in snapshots:
         if not isinstance(given, Snapshot):
@@ -294,7 +300,7 @@ def check_kind(snapshots: Sequence[object]) -> None:
 
 
 def checked_row(row: object, rows: int) -> int:
-    """Return the number of a row.
+    """Return the index of a row as Python's own number.
 
     Raises:
         InputError: there is no such row.
@@ -309,10 +315,10 @@ def checked_row(row: object, rows: int) -> int:
 
 
 def ids_of_row(tokens: Any) -> Tensor:
-    """Return the token ids of one row.
+    """Return the token ids of one row as an int32 tensor.
 
     Raises:
-        InputError: they are not, or are no ids.
+        InputError: ``tokens`` are those of several rows, or no ids.
     """
     try:
         (row,) = rows_of(tokens, None)
@@ -327,7 +333,7 @@ def identities(sequences: Sequence[int]) -> list[int]:
     """Return the identity of each row as a list of Python's numbers.
 
     Raises:
-        InputError: they are no whole numbers of 64 bits.
+        InputError: ``sequences`` are no whole numbers of 64 bits.
     """
     try:
         numbers = list(map(operator.index, sequences))
@@ -357,7 +363,7 @@ def new_block(
         copies: what will be put into the block.
         rows: rows of the block.
         device: where the block shall be; by default the first copy's device.
-        dtype: the model's, which slots of codes do not show.
+        dtype: the model's, which quantized slots do not show.
 
     Raises:
         ShapeError: the copies come from a store that is not the default one, or there is no memory for the block.
@@ -376,7 +382,7 @@ def new_block(
 
 
 def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
-    """Give a block the slots per head of the blocks that copies were taken from, at most what its budget allows.
+    """Give a block as many slots per head as the copied blocks had, at most what its budget allows.
 
     A pool has room for every division of the budget already.
     """
@@ -396,10 +402,10 @@ def blocks_for(
         layers: the layers with slots.
         contents: what will be put in.
         rows: rows of a new block.
-        dtype: the model's, for a new block whose slots hold codes.
+        dtype: the model's, for a new block with quantized slots.
 
     Raises:
-        ShapeError: the contents have another number of layers.
+        ShapeError: the contents have another number of layers, or a new block cannot be made.
     """
     blocks = []
     for i, layer in enumerate(layers):

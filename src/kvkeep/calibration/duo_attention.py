@@ -23,7 +23,7 @@ _DEFAULT = {"sink_size": 64, "recent_size": 256}
 
 
 def imported(path: str, config: Any, *, name: str, sparsity: float | None = None) -> Profile:
-    """Read a DuoAttention pattern as a profile.
+    """Return a DuoAttention pattern as a profile.
 
     Args:
         path: the file of numbers, or its folder.
@@ -56,7 +56,7 @@ def imported(path: str, config: Any, *, name: str, sparsity: float | None = None
 
 
 def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
-    """Read the numbers of a pattern, limited to [0, 1] as DuoAttention does.
+    """Return the numbers of a pattern, limited to [0, 1] as DuoAttention limits them.
 
     Raises:
         InputError: the file cannot be read, or holds no table of numbers.
@@ -74,7 +74,7 @@ def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
 
 
 def _row(line: str) -> tuple[float, ...] | None:
-    """Read the numbers of a line; ``None`` if it holds something else."""
+    """Return the numbers of a line; ``None`` if it holds something else."""
     try:
         found = [float(word) for word in line.split()]
     except ValueError:  # a word is no number
@@ -105,10 +105,10 @@ def _split(numbers: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tup
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """Read the numbers of first and newest tokens used in the pattern's training; without a file, the usual ones.
+    """Return the numbers of first and newest tokens used in the pattern's training; without a file, the usual ones.
 
     Raises:
-        InputError: the file does not hold them.
+        InputError: the file does not hold these numbers.
     """
     if not file.exists():
         return dict(_DEFAULT)

@@ -169,7 +169,7 @@ class Lines:
             self._editor.clear_history()
 
     def read(self) -> str | None:
-        """Read the next line, perhaps an empty one; ``None`` at the end of the input.
+        """Return the next line, perhaps an empty one; ``None`` at the end of the input.
 
         Raises:
             InputError: standard input is not UTF-8 text, and nobody can type another line.
@@ -229,7 +229,7 @@ def serve(request: ChatOptions) -> None:
 
 
 def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSession:
-    """Load the model and open the conversation, after checks that need no weights.
+    """Check everything that needs no weights, load the model, and return the opened conversation.
 
     Raises:
         KVKeepError: something cannot be used.
@@ -254,7 +254,7 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
 
 
 def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
-    """Read the memory with which the conversation begins or continues; ``None`` if there is none.
+    """Return the memory with which the conversation begins or continues; ``None`` if there is none.
 
     Raises:
         InputError: the conversation has a beginning already, and the request brings another one.
@@ -279,7 +279,7 @@ def _engine(checkpoint: Checkpoint, request: ChatOptions, budget: int) -> Engine
 
 
 def _hold(talk: ChatSession) -> None:
-    """Answer messages until their end.
+    """Read and answer messages until the input ends or the user quits.
 
     Raises:
         KVKeepError: a message cannot be answered, and there is no terminal on which to try another one.
@@ -292,10 +292,12 @@ def _hold(talk: ChatSession) -> None:
 
 
 def _answer_next(lines: Lines, talk: ChatSession) -> bool:
-    """Read a line and do what it asks for; return whether there may be more.
+    """Read a line and do what it asks for; return ``False`` once the conversation ends.
+
+    On a terminal, errors and Ctrl-C end only this line.
 
     Raises:
-        KVKeepError: it cannot be done, and there is no terminal on which to try something else.
+        KVKeepError: the line cannot be answered, and there is no terminal on which to try something else.
     """
     try:
         line = lines.read()
@@ -319,7 +321,7 @@ def _answer_next(lines: Lines, talk: ChatSession) -> bool:
 
 
 def _end(talk: ChatSession, model: str | None) -> None:
-    """Leave the conversation, and say how to go on with it."""
+    """Save and close the conversation, and print how to go on with it. An error of saving is printed."""
     try:
         with Uninterrupted():
             talk.save()

@@ -82,7 +82,7 @@ class ChatSession:
         return [message["content"] for message in self.session.messages if message["role"] == "user"]
 
     def greeting(self) -> dict[str, str]:
-        """Describe the conversation, and how to find out more: name → text."""
+        """Return a description of the conversation, and how to find out more: name → text."""
         tokens = "" if self.state is None else console.count(self.state.seen, "token")
         if self.session.messages:
             what = f"{self.place.name}, {console.count(self.turns, 'turn')}, {tokens}"
@@ -122,10 +122,10 @@ class ChatSession:
             console.note(f"stopped after {len(result.token_ids)} tokens, the most that --max-new-tokens allows")
 
     def _take_over(self) -> bool:
-        """Note and save the session's memory if a turn has ended since the last time; return whether it has.
+        """Store and save the session's memory if a turn has ended since the last call; return whether one has.
 
         Raises:
-            SnapshotError: it cannot be saved.
+            SnapshotError: the memory cannot be saved.
         """
         state = self.session.snapshot() if self.session.token_ids else None
         if state is self.state:
@@ -150,7 +150,7 @@ class ChatSession:
         return result
 
     def _request(self, message: str) -> Request:
-        """Build the request for a message. The first message has the system message before it."""
+        """Build the request for a message. The first message has the system message before it, if there is one."""
         if self._system is None or self.state is not None:
             return Request(prompt=message, sampling=self._sampling)
         messages: list[Mapping[str, str]] = [
@@ -163,7 +163,7 @@ class ChatSession:
         """Take back the last turns.
 
         Raises:
-            InputError: so many cannot be taken back.
+            InputError: so many turns cannot be taken back.
         """
         if turns == len(self._states):  # one more than this run has
             self._look_back()
@@ -188,13 +188,13 @@ class ChatSession:
         self.save()
 
     def _look_back(self) -> None:
-        """Find the memory before the last turn of an earlier run, if that turn can be taken back."""
+        """Load the memory before the last turn of an earlier run, if it was kept; else do nothing."""
         first = self._states[0]
         if first is not None and (before := self.place.before(first)) is not None:
             self._states.add_oldest(before)
 
     def fork(self, name: str | None) -> str:
-        """Go on under another name, and return the old one; the conversation of that name stays as it is.
+        """Save, go on under another name, and return the old one; the conversation of the old name stays as it is.
 
         Raises:
             InputError: the name cannot be used, or there is a conversation of that name.
@@ -214,10 +214,10 @@ class ChatSession:
         return old.name
 
     def save(self) -> None:
-        """Write the conversation to its file, unless it is there.
+        """Write the conversation to its file; do nothing if the file is up to date. An empty one loses its file.
 
         Raises:
-            SnapshotError: it cannot be written; the file stays as it was.
+            SnapshotError: the file cannot be written; the file stays as it was.
         """
         if self._is_saved:
             return
@@ -228,7 +228,7 @@ class ChatSession:
         self._is_saved, self._on_disk = True, self.state
 
     def close(self) -> None:
-        """Let others use the conversation."""
+        """Close the session, and let other processes use the conversation."""
         self.session.close()
         self.place.leave()
 
@@ -237,7 +237,7 @@ class ChatSession:
 
 
 def show(request: ChatOptions) -> None:
-    """Print all saved conversations."""
+    """Print a list of all saved conversations."""
     folder = ChatFolder.of(request.sessions)
     conversations = [_describe(folder, name) for name in folder.names()]
     if request.json:

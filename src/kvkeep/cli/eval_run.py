@@ -77,7 +77,7 @@ class Expected:
 
 
 def expect(grid: Grid, dtype: str) -> list[Expected]:
-    """Estimate the costs of all cells with `kvkeep.planning`.
+    """Return the estimated costs of all cells, by `kvkeep.planning`.
 
     Raises:
         KVKeepError: the model cannot be planned.
@@ -147,7 +147,7 @@ def _line(case: str, own: Sequence[Expected]) -> list[str]:
 
 
 def _time(seconds: float) -> str:
-    """Format a time with two parts at most: ``3 h 20 min``, ``4 min 10 s``, ``0.4 s``."""
+    """Return a time as text with two parts at most: ``3 h 20 min``, ``4 min 10 s``, ``0.4 s``."""
     if seconds < 60:
         return f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -193,7 +193,7 @@ def _fitting(columns: Sequence[Sequence[str]], room: int) -> Iterator[Sequence[S
 
 
 def _recipe_facts(name: str | None) -> dict[str, str]:
-    """What a recipe repeats, and the paper's model; nothing without a recipe."""
+    """Return what a recipe repeats, and the paper's model: name → text; an empty mapping without a recipe."""
     if name is None:
         return {}
     recipe = find_recipe(name)
@@ -201,7 +201,7 @@ def _recipe_facts(name: str | None) -> dict[str, str]:
 
 
 def _show_recipe(name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print the paper's figures beside ours, and what keeps them apart."""
+    """Print the paper's figures beside ours, and notes on how the measurements differ."""
     recipe, screen = find_recipe(name), console.out()
     compared = recipe.table(rows)
     screen.print(console.visible(compared.title), style="bold")
@@ -220,7 +220,7 @@ _PURPOSE = "Give some text to measure on, or leave --text out for the package's 
 
 @ended_with_its_cluster()
 def serve(request: EvalOptions) -> None:
-    """Measure, write the results and show them.
+    """Measure what has not been measured, write the results, and show them; with ``--dry-run`` only print the costs.
 
     Raises:
         KVKeepError: the request, the model or the folder cannot be used.
@@ -251,7 +251,7 @@ def serve(request: EvalOptions) -> None:
 
 
 def _run_here(grid: Grid, request: EvalOptions, records: Records, todo: int) -> None:
-    """Run the cells in this process."""
+    """Load the model, and run the cells without a row in this process."""
     writer = Writer(
         grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device, load_in=request.load_in)
     )
@@ -264,7 +264,7 @@ def show_report(request: EvalOptions) -> None:
     """Show the results of a finished folder.
 
     Raises:
-        InputError: the folder has no results, or they cannot be read.
+        InputError: the folder has no results, or the results cannot be read.
     """
     records = Records(request.output)
     if not records.rows:
@@ -275,10 +275,10 @@ def show_report(request: EvalOptions) -> None:
 
 
 def merge(request: EvalOptions) -> None:
-    """Join folders of results, and show them.
+    """Write the results of several folders into one, and show them.
 
     Raises:
-        InputError: they are of different runs, or cannot be read or written.
+        InputError: the folders are of different runs, or cannot be read or written.
     """
     records, doubled = merge_folders(request.folders, request.output)
     if doubled:
@@ -287,10 +287,10 @@ def merge(request: EvalOptions) -> None:
 
 
 def page(request: EvalOptions) -> None:
-    """Write the leaderboard of folders of results.
+    """Write the leaderboard of folders of results, and print its paths.
 
     Raises:
-        InputError: they cannot stand in one table, or cannot be read or written.
+        InputError: the folders cannot stand in one table, or cannot be read or written.
     """
     paths = leaderboard.write(leaderboard.board(read_folders(request.folders)), request.output)
     if request.json:
@@ -300,7 +300,7 @@ def page(request: EvalOptions) -> None:
 
 
 def prepare(request: EvalOptions) -> Grid:
-    """Check a request, cheap tests first, without reading weights.
+    """Check a request, cheap tests first, and return the grid, without reading weights.
 
     Raises:
         KVKeepError: the request or the model cannot be used.
@@ -416,16 +416,16 @@ class CellRecipe:
     sources: tuple[PartSource, ...]
 
     def __call__(self) -> CellRunner:
-        """Load the model.
+        """Load the model, and return what runs cells on it.
 
         Raises:
-            KVKeepError: it cannot be used here.
+            KVKeepError: the model cannot be used here.
         """
         return CellRunner(self.model.load(), self.name, self.sources)
 
 
 def run_on_ray(grid: Grid, request: EvalOptions, records: Records, todo: int) -> int:
-    """Run every cell without a row on workers; return their number.
+    """Run every cell without a row on workers, and return the number of workers.
 
     Args:
         grid: the grid.
@@ -460,7 +460,7 @@ def run_on_ray(grid: Grid, request: EvalOptions, records: Records, todo: int) ->
 
 
 def _pool(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]:
-    """Make the workers, which have not been started yet. The cluster has been joined."""
+    """Return the pool of workers, which have not been started yet. The cluster must have been joined."""
     need, device = room_for(
         size, _bytes(grid, request), device=request.device, threads=request.threads, address=request.ray_address
     )
@@ -473,7 +473,7 @@ def _pool(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]
 
 
 def _bytes(grid: Grid, request: EvalOptions) -> int:
-    """Main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
+    """Return the main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
     with suppress(KVKeepError):
         less = request.load_in is not None  # nobody knows how many bytes these weights have
         peaks = [cost.peak_bytes - less * cost.weight_bytes for cost in expect(grid, request.dtype)]
@@ -488,7 +488,7 @@ def _folder(data: str | None) -> str | None:
 def _fill(
     grid: Grid, records: Records, pool: WorkerPool[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]
 ) -> None:
-    """Run the cells without a row, and write the rows as they come."""
+    """Run the cells without a row on workers, and write the rows as they come."""
     about = pool.facts.about
     with cells_to_run(grid, records, about) as queue:
 

@@ -117,7 +117,11 @@ def _serve(request: ExplainOptions) -> None:
 
 
 def _report(request: ExplainOptions, found: Explanation) -> None:
-    """Write the page, and print what was asked for."""
+    """Write the page and the plots that were asked for, and print the record as JSON or as a summary.
+
+    Raises:
+        InputError: the page cannot be written.
+    """
     for note in found.notes:
         console.note(note)
     drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
@@ -142,7 +146,7 @@ def _report(request: ExplainOptions, found: Explanation) -> None:
 
 
 def _sum(found: Explanation) -> None:
-    """Print each policy's answer, its agreement with the full cache's, and its bytes."""
+    """Print a table of each policy's answer, its agreement with the full cache's, and its bytes."""
     figures = console.table("", "answer", "agrees", "memory", "compression")
     for run in found.runs:
         end = run.ledger.answered

@@ -41,7 +41,9 @@ from kvkeep.snapshot.snapshot import Snapshot
 
 
 def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse a prompt and new tokens for which a policy that does not evict them has too few slots.
+    """Refuse a prompt and new tokens that need more slots than a policy has that does not evict them.
+
+    Return without an error for a policy that evicts and does not grow, once its budget is checked.
 
     Args:
         layout: the policy, and how the budget is spread over the model's layers.
@@ -112,7 +114,9 @@ def _read(file: Path) -> str:
 
 
 def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool = False) -> None:
-    """Refuse sequences that wait in main memory if there is no room for them.
+    """Refuse ``host_rows`` if that many swapped-out sequences do not fit into the free main memory.
+
+    Return without an error if the free memory is unknown.
 
     Args:
         host_rows: the most that wait.
@@ -136,7 +140,10 @@ def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool
 
 
 def share_room(staging: Staging | None, kv_memory: int | None, row_bytes: int, count: int) -> int | None:
-    """Let copies of rows on the device have what the rows leave of a limit, as far as they can use it.
+    """Give the copies of rows on the device the bytes of a limit that the rows leave, as far as the copies can use
+    them.
+
+    Set ``staging.most_bytes``; without copies or without a limit change nothing, and return ``kv_memory``.
 
     Args:
         staging: the copies; ``None``: there are none.
@@ -154,7 +161,7 @@ def share_room(staging: Staging | None, kv_memory: int | None, row_bytes: int, c
 
 
 def largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
-    """Return the largest budget with which one row fits into the memory; ``None`` if there is none.
+    """Return the largest budget below ``below`` with which one row fits into the memory; ``None`` if no budget does.
 
     Args:
         model: the model, attached.
@@ -216,7 +223,7 @@ class Identity:
         return hash_of_config(self.model.config)
 
     def checked(self, layout: Layout) -> Layout:
-        """Return the layout after checking that its head profile, if it has one, belongs to these weights.
+        """Return the layout itself, after checking that its head profile, if it has one, belongs to these weights.
 
         Raises:
             InputError: the profile belongs to other weights.
@@ -226,7 +233,7 @@ class Identity:
         return layout
 
     def fingerprint(self, layout: Layout, budget: int) -> Fingerprint:
-        """Return what a memory belongs to.
+        """Return the fingerprint (model, policy, budget and settings) that a snapshot of this engine must match.
 
         Args:
             layout: the policy, and how the budget is spread over the layers.
@@ -316,12 +323,12 @@ class Admission:
         self._layouts[policy].slots(budget)  # checked and spread now, so that no request waits for it
 
     def check(self, request: Request, number: int, past: ConversationHistory | None = None) -> Sequence:
-        """Return the beginning of a request's generation.
+        """Check a request, and return the sequence that runs it, with the prompt as token ids.
 
         Args:
             request: the request.
             number: the number of the generation.
-            past: the part of a sequence that it continues; it becomes a part of the prompt.
+            past: tokens read before, which the request continues; by default those of its snapshot.
 
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
@@ -361,7 +368,7 @@ class Admission:
         return found
 
     def _check_tokens(self, prompt: GenericSequence[int], sampling: SamplingParams) -> None:
-        """Refuse tokens that the model does not have.
+        """Refuse tokens outside of the vocabulary, and tokens of the prompt that stand for images or the like.
 
         Raises:
             InputError: a token of the prompt or of the bias is outside of the vocabulary, or stands for no text.
@@ -424,10 +431,13 @@ class Admission:
     def settle(
         self, policy: str | Policy | None, budget: int | None, snapshot: Snapshot | None = None
     ) -> tuple[Policy, int]:
-        """Return the policy and the budget of a request or a session; a memory brings its own.
+        """Return the policy and the budget of a request or a session.
+
+        What is ``None`` comes from the snapshot, or else from the engine.
 
         Raises:
-            KVKeepError: the engine has no rows for them, or the memory belongs to others.
+            KVKeepError: the budget is more than the engine's, or the snapshot belongs to another model, policy or
+                setting.
         """
         if snapshot is not None:
             made = snapshot.fingerprint
@@ -445,7 +455,7 @@ class Admission:
         return found, number
 
     def fingerprint(self, policy: Policy, budget: int) -> Fingerprint:
-        """Return what the memory of a sequence belongs to."""
+        """Return the fingerprint that a snapshot made with this policy and budget has."""
         return self.identity.fingerprint(self._layout(policy), budget)
 
     def weights_hash(self) -> str:
@@ -453,7 +463,7 @@ class Admission:
         return self.identity.weights
 
     def make_rows(self, policy: Policy) -> KVManager:
-        """Allocate the engine's rows for a policy.
+        """Allocate new rows for a policy, after checks of the free memory, and return their KV manager.
 
         Raises:
             BudgetError: not one row fits into ``kv_memory``, or the rows do not fit into the free memory.
@@ -475,7 +485,9 @@ class Admission:
         return rows
 
     def replace(self, rows: KVManager, policy: Policy) -> KVManager:
-        """Give up rows, all of which are free, and allocate others for a policy; if that fails, restore the old ones.
+        """Free the memory of rows, none of which is in use, and return new rows for a policy.
+
+        If the new rows cannot be allocated, allocate the old ones again, empty, and raise the error.
 
         Raises:
             BudgetError: not one row fits into the memory.
@@ -492,7 +504,7 @@ class Admission:
         return share_room(self._staging, self._kv_memory, rows.row_bytes, count)
 
     def _rows_that_fit(self, rows: KVManager) -> int:
-        """Return how many rows of this kind the engine has.
+        """Return how many rows of this kind the engine allocates: the wanted number, or as many as ``kv_memory`` holds.
 
         Raises:
             BudgetError: not one row fits into the memory.
@@ -510,7 +522,7 @@ class Admission:
         return min(fits, self._wanted or fits)
 
     def _layout(self, policy: Policy) -> Layout:
-        """Return the layout of rows for a policy.
+        """Return the layout of rows for a policy, after a check that a row fits. Layouts are cached.
 
         Raises:
             KVKeepError: the policy does not go together with the model, the engine's options or its memory.

@@ -69,8 +69,9 @@ def configured(
 
     Args:
         source: the settings.
-        model: a loaded model, or the name of another one than the settings'; without either, the embedded one.
-        options: further arguments of the engine, which go before the settings.
+        model: a loaded model, or the name of another one than the settings'; ``None``: the settings' model, or else the
+            embedded one.
+        options: further arguments of the engine, which replace those of the settings.
 
     Raises:
         InputError: the settings cannot be read, or one of them is unknown or of the wrong kind.
@@ -190,7 +191,7 @@ class Engine:
 
     @classmethod
     def from_config(cls, source: Source, model: nn.Module | str | None = None, **options: Any) -> Engine:
-        """Make an engine with the settings of a ``kvkeep.toml``, see `configured`. Other options go before them."""
+        """Make an engine with the settings of a ``kvkeep.toml``, see `configured`. ``options`` replace settings."""
         return cls(**configured(source, model, options))
 
     @property
@@ -205,7 +206,7 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Return whether fewer requests wait than there are rows, so that it is time to add more."""
+        """Return whether fewer requests wait than rows and ``host_rows`` together, so that it is time to add more."""
         return len(self._scheduler.waiting) < max(1, self.rows) + self._host_rows and not self._duplicates.full
 
     @property
@@ -225,32 +226,34 @@ class Engine:
 
     @property
     def session_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the sessions' snapshots in main memory, and in files."""
+        """Return the bytes of the sessions' snapshots in main memory, and of those in files."""
         return self._sessions.nbytes
 
     def waits(self, number: int) -> bool:
-        """Tell whether the request with this number has no row yet. The call never waits for a step."""
+        """Return whether the request with this number has no row yet. The call never waits for a step."""
         sequence = self._sequences.get(number)
         return sequence is not None and sequence.status is SequenceStatus.WAITING
 
     def memory_usage(self) -> MemoryUsage:
-        """Return the bytes of all rows, of sequences in main memory and of copies on their way, all of real tensors."""
+        """Return the bytes of all rows, of sequences in main memory and of their copies on the device."""
         waiting = self._scheduler.waiting
         # without swapping, too: a duplicate of a prompt that has been read waits with the memory of the prompt
         beside = hosted_memory(waiting) if self._swapper is None else self._swapper.memory(waiting)
         return self._kv.memory() + beside
 
     def generate(self, requests: Asked | Iterable[Asked], sampling: SamplingParams | None = None) -> list[Result]:
-        """Run requests or texts to their ends and return their results in order; a single one gives a list of one.
+        """Run requests or texts to their ends, and return their results in order.
 
-        A text is the user's message in the chat template, and its tokens are chosen as ``sampling`` says.
+        A single request gives a list of one result. A text is the user's message in the chat template, and its tokens
+        are chosen as ``sampling`` says.
         """
         return [result for _, result in sorted(self.run(requests, sampling))]
 
     def run(
         self, requests: Asked | Iterable[Asked], sampling: SamplingParams | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """Run requests to their ends, and yield each result as soon as it is there, with its place in the input.
+        """Run requests to their ends, and yield each result as soon as it is there, with its request's index in the
+        input.
 
         Requests are taken from the iterable as rows become free, so it may be longer than memory could hold.
         """
@@ -269,12 +272,12 @@ class Engine:
         return AsyncEvents(partial(self._add, request, sampling), self._dispatcher.leave)
 
     def check(self, request: Asked) -> None:
-        """Raise the error with which `add` would refuse a request, without adding it."""
+        """Raise the error that `add` would raise for this request, without adding it; return if `add` would take it."""
         with Uninterrupted(), self._dispatcher.turn:
             self._admission.check(request_of(request), self._count)
 
     def add(self, request: Asked, sampling: SamplingParams | None = None) -> int:
-        """Queue a request or a text, whose events `step` returns, and return its number.
+        """Queue a request or a text, and return its number. Its events come from `step`.
 
         Raises:
             InputError: it is no request, is longer than the model's positions, or has texts without a tokenizer; or the
@@ -298,7 +301,10 @@ class Engine:
             return events
 
     def cancel(self, number: int) -> Result | None:
-        """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
+        """End a request now, and return its result so far; its row is free at the next step.
+
+        Return ``None`` if no such request is running or waiting.
+        """
         with Uninterrupted(), self._dispatcher.turn:
             sequence = self._sequences.get(number)
             if sequence is None:
@@ -310,7 +316,7 @@ class Engine:
             return result
 
     def close(self) -> None:
-        """Cancel all requests, save named sessions, and give the memory of the rows back. Nothing works afterwards.
+        """Cancel all requests, save named sessions, and free the memory of the rows. New work is refused afterwards.
 
         Raises:
             SnapshotError: a session cannot be saved. The engine stays open, and the session loses nothing.
@@ -342,14 +348,15 @@ class Engine:
         snapshot: Snapshot | None = None,
         pins: GenericSequence[Span] = (),
     ) -> Session:
-        """Begin a conversation whose memory stays between its turns, or open the one of this name again.
+        """Return a new conversation whose memory stays between its turns, or the open or saved one with this name.
 
         Args:
-            name: by which it is found again, also by a later engine with the same ``session_dir``.
+            name: by which the session is found again; ``None``: the session ends with the engine, also by a later
+                engine with the same ``session_dir``.
             policy: the eviction policy; by default the snapshot's, or else the engine's.
             budget: tokens kept per layer and head; by default the snapshot's, or else the engine's.
             sequence: identity for everything random, see `Request`.
-            snapshot: the memory that it continues.
+            snapshot: the memory that the session continues.
             pins: spans of the first turn's positions that may never be evicted, see `Request`.
 
         Raises:
@@ -419,7 +426,7 @@ class Engine:
     def _drain(
         self, requests: Asked | Iterable[Asked], places: dict[int, int], sampling: SamplingParams | None
     ) -> Iterator[Event]:
-        """Add requests and yield their events; ``places`` gets the place of each request's number."""
+        """Add requests and yield their events; ``places`` gets each request's index in the input, by its number."""
 
         def add(item: tuple[int, Asked], box: Box) -> None:
             places[self._add(item[1], sampling, box)] = item[0]
@@ -450,14 +457,14 @@ class Engine:
             raise InputError("The engine is closed and takes no more requests; make a new one.")
 
     def _enter(self, sequence: Sequence, box: Box | None) -> None:
-        """Note a request, and where its events go."""
+        """Register a new request under its number; its events go to ``box``, or to `step` if there is no box."""
         self._count += 1
         self._sequences[sequence.id] = sequence
         if box is not None:
             self._dispatcher.listen(sequence.id, box, self._step)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Let a request wait for a row. A turn of a session takes the place of what was noted when it came."""
+        """Put a sequence into the queue for rows. A session's turn replaces the placeholder registered by `_enter`."""
         self._sequences[sequence.id] = sequence
         self._scheduler.waiting.append(sequence)
 
@@ -467,7 +474,7 @@ class Engine:
         self._dispatcher.refuse(sequence.id, error)
 
     def _step(self) -> None:
-        """Give free rows away, run the model, and choose the next tokens; a failure ends the requests it touched."""
+        """Fill free rows, run the model, and choose the next tokens. A failure ends only the requests of its batch."""
         with Uninterrupted(), self._dispatcher.turn, self._swapper or nullcontext():
             self._dispatcher.sweep(self.cancel)
             if self._agreement is not None:
@@ -499,18 +506,21 @@ class Engine:
             self._recover(SnapshotError(_SWITCHED), begun)
 
     def _settle(self, *, wait: float) -> None:
-        """Report the turns whose memories are on the disk, or cannot be written; see `Parked.ready`."""
+        """Report the last events of turns whose snapshots were written, or failed to be, within ``wait`` seconds."""
         if self._parked.turns:
             for sequence, event in self._parked.ready(wait):
                 self._conclude(sequence, event)
 
     def _report(self, event: Event) -> None:
-        """Hand an event to the listener of its request; without one the next `step` returns it."""
+        """Put an event into its request's box; if nobody listens, keep it for the next `step` to return."""
         if not self._dispatcher.deliver(event):
             self._unreported.append(event)
 
     def _admit(self) -> None:
-        """Fill free rows. Replace them first if all are free and the next policy needs others; then close gaps."""
+        """Give free rows to waiting requests, swap sequences, and close gaps between the rows in use.
+
+        If all rows are free and the next policy needs other ones, replace them first.
+        """
         while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._kv.policy):
             with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
                 self._runner.forget()  # recorded steps and staged copies hold the memory that the new rows need
@@ -544,7 +554,7 @@ class Engine:
                     )
 
     def _session_host(self) -> SessionHost:
-        """Return what a session needs of this engine."""
+        """Return the functions and objects of this engine that its sessions use."""
         return SessionHost(
             admission=self._admission,
             dispatcher=self._dispatcher,
@@ -559,7 +569,7 @@ class Engine:
         )
 
     def _guarded(self, sequence: Sequence) -> Guard:
-        """Return what keeps a failure within one request."""
+        """Return a context in which a failure ends this request and no other."""
         return Guard(self._recover, partial(list, (sequence,)))
 
     def _sample(self, run: ModelRun, logits: Tensor) -> None:
@@ -617,7 +627,10 @@ class Engine:
             self._scheduler.waiting.insert(place, twin)
 
     def _append(self, sequence: Sequence, token: int) -> None:
-        """Add a token to a request, which may end with it. A request that only reads ends without it."""
+        """Add a token to a request, report it, and end the request if it was the last one.
+
+        A request that only reads ends without the token.
+        """
         event = Event(sequence.id, None, "") if sequence.reads else sequence.take(token)
         if sequence.reads:
             sequence.finish("length")
@@ -629,10 +642,12 @@ class Engine:
             self._parked.add(sequence, event, pending)
 
     def _end(self, sequence: Sequence) -> Pending | None:
-        """Free the row of a request that has all of its tokens. If its memory cannot be kept, it ends with an error.
+        """Free the row of a request that has all of its tokens, and save its memory if a session keeps it.
+
+        If the memory cannot be kept, the request ends with an error.
 
         Returns:
-            What its result must wait for.
+            The write that the result must wait for; ``None`` if there is none.
         """
         pending = None
         try:
@@ -646,7 +661,7 @@ class Engine:
         return pending
 
     def _measure(self, sequence: Sequence, row: int) -> None:
-        """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
+        """Copy the memory usage of a row, and the attention mass of its evicted tokens, into its request."""
         sequence.memory_usage, sequence.lost = self._kv.memory_of(row), lost_mass.mean(self._kv.lost_of(row))
 
     def _conclude(self, sequence: Sequence, event: Event) -> None:
@@ -655,7 +670,10 @@ class Engine:
         self._report(replace(event, result=sequence.result()))
 
     def _free(self, sequence: Sequence) -> None:
-        """Free the row of a request, or its place in the queue."""
+        """Free the row of a request, or remove it from the queue; do nothing if both were done.
+
+        A duplicate that waited for its prompt takes its place at the head of the queue.
+        """
         if sequence.row is not None:
             self._kv.end(sequence.row)
         self._scheduler.leave(sequence)
@@ -663,18 +681,18 @@ class Engine:
             self._scheduler.waiting.appendleft(heir)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Forget a request, and free its row or its place in the queue."""
+        """Free the row or queue entry of a request, and remove the request from the engine."""
         self._free(sequence)  # does nothing if the request has ended in a row, which was freed then
         if self._sequences.pop(sequence.id, None) is not None and sequence.left:
             sequence.left(sequence)
 
     def _use(self, rows: KVManager, waiting: Iterable[Sequence] = ()) -> None:
-        """Run requests in these rows from now on."""
+        """Replace the engine's rows and its scheduler, which starts with these waiting requests."""
         self._kv = rows
         self._scheduler = Scheduler(rows.count, alone=rows.alone, waiting=waiting, **self._pacing)
 
     def _give_back(self) -> None:
-        """Give up all memory."""
+        """Free the memory of rows, recorded steps, prefixes, host copies and grammars."""
         self._runner.forget()
         self._prefix_cache.clear()
         if self._swapper is not None:
@@ -683,7 +701,10 @@ class Engine:
         self._admission.grammars.close()
 
     def _recover(self, error: BaseException, touched: GenericSequence[Sequence]) -> None:
-        """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
+        """End the requests of a failed step with an error, free their rows, and report their last events.
+
+        Raise the error again if the model is split over processes and the error is not one of kvkeep.
+        """
         if self._agreement is not None and not isinstance(error, KVKeepError):
             raise error  # the other processes may not have failed, and would wait for ever
         self._kv.renew()  # a layer that was left half way refuses to go on

@@ -18,7 +18,7 @@ _FOUND: list[LLTokenizer] = []
 
 
 def compiled(kind: str, text: str) -> str:
-    """Return a grammar of llguidance.
+    """Return the grammar of llguidance for a form.
 
     Args:
         kind: see `kvkeep.engine.request.Structure`.
@@ -37,7 +37,10 @@ def compiled(kind: str, text: str) -> str:
 
 
 def _answer(line: str, memory_bytes: int) -> Mapping[str, object]:
-    """Return the grammar of a line, or its error. The first line sets up the tokenizer and returns nothing."""
+    """Return the grammar of a line, or its error, as a mapping.
+
+    The first line sets up the tokenizer and returns an empty one.
+    """
     try:
         asked = json.loads(line)
         if not _FOUND:

@@ -29,14 +29,14 @@ from kvkeep.noise import spread, uniform
 
 
 def changed(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
-    """Return the logits after bias, ends that come too early, and penalties, in the order of vLLM."""
+    """Return the logits after bias, the mask of end tokens that come too early, and penalties, in the order of vLLM."""
     logits = _open(_biased(logits, generations), generations)
     logits = _repetition(logits, generations)
     return _counts(logits, generations)
 
 
 def _asking(generations: GenericSequence[Sequence], asks: Callable[[SamplingParams], bool]) -> list[int]:
-    """Return the rows whose sampling asks for something."""
+    """Return the indices of the rows whose sampling parameters satisfy ``asks``."""
     return [i for i, sequence in enumerate(generations) if asks(sequence.request.sampling)]
 
 
@@ -52,7 +52,10 @@ def _biased(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
 
 
 def _open(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
-    """Return the logits with minus infinity for the ends of rows that must get more tokens."""
+    """Return the logits with minus infinity for the end tokens of rows with fewer tokens than ``min_new_tokens``.
+
+    Rows with a grammar are left as they are.
+    """
     early = [
         (i, token)
         for i, sequence in enumerate(generations)
@@ -95,7 +98,10 @@ def _counts(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
 
 
 def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Return a mask of the tokens that occur in a row so far; it is kept from step to step."""
+    """Return a mask of the tokens that occur in a row's prompt or answer.
+
+    The mask is stored in the sequence and updated.
+    """
     if sequence.used is None:
         with torch.inference_mode(False):  # written in inference mode and out of it
             sequence.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
@@ -106,7 +112,7 @@ def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
 
 
 def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Return how often each token was generated in a row so far; it is kept from step to step."""
+    """Return how often each token was generated in a row. The counts are stored in the sequence and updated."""
     if sequence.counts is None:
         with torch.inference_mode(False):
             sequence.counts = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
@@ -185,11 +191,11 @@ class Sampler:
 
 
 def whole(token: int | None, sequence: Sequence) -> int:
-    """Return the token that was drawn for a request.
+    """Return the token that was drawn for a request, if it is one.
 
     Raises:
-        NoNumbersError: none was, because the logits are no numbers.
-        KVKeepError: none was, because the engine of its grammar has failed.
+        NoNumbersError: no token was drawn, because the logits are no numbers.
+        KVKeepError: no token was drawn, because the engine of its grammar has failed.
     """
     if token is None and sequence.constraint and sequence.constraint.error is not None:
         raise KVKeepError(failure(sequence.constraint.error))
@@ -235,7 +241,7 @@ def choose(
 
 
 def _note(logits: Float[Tensor, "n V"], tokens: GenericSequence[int], generations: GenericSequence[Sequence]) -> None:
-    """Append the log-probabilities of rows that ask for them."""
+    """Append each row's log-probabilities to its sequence, if its request asks for them and a token was drawn."""
     for i, (token, sequence) in enumerate(zip(tokens, generations, strict=True)):
         n = sequence.request.logprobs
         if n is None or token < 0:
@@ -244,7 +250,7 @@ def _note(logits: Float[Tensor, "n V"], tokens: GenericSequence[int], generation
 
 
 def logprob(logp: Float[Tensor, " V"], token: int, n: int) -> Logprob:
-    """Return the log-probability of a token, and those of the ``n`` likeliest ones."""
+    """Return the log-probability of a token, together with the ``n`` likeliest tokens and theirs."""
     best = logp.topk(min(n, len(logp)))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return Logprob(token, float(logp[token]), top)
@@ -257,17 +263,19 @@ _AT_ONCE = 64
 
 
 def is_scored(run: ModelRun) -> bool:
-    """Tell whether a run needs the logits after all of its tokens."""
+    """Return whether a run needs the logits after all of its tokens, for log-probabilities of prompts."""
     return run.reads and any(map(_is_scored, run.requests))
 
 
 def _is_scored(sequence: Sequence) -> bool:
-    """Tell whether the log-probabilities of a prompt are to be noted while it is read for the first time."""
+    """Return whether the log-probabilities of a prompt are to be noted while it is read for the first time."""
     return sequence.scored and sequence.status is SequenceStatus.PREFILL and not sequence.read_again
 
 
 def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
-    """Note the log-probabilities of the prompts' tokens that follow the tokens of a run; call it before the commit.
+    """Append the log-probabilities of the prompt tokens that follow the tokens of a run.
+
+    Call it before `ModelRun.commit`.
 
     Args:
         run: the run.

@@ -65,7 +65,7 @@ class Hosted:
     memory_usage: MemoryUsage
 
     def load(self) -> Contents:
-        """Return its memory, from where it can be put into a row."""
+        """Return the sequence's memory, from where it can be put into a row."""
         return self.contents.load() if isinstance(self.contents, Pinned) else self.contents
 
 
@@ -148,12 +148,12 @@ class Sequence:
         self.mark("added")
 
     def mark(self, event: str) -> None:
-        """Note the time of an event."""
+        """Record the present time under an event's name."""
         self.times[event] = time.perf_counter()
 
     @property
     def prompt(self) -> GenericSequence[int]:
-        """Return the token ids of the prompt, or nothing while they are not known."""
+        """Return the token ids of the prompt; an empty tuple while they are not known."""
         found = self.request.prompt
         return () if found is None or isinstance(found, str) else found
 
@@ -174,10 +174,10 @@ class Sequence:
 
     @property
     def settings(self) -> tuple[Hashable, ...]:
-        """Return all settings that the prompt's memory depends on. Requests with equal settings may share it.
+        """Return all settings that the prompt's memory depends on. Requests with equal settings may share that memory.
 
-        They stay the same while the request runs: of a guarded one they have the budget that it asked for. A field that
-        requests get in the future belongs to them, unless it is named in `_FREE`.
+        The settings stay the same while the request runs: a guarded request has the budget that it asked for. A field
+        added to `Request` in the future is part of them, unless it is named in `_FREE`.
         """
         budget = self.levels[-1] if self.levels else self.budget
         others = (getattr(self.request, field.name) for field in fields(self.request) if field.name not in _FREE)
@@ -189,20 +189,20 @@ class Sequence:
         return self.request.prompt_logprobs is not None
 
     def start(self) -> None:
-        """Note that it has a row now, for the first time or again."""
+        """Change the status because the sequence has got a row, for the first time or again."""
         if self.status is SequenceStatus.WAITING:
             self.mark("started")
         self.resumed = len(self.token_ids)
         self.status = SequenceStatus.DECODE if self.token_ids else SequenceStatus.PREFILL
 
     def commit(self, n: int) -> None:
-        """Note that the model has seen ``n`` more of its tokens."""
+        """Count ``n`` more tokens as read by the model. The sequence decodes once its prompt is read."""
         self.fed += n
         if not self.prompt_left:
             self.status = SequenceStatus.DECODE
 
     def begin_prefilled(self, contents: Contents, budget: int) -> None:
-        """Note that an equal prompt has been read, with whose memory it begins.
+        """Let the sequence begin with the memory of an equal prompt, which another request has read.
 
         Args:
             contents: the memory of the prompt.
@@ -213,7 +213,7 @@ class Sequence:
         self.load, self.cached, self.budget = lambda: contents, contents.seen, budget
 
     def swap_out(self, hosted: Hosted) -> None:
-        """Note that its memory waits in main memory for a row."""
+        """Store the sequence's memory, which waits in main memory for a row."""
         self.hosted, self.status = hosted, SequenceStatus.SWAPPED
 
     @property
@@ -222,10 +222,10 @@ class Sequence:
         return max(0, len(self.to_read) - self.fed)
 
     def take(self, token_id: int) -> Event:
-        """Add a new token, and end the request if this is its last one.
+        """Add a new token, finish the request if this is its last one, and return the token's event, without a result.
 
         Raises:
-            KVKeepError: its form does not allow the token.
+            KVKeepError: the request's grammar does not allow the token.
         """
         if self.constraint:
             self.constraint.take(token_id)
@@ -246,13 +246,13 @@ class Sequence:
         return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """Note that it ends, and why."""
+        """Mark the sequence as finished, with a reason, and drop its memory outside of a row."""
         self.finish_reason, self.error, self.hosted = reason, error, None
         self.status = SequenceStatus.FINISHED
         self.mark("last")
 
     def rest(self) -> str:
-        """Return the text that was held back, after a failed step."""
+        """Return the text that was held back, after a failed step; empty if there is none or decoding fails."""
         with suppress(BaseException):  # perhaps the tokenizer is what fails, or a second Ctrl-C comes
             return self.tail.end() if self.tail else ""
         return ""

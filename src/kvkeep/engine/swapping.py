@@ -70,13 +70,14 @@ class Swapper:
     def turn(
         self, scheduler: Scheduler, rows: KVManager, prefixes: PrefixCache, guarded: Callable[[Sequence], Guard]
     ) -> None:
-        """Let a waiting request have the row of a sequence whose time slice is over, then prepare the next turn.
+        """Swap a waiting request with the sequence whose time slice is over, if any, then start copying the next one
+        ahead.
 
         Args:
             scheduler: knows who waits and who runs.
             rows: the rows.
             prefixes: common beginnings of prompts.
-            guarded: returns what keeps a failure within one request.
+            guarded: returns a context that keeps a failure within one request.
         """
         if (swap := self.due(scheduler, rows)) is not None:
             with self.timed(), guarded(swap.coming):
@@ -88,7 +89,10 @@ class Swapper:
             self._prefetch(self.staging, scheduler, rows)
 
     def _prefetch(self, staging: Staging, scheduler: Scheduler, rows: KVManager) -> None:
-        """Bring the sequence to the device that comes next. The time until this has begun counts for its swap."""
+        """Start copying the next sequence to the device, ahead of its swap.
+
+        The time that the start takes counts for that swap.
+        """
         began = time.perf_counter()
         sequence = scheduler.next_hosted(rows.takes)
         held = sequence.hosted.contents if sequence is not None and sequence.hosted else None
@@ -97,7 +101,9 @@ class Swapper:
             self._ahead_s += took
 
     def due(self, scheduler: Scheduler, rows: KVManager) -> Swap | None:
-        """Return the sequence whose slice is over, and the one that takes its row; ``None``: nobody moves."""
+        """Return the sequence whose slice is over and the one that takes its row; ``None`` if nobody waits or no slice
+        is over.
+        """
         if not scheduler.waiting or self._saved_s < self._cost_s:
             return None
         return scheduler.swap(rows.takes, self.host_rows, least=LEAST)
@@ -106,7 +112,8 @@ class Swapper:
     def timed(self) -> Iterator[None]:
         """Count the time of the body as the time of one swap.
 
-        A device may still be at work when Python goes on. So it is waited for before and after the body.
+        The device's work is waited for before and after the body, so that it counts for neither too little nor too
+        much.
         """
         self._wait()
         began = time.perf_counter()
@@ -132,12 +139,15 @@ class Swapper:
         return hosted_memory(waiting) + on_the_way
 
     def clear(self) -> None:
-        """Give up the memory on the device."""
+        """Free the memory of copies on the device."""
         if self.staging is not None:
             self.staging.clear()
 
     def leave(self, swap: Swap, scheduler: Scheduler, rows: KVManager) -> None:
-        """Copy the memory of a sequence into main memory, and give its row away. If there is no room, it stays."""
+        """Copy the memory of the leaving sequence into main memory, and give its row to the coming one.
+
+        If the copy fails, most likely for lack of memory, the sequence keeps its row and begins a new slice.
+        """
         sequence, row = swap.leaving, swap.row
         try:
             memory = rows.memory_of(row)

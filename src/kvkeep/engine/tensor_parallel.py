@@ -41,7 +41,7 @@ def check_split(config: Any, **asked: object) -> None:
         asked: options by name.
 
     Raises:
-        UnsupportedOperationError: one is set, and the model is split.
+        UnsupportedOperationError: an option is set to a true value, and the model is split.
     """
     together = sharing(config)
     if together.ranks > 1 and (name := next((name for name, value in asked.items() if value), None)):
@@ -71,7 +71,7 @@ class EngineAgreement:
         Cost: a number from each process; a request is described once.
 
         Raises:
-            InputError: they differ, or other processes have ended.
+            InputError: the requests differ, or other processes have ended.
         """
         try:
             if not self._together.alike(self._digest(live), self._device):
@@ -102,8 +102,8 @@ class _DescribedRequest:
 
     Attributes:
         of: the request.
-        asked: what it was given.
-        digest: of this.
+        asked: what the request was given.
+        digest: a hash of ``asked``.
     """
 
     of: Sequence
@@ -117,7 +117,10 @@ class _DescribedRequest:
 
 
 def _known(sequence: Sequence, before: _DescribedRequest | None) -> _DescribedRequest:
-    """Return a request's description. It is the old one unless a session's turn has got its prompt since then."""
+    """Return a request's description: the one from before if it is of the same sequence object, else a new one.
+
+    A session's turn gets a new object once its prompt is known.
+    """
     if before is not None and before.of is sequence:
         return before
     asked = described(sequence)
@@ -130,7 +133,7 @@ def progress(sequence: Sequence) -> Description:
 
 
 def described(sequence: Sequence) -> Description:
-    """Return what a request was given, as far as its tokens and its memory depend on it."""
+    """Return, as a mapping, everything that a request's tokens and memory depend on."""
     asked = {name: _shown(value) for name, value in _values(sequence.request) if name not in _ELSEWHERE}
     sampling = {name: _shown(value) for name, value in _values(sequence.request.sampling)}
     of_engine = {
@@ -185,7 +188,7 @@ def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
 
 
 def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
-    """Return the number of the same request in another process, or ``None`` if it has no such request."""
+    """Return the number under which another process has the same request; ``None`` if it has no such request."""
     rest = {name: value for name, value in asked.items() if name != "number"}
     return next(
         (number for number, description in among.items() if rest | {"number": description["number"]} == description),
@@ -194,7 +197,7 @@ def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
 
 
 def _part(mine: Description, theirs: Description, between: str) -> str:
-    """Describe the first part of a request that differs between two processes."""
+    """Return a sentence about the first part of a request that differs between two processes. The parts must differ."""
     name = next(name for name, value in mine.items() if theirs[name] != value)
     if name != "prompt":
         return f"`{name}` is {mine[name]:.200} {between.format(theirs[name][:200])}"

@@ -34,12 +34,15 @@ def interval_text(interval: Interval) -> str:
 
 
 def of_share(right: int, n: int) -> Interval:
-    """Compute Wilson's interval of a share of ``n`` answers, in percent. It is not empty at 0 and 100 %."""
+    """Return Wilson's interval of a share of ``n`` answers, in percent; NaN without answers.
+
+    It is not empty at 0 and 100 %.
+    """
     return _wilson(right / n, float(n), _NORMAL) if n else UNKNOWN
 
 
 def of_mean(spread: Spread) -> Interval:
-    """Compute Student's interval of a mean over seeds; NaN for a single seed."""
+    """Return Student's interval of a mean over seeds; NaN for a single seed or a missing value."""
     if spread.n < 2 or math.isnan(spread.error):
         return UNKNOWN
     half = _quantile(spread.n - 1) * spread.error
@@ -47,7 +50,7 @@ def of_mean(spread: Spread) -> Interval:
 
 
 def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """Compute the interval of a share of right answers, in percent, for questions that come in clusters.
+    """Return the interval of a share of right answers, in percent, for questions that come in clusters.
 
     Wilson's interval for as many independent questions as would have the variance between clusters (Korn and Graubard,
     1998), but for no more than there are, with Student's quantile for the number of clusters.
@@ -63,19 +66,22 @@ def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
 
 
 def of_clusters(right: int, n: int, clusters: int) -> Interval:
-    """Return the narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters."""
+    """Return the narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters; NaN
+    below two clusters.
+    """
     return _wilson(right / n, float(n), _quantile(clusters - 1)) if n and clusters > 1 else UNKNOWN
 
 
 def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """Compute the interval of a mean difference between paired answers, in percentage points.
+    """Return the interval of a mean difference between paired answers, in percentage points; NaN for fewer than two
+    clusters.
 
-    At least as wide as the interval of a share of 0 among so many questions, since a difference that no question has
-    shown may still exist.
+    The interval is at least as wide as that of a share of 0 among so many questions, since a difference that no
+    question has shown may still exist.
 
     Args:
         clusters: for each cluster, questions that only one side answers less those that only the other one does, and
-            the number of questions; NaN for fewer than two clusters.
+            the number of questions.
     """
     n, mean = sum(size for _, size in clusters), 100 * _ratio(clusters)
     if len(clusters) < 2 or not n:
@@ -91,7 +97,7 @@ def _ratio(clusters: Sequence[tuple[int, int]]) -> float:
 
 
 def _variance(clusters: Sequence[tuple[int, int]]) -> float:
-    """Compute the linearised variance of a ratio of sums over clusters."""
+    """Return the linearised variance of a ratio of sums over clusters."""
     ratio, n, C = _ratio(clusters), sum(size for _, size in clusters), len(clusters)
     return C / (C - 1) * sum((count - ratio * size) ** 2 for count, size in clusters) / n**2
 
@@ -159,7 +165,10 @@ class PolicyPair:
 
 
 def grades(rows: Iterable[Row]) -> Grades:
-    """Return the grades in rows that differ only by seed and case; rows without a record of questions have none."""
+    """Return the grades in rows that differ only by seed and case, by question.
+
+    Rows without a record of questions add none.
+    """
     grades_of: Grades = {}
     for row in rows:
         place, score = (str(row["case"]), int(row["seed"])), row["score"]
@@ -199,7 +208,10 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
-    """Compare all pairs of policies by task, protocol and budget; a policy that never evicts joins every budget."""
+    """Return the comparison of all pairs of policies by task, protocol and budget.
+
+    A policy that never evicts takes part at every budget.
+    """
     return [
         pair
         for (task, protocol), group in _parts(rows).items()
@@ -211,7 +223,7 @@ def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
 
 
 def compare(task: str, protocol: str, budget: str, first: tuple[str, Grades], second: tuple[str, Grades]) -> PolicyPair:
-    """Compare two policies, each with its grades, on the questions that both were asked."""
+    """Return the comparison of two policies, each with its grades, on the questions that both were asked."""
     both = {question: first[1][question] - second[1][question] for question in first[1] if question in second[1]}
     texts = [(sum(both[q] for q in own), len(own)) for own in _by_text(both)]
     n = len(both)
@@ -256,7 +268,9 @@ def _corrected(pairs: Sequence[PolicyPair]) -> list[PolicyPair]:
 
 
 def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
-    """Estimate how many questions show the difference in four of five runs; never fewer than the test needs."""
+    """Return how many questions would show the difference in four of five runs; ``None`` without a difference or an
+    interval.
+    """
     half = (pair.interval[1] - pair.interval[0]) / 2
     if not pair.points or math.isnan(half):
         return None
@@ -266,7 +280,10 @@ def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
 
 
 def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
-    """Bootstrap a mean's interval over texts, in percent; a text has a sum of grades and a number of questions."""
+    """Return a bootstrap interval of a mean over texts, in percent.
+
+    A text has a sum of grades and a number of questions.
+    """
     sums, sizes = torch.tensor(texts, dtype=torch.float64).T
     generator = torch.Generator().manual_seed(0)
     means: Float[Tensor, " R"] = torch.cat(
@@ -281,7 +298,9 @@ def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
 
 
 def _at_least(interval: Interval, points: float, n: int) -> Interval:
-    """Widen an interval to at least that of a share of 0, as a difference that no question shows may still exist."""
+    """Return an interval, widened to at least that of a share of 0: a difference that no question shows may still
+    exist.
+    """
     half = of_share(0, n)[1] / 2  # that interval begins at 0
     return max(-100.0, min(interval[0], points - half)), min(100.0, max(interval[1], points + half))
 
@@ -302,7 +321,7 @@ def _lines(rows: Sequence[Row]) -> dict[str, dict[str, Grades]]:
 
 
 def _by_text(questions: Iterable[_Question]) -> list[list[_Question]]:
-    """Group questions by their text: all entries of a question but the last one, its number, name the text."""
+    """Return questions grouped by their text. All entries of a question but the last one, its number, name the text."""
     return list(grouped(questions, lambda question: question[:-1]).values())
 
 
@@ -358,7 +377,7 @@ class PolicyDifference:
 
 
 def answers(rows: Iterable[Row]) -> Answers:
-    """Return the answers in rows that differ only by seed; rows without a record of questions have none."""
+    """Return the answers in rows that differ only by seed, by question. Rows without a record of questions add none."""
     return {
         (row["seed"], document, number): bool(right)
         for row in rows
@@ -367,7 +386,7 @@ def answers(rows: Iterable[Row]) -> Answers:
 
 
 def kept(own: Answers, full: Answers) -> KeptShare:
-    """Compute the share of the full cache's right answers that a policy keeps, over questions asked of both."""
+    """Return the share of the full cache's right answers that a policy keeps, over questions asked of both."""
     both = own.keys() & full.keys()
     questions = [question for question in both if full[question]]
     clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(questions)]
@@ -376,7 +395,7 @@ def kept(own: Answers, full: Answers) -> KeptShare:
 
 
 def difference(first: Answers, second: Answers, full: Answers) -> PolicyDifference:
-    """Compare two policies on the questions that both were asked and that the full cache answers."""
+    """Return the comparison of two policies on the questions that both were asked and that the full cache answers."""
     questions = [question for question in first.keys() & second.keys() & full.keys() if full[question]]
     clusters = [(sum(first[q] - second[q] for q in group), len(group)) for group in _by_text(questions)]
     only = (sum(first[q] > second[q] for q in questions), sum(first[q] < second[q] for q in questions))

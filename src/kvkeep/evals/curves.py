@@ -63,7 +63,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def heat(rows: Sequence[Row]) -> list[Heat]:
-    """Map the hidden facts found by depth and context: one map per task, protocol, policy and budget."""
+    """Return maps of the hidden facts found, by depth and context: one for each task, protocol, policy and budget."""
     groups = grouped(
         [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
         lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_policy([row]))), str(row["budget"])),
@@ -91,7 +91,7 @@ def _share(counts: Sequence[Sequence[float | int]]) -> float:
 
 
 def quality(rows: Sequence[Row]) -> list[Panel]:
-    """Plot each measure over the budget; a policy that never evicts is a horizontal line."""
+    """Return plots of each measure over the budget; a policy that never evicts is a horizontal line."""
     return [
         _titled(
             cases,
@@ -116,7 +116,10 @@ def _curve(name: str, group: Sequence[Row], measure: ScoreMeasure) -> Series:
 
 
 def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure) -> Point:
-    """Return a measure at a budget. Right answers are counted over all seeds; other measures need several seeds."""
+    """Return a measure at a budget with its interval.
+
+    Right answers are counted over all seeds; the interval of other measures needs several seeds.
+    """
     counts = [(row["score"].get("right"), row["score"].get("n")) for row in part]
     if measure.key != "accuracy" or any(None in pair for pair in counts):
         return x, spread.mean, of_mean(spread)
@@ -151,7 +154,7 @@ def _depth_curve(name: str, group: Sequence[Row]) -> Series:
 
 
 def kept(rows: Sequence[Row]) -> list[Panel]:
-    """Plot the positions of kept tokens in the prompt, in one panel per budget."""
+    """Return plots of the positions of kept tokens in the prompt; one panel per budget."""
     return [
         _titled(
             group,
@@ -187,7 +190,10 @@ def _series(name: str, points: Sequence[Point], *, reference: bool) -> Series:
 
 
 def _titled(group: Sequence[Row], panel: Panel) -> Panel:
-    """Return the panel with the number of seeds in its title, and without intervals if it has many lines."""
+    """Return the panel with the number of seeds in its title, and a note if it has intervals.
+
+    A panel with many lines loses its intervals.
+    """
     if several := seeds(group):
         panel = replace(panel, title=f"{panel.title}\nmean of {several}")
     if not any(series.interval for series in panel.series):

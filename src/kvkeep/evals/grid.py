@@ -125,7 +125,9 @@ class Planned:
 
     @property
     def evicts(self) -> bool:
-        """Return whether any row is longer than its budget, or a layer or head may get less than the budget."""
+        """Return whether the policy evicts, and a row is longer than its budget, or a layer or head may get less
+        than the budget.
+        """
         uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
         uneven |= self.setup.head_budget is not None
         return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
@@ -145,14 +147,14 @@ def split_policies(text: str) -> list[Policy]:
 
 
 def split_arms(text: str) -> list[tuple[Policy, str | None]]:
-    """Read a list of policies and the bits of their slots, each pair once.
+    """Return the policies of a list and the bits of their slots, each pair once.
 
     A bare ``option=value`` continues a policy, so ``h2o:recent=32,sinks=4,local`` has two. ``h2o@4bit`` or ``h2o@4``
     names bits, see `kvkeep.kv.slot_codec.check_bits`; ``None`` stands where none are named.
 
     Raises:
         PolicyError: the list is empty, or a policy in it is wrong.
-        InputError: there is no such number of bits.
+        InputError: slots cannot have that number of bits.
     """
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
@@ -171,7 +173,7 @@ def _arm(text: str) -> tuple[Policy, str | None]:
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -> list[Planned]:
-    """Plan all cells of a task with data of one seed.
+    """Return all cells of a task with data of one seed, each checked and ready to run.
 
     Raises:
         BudgetError: a budget is smaller than the tokens that a policy protects.
@@ -193,7 +195,11 @@ def _numbers(task: Task, policy: Policy, budget: RequestedBudget, lengths: Seque
 
 
 def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
-    """Refuse a budget that a cache of this model would refuse, without allocating anything."""
+    """Refuse a budget that a cache of this model would refuse, without allocating anything.
+
+    Raises:
+        BudgetError: the budget is refused.
+    """
     cell = plan.cell
     if plan.policy.grows and plan.policy.grows.room < new_tokens:
         raise BudgetError(

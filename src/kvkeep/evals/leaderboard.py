@@ -75,10 +75,12 @@ def board(folders: Sequence[ResultFolder]) -> Board:
 
 
 def write(page: Board, folder: Path) -> list[Path]:
-    """Write the page as HTML and as Markdown.
+    """Write the leaderboard to a folder as HTML and as Markdown, and return the paths.
+
+    The folder is made if need be.
 
     Raises:
-        InputError: a file cannot be written, or one of the same name is no leaderboard.
+        InputError: a file cannot be written, or a file of that name is no leaderboard.
     """
     pages = {FILES[0]: _html(page), FILES[1]: _markdown(page)}
     paths = [folder / name for name in pages]
@@ -107,7 +109,7 @@ def _of(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> list[Row]:
 
 
 def _value(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> float:
-    """Average a measure over cases, each of which counts alike; NaN without rows."""
+    """Return the mean of a measure over cases, each of which counts alike; NaN without rows."""
     means = [measure.of(own).mean for own in by_case(_of(rows, measure, how)).values()]
     return over(means).mean if means else math.nan
 
@@ -123,7 +125,10 @@ def _title(measure: ScoreMeasure, how: str) -> str:
 
 
 def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> str:
-    """Format the mean over cases with its interval; where cases are missing, tell how many there are."""
+    """Return the mean over cases with its interval as text; if cases are missing, with their number.
+
+    A dash without rows.
+    """
     mine, value = _of(own, measure, how), _value(own, measure, how)
     if math.isnan(value):
         return "–"
@@ -187,7 +192,7 @@ def _escaped(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape what a Markdown table would take for markup."""
+    """Return a text with its Markdown signs escaped, for a table."""
     return "".join(f"\\{sign}" if sign in "\\|<>`*_[]" else sign for sign in _visible(text))
 
 

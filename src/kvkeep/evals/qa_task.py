@@ -75,7 +75,7 @@ class Replies:
 
 
 def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
-    """Read each prompt with its question, cut it and decode replies of at most ``most`` tokens."""
+    """Read each prompt with its question, cut it, and yield the replies of each batch, of at most ``most`` tokens."""
     for batch in batches([len(prompt.ids) for prompt in prompts]):
         part = prompts[batch]
         bounded = drive(range(len(prompts))[batch], batch.start)
@@ -84,7 +84,9 @@ def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) ->
 
 
 def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
-    """Read each text once, cut it, and ask all its questions in copies of that memory."""
+    """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies of each
+    batch.
+    """
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
     for batch in batches([prompts[i].first for i in heads]):
         bounded = drive(heads[batch], batch.start)
@@ -101,7 +103,9 @@ def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> 
 def in_turns(
     writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int, *, turns: int, due: Sequence[int]
 ) -> Iterator[Replies]:
-    """Read each text in turns, with a cut after each, and ask each question after some turn, in a copy of the memory.
+    """Read each text in turns, with a cut after each; ask each question after some turn, in a copy of the memory.
+
+    Yield the replies of each batch of texts.
 
     Args:
         writer: the model.
@@ -141,7 +145,7 @@ def _kept(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
 
 
 def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) -> list[str]:
-    """Feed the rest of each prompt, whose first part was `read`, and decode the replies."""
+    """Feed the rest of each prompt, whose first part was `read`, and return the replies."""
     between = [prompt.ids[prompt.first : -1] for prompt in prompts]
     if any(map(len, between)):
         drive.feed(*left_padded(between), last_only=True)
@@ -241,7 +245,7 @@ class QATask(Task):
 
     @classmethod
     def load(cls: type[_Made], checkpoint: Checkpoint, options: Options) -> _Made:
-        """Make the items.
+        """Return the task with its items made.
 
         Raises:
             InputError: the data cannot be used, or a text cannot be made as short as was asked.
@@ -259,7 +263,7 @@ class QATask(Task):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> Mapping[str, TaskCase]:
-        """Make the cases, by name.
+        """Return the cases by name.
 
         Args:
             checkpoint: the model.
@@ -301,7 +305,7 @@ class QATask(Task):
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Ask all questions of a case, and grade the replies."""
+        """Ask all questions of a case under a policy, and return the graded replies as a score."""
         made, done = self.made[case], list(self._ask(writer, case, policy, budgets, setup))
         texts = [text for batch in done for text in batch.texts]
         grades = self.grades(case, texts)
@@ -314,12 +318,12 @@ class QATask(Task):
         return TaskOutcome(score, sum((batch.memory for batch in done), MemoryUsage()))
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
-        """Grade each reply."""
+        """Return the grade of each reply."""
         made = self.made[case]
         return [made.grade(prompt.item, text) for prompt, text in zip(made.prompts, texts, strict=True)]
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Return further numbers of a case's score, from all replies together."""
+        """Return further numbers of a case's score, from all replies together; none by default."""
         return {}
 
     def _ask(
@@ -354,7 +358,7 @@ class TooShortError(InputError):
 
 
 def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> ItemPrompt:
-    """Encode an item as tokens, in the chat template if there is one and the item may use it."""
+    """Return an item as tokens, in the chat template if there is one and the item may use it."""
     ids = tokens_of(checkpoint, item)
     if ask != "later":
         return ItemPrompt(item, ids, len(ids) - 1, document)
@@ -367,7 +371,7 @@ def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> It
 
 
 def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
-    """Encode text, question and lead as tokens."""
+    """Return the tokens of text, question and lead."""
     if not item.chat or checkpoint.tokenizer.chat_template is None:
         return encode(checkpoint, f"{item.text}{item.question}{item.lead}", raw=True)[0]
     ids = encode(checkpoint, f"{item.text}{item.question}")[0]
@@ -375,11 +379,11 @@ def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
 
 
 def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, least: int, about: str) -> Item:
-    """Find the longest item that has at most ``room`` tokens.
+    """Return the longest item that has at most ``room`` tokens.
 
     Args:
         checkpoint: the model.
-        make: makes an item from a number of parts, such as sentences; more parts make a longer text, unless there are
+        make: returns an item of a number of parts, such as sentences; more parts make a longer text, unless there are
             no more (a single document).
         room: most tokens of the prompt.
         least: fewest parts.

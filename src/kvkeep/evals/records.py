@@ -55,15 +55,15 @@ class Records(RowFolder):
     beginning = b'{"task": "'
 
     def forget(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, which are about to be read again."""
         self._rows: dict[Cell, Row] = {}
 
     def keep(self, row: Row) -> None:
-        """Take a row; of equal cells the last one counts."""
+        """Add a row that is in the file; a row of the same cell is replaced."""
         self._rows[key_of(row)] = row
 
     def fault(self, row: Row) -> str | None:
-        """Return the defect of a row, see `fault`."""
+        """Return the defect of a row as part of a sentence, see `fault`; ``None`` if it can be used."""
         return fault(row)
 
     @property
@@ -78,7 +78,7 @@ class Records(RowFolder):
 
     @property
     def safe(self) -> str:
-        """Tell how many finished rows are safe; empty if there is none, or their file is gone."""
+        """Return a sentence on how many finished rows are safe; empty if there is none, or their file is gone."""
         there = len(self._rows) if (self.path / ROWS).is_file() else 0
         return f"The {there} rows written before are safe." if there > 1 else "The row written before is safe." * there
 
@@ -101,7 +101,7 @@ class Records(RowFolder):
         return described
 
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Compare a run with the run that the folder already holds.
+        """Compare a run with the run that the folder already holds, if it holds rows.
 
         Args:
             manifest: ``model``, ``weights``, ``dtype``, and ``tasks``: name → version and settings. ``weights`` and
@@ -138,17 +138,17 @@ class Records(RowFolder):
         """Write rows, with null in place of numbers that JSON cannot hold, and wait until they are on the disk.
 
         Raises:
-            InputError: they cannot be written; all earlier rows are safe.
+            InputError: the rows cannot be written; all earlier ones are safe.
         """
         super().extend(map(finite, rows))
 
     def arrange(self, cells: Sequence[Cell]) -> None:
-        """Put the rows of some cells into the order of the cells, in the places that these rows have together.
+        """Sort the rows of some cells by the order of ``cells``. Other rows keep their places in the file.
 
         The folder has to be `locked`.
 
         Raises:
-            InputError: the rows cannot be written; they are safe in the order that they have.
+            InputError: the rows cannot be written; they stay in the order that they have.
         """
         order = {cell: number for number, cell in enumerate(cells)}
         own = iter(sorted(self._rows.keys() & order.keys(), key=order.__getitem__))
@@ -172,7 +172,7 @@ def key_of(row: Row) -> Cell:
 
 
 def fault(row: Row) -> str | None:
-    """Describe the defect of a row as part of a sentence; ``None`` if tables, plots and resuming can use it."""
+    """Return the defect of a row as part of a sentence; ``None`` if tables, plots and resuming can use it."""
     whole_row: Row = {"setup": "", **row}  # older rows have no setup
     if (found := first_fault(whole_row, _ROW)) is not None:
         return found
@@ -245,7 +245,7 @@ class ResultFolder:
 
 
 def read(paths: Sequence[Path]) -> list[ResultFolder]:
-    """Read folders of results whose tasks can stand in one table.
+    """Return folders of results whose tasks can stand in one table.
 
     Raises:
         InputError: a folder has no results, or cannot be read; tasks were run under other settings or protocols.
@@ -286,7 +286,9 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
 
 
 def protocol(row: Row) -> str:
-    """Return how questions were asked: ``inside`` or ``later``, and the solved examples; empty for other tasks."""
+    """Return how questions were asked: ``inside`` or ``later``, and the solved examples; empty for tasks without
+    questions.
+    """
     if row["task"] not in ASKED:
         return ""
     *rest, when = case_title(row["task"], row["case"]).split(",")

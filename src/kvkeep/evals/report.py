@@ -34,7 +34,7 @@ class Table:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Make a table for every measure of every case, and one of the bytes that caches held.
+    """Return a table for every measure of every case, and one of the bytes that caches held; none without rows.
 
     Cells of tasks with questions have their 95 % interval, where it is known.
     """
@@ -47,7 +47,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    """Tabulate bytes held, in the case of the first task that has most rows; among equals, in the last one."""
+    """Return a table of the bytes held, in the case of the first task that has most rows; among equal ones, in the
+    last.
+    """
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
     columns, task = list(by_budget(group)), str(group[0]["task"])
@@ -77,7 +79,7 @@ def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequenc
 
 
 def share_tables(rows: Sequence[Row]) -> list[Table]:
-    """Make a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
+    """Return a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
     tables = []
     for case, rows_of_case in by_case(of_task(rows, "recall")).items():
         full = answers(row for row in rows_of_case if is_reference(row))
@@ -103,7 +105,9 @@ BEST = "best"
 
 
 def difference_tables(rows: Sequence[Row]) -> list[Table]:
-    """Make a table of each policy's difference to the best one of its budget, per task and protocol, without `full`."""
+    """Return a table of each policy's difference to the best one of its budget, per task and protocol, without
+    `full`.
+    """
     full = {name for name, own in by_policy(rows).items() if is_full(own)}
     bounded = [pair for pair in pairs(rows) if not {pair.one, pair.other} & full]
     return [
@@ -113,7 +117,7 @@ def difference_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Tell how many differences are clear, and how many questions the others would need."""
+    """Return notes on how many differences are clear, and how many questions the others would need."""
     texts = []
     for (task, protocol), group in grouped(pairs(rows), lambda pair: (pair.task, pair.protocol)).items():
         unclear = [pair for pair in group if not pair.clear]
@@ -141,7 +145,7 @@ def _span(group: Sequence[PolicyPair]) -> str:
 
 
 def _rounded(n: int) -> int:
-    """Round a number of questions up to two significant digits."""
+    """Return a number of questions rounded up to two significant digits."""
     size: int = 10 ** max(0, len(str(n)) - 2)
     return math.ceil(n / size) * size
 
@@ -180,7 +184,7 @@ def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
 
 
 def _difference_cell(pair: PolicyPair, sign: int) -> str:
-    """Format points, their interval, and a star if the difference is clear: ``−12 (−20…−4) *``."""
+    """Return points, their interval, and a star if the difference is clear, as text: ``−12 (−20…−4) *``."""
     if math.isnan(pair.points):
         return "–"
     low, high = sorted(sign * limit for limit in pair.interval)

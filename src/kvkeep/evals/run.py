@@ -43,7 +43,7 @@ class TaskPart:
     options: Options
 
     def load(self, checkpoint: Checkpoint) -> Task:
-        """Return a copy of the task: the data that it prepares are large and are freed with the copy."""
+        """Return a copy of the task: the data that the copy prepares are large, and are freed with it."""
         return copy.copy(self.task)
 
 
@@ -87,7 +87,7 @@ class Grid:
 def lay_out(
     checkpoint: Checkpoint, name: str, tasks: Sequence[type[Task]], wanted: GridArguments, options: Sequence[Options]
 ) -> Grid:
-    """Make the tasks' data and plan all cells; needs no weights.
+    """Make the tasks' data, and return the grid with all cells planned. No weights are needed.
 
     Args:
         checkpoint: configuration and tokenizer.
@@ -111,7 +111,9 @@ def lay_out(
 
 
 def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned], object] = lambda cell: None) -> None:
-    """Run every cell without a row, and write its row at once.
+    """Run every cell that has no row, and write its row at once.
+
+    Another process must not write to the folder meanwhile.
 
     Args:
         grid: the grid to measure.
@@ -135,7 +137,7 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
 
 
 def measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
-    """Run a cell, and return the part of its row that is not the same for all rows.
+    """Run a cell, and return the part of its row that is not the same for all cells of a process.
 
     Raises:
         KVKeepError: the cell cannot be run.
@@ -184,7 +186,7 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(writer: Writer) -> str:
-    """Compute a hash that tells other weights of the same name apart."""
+    """Return a hash that tells other weights of the same name apart."""
     return weight_hash.fingerprint(writer.model)
 
 
@@ -199,7 +201,7 @@ class TaskSource(Protocol):
     """Something that a task comes from: a `TaskPart` in the process that has planned it, else a `PartSource`."""
 
     def load(self, checkpoint: Checkpoint) -> Task:
-        """Return the task, before it has prepared anything."""
+        """Return the task, without what `Task.prepare` adds."""
 
 
 @dataclass(frozen=True)
@@ -217,10 +219,10 @@ class PartSource:
     settings: Mapping[str, Any]
 
     def load(self, checkpoint: Checkpoint) -> Task:
-        """Make the data anew.
+        """Make the task's data anew, and return the task.
 
         Raises:
-            InputError: this process has other data.
+            InputError: the data are not those of the process that has planned the cells.
         """
         task = self.kind.load(checkpoint, self.options)
         if task.settings() != self.settings:
@@ -256,7 +258,7 @@ class CellRunner:
         self._task: Task | None = None
 
     def about(self) -> dict[str, str]:
-        """Describe the model as ``run.json`` records it."""
+        """Return the model's weights hash and dtype, as ``run.json`` records them."""
         return {"weights": fingerprint(self.writer), "dtype": self.writer.dtype}
 
     def run(self, piece: CellPiece) -> Row:
@@ -276,7 +278,7 @@ class CellRunner:
         return self._task is not None and self._part == part
 
     def prepare(self, part: int) -> Task:
-        """Return the task of a part, with what it has made with the full cache."""
+        """Return the task of a part, with what it has made with the full cache. Only the last part's task is held."""
         if self._task is None or self._part != part:
             self._task = None  # its data are large
             task = self._sources[part].load(self.writer.checkpoint)
@@ -305,7 +307,11 @@ class PartQueue:
         self._at: dict[int, int] = {}
 
     def take(self, process: int) -> int | None:
-        """Return the number of the next cell for a process, given the process's number; ``None`` if none is left."""
+        """Take a cell's number out of the queue for a process, and return it; ``None`` if none is left.
+
+        The process goes on with its part, then with a part that nobody works at, then with the one that has most cells
+        left for each process.
+        """
         part = self._at.get(process)
         if part is None or not self._left[part]:
             part = self._at.pop(process, None)
@@ -314,7 +320,7 @@ class PartQueue:
                 return None
 
             def crowded(part: int) -> tuple[bool, float]:
-                """Sort a part that nobody works at first; else the one with the most cells left for each."""
+                """Return a sort key: parts without a process first, then those with the most cells left per process."""
                 return busy[part] > 0, -len(self._left[part]) / (busy[part] + 1) if busy[part] else 0.0
 
             part = self._at[process] = min(waiting, key=crowded)

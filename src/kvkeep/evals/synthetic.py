@@ -32,7 +32,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 def value(kind: str, drawn: random.Random) -> str:
-    """Draw a random value: two words joined by a hyphen, a number of seven digits, or a UUID."""
+    """Return a random value: two words joined by a hyphen, a number of seven digits, or a UUID."""
     if kind == "words":
         return f"{drawn.choice(ADJECTIVES)}-{drawn.choice(NOUNS)}"
     if kind == "numbers":
@@ -41,7 +41,7 @@ def value(kind: str, drawn: random.Random) -> str:
 
 
 def values(kind: str, drawn: random.Random, n: int) -> list[str]:
-    """Different values."""
+    """Return ``n`` different random values of a kind."""
     found: dict[str, None] = {}
     while len(found) < n:
         found[value(kind, drawn)] = None
@@ -49,7 +49,7 @@ def values(kind: str, drawn: random.Random, n: int) -> list[str]:
 
 
 def words(drawn: random.Random, n: int) -> list[str]:
-    """Different words; pairs with a hyphen where single words do not suffice."""
+    """Return ``n`` different random words; pairs with a hyphen, or UUIDs, where single words do not suffice."""
     single = sorted({*ADJECTIVES, *NOUNS})
     if n <= len(single):
         return drawn.sample(single, n)
@@ -66,20 +66,20 @@ class Haystack:
         self._filler = iter(own_filler(random.Random(seed)))
 
     def first(self, n: int) -> list[str]:
-        """Return the first ``n`` sentences."""
+        """Return the first ``n`` sentences. A text begins again when it is over."""
         while len(self._all) < n:
             self._all += islice(self._filler, n - len(self._all)) if self._own else self._all[: n - len(self._all)]
         return self._all[:n]
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences, with single spaces; long ones are split after `_LONGEST` words."""
+    """Return the sentences of a text, with single spaces; long ones are split after `_LONGEST` words."""
     parts = [part.split() for part in re.split(r"(?<=[.!?])\s+", text)]
     return [" ".join(part[at : at + _LONGEST]) for part in parts for at in range(0, len(part), _LONGEST)]
 
 
 def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """Insert needles between sentences, each after a share of the sentences."""
+    """Return sentences as one text, with needles between them, each after a share of the sentences."""
     places = sorted(zip((round(depth * len(hay)) for depth in depths), needles, strict=True))
     parts, before = [], 0
     for place, needle in places:
@@ -134,7 +134,7 @@ TASKS = {
 
 
 def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int], Item]:
-    """Makes a text with this many sentences around the needles."""
+    """Return a function that makes a text with a number of sentences around the needles."""
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
@@ -167,7 +167,7 @@ def _context(
 
 
 def _others(task: Needles, needles: list[str], n: int, drawn: random.Random) -> list[str]:
-    """Make needles with keys other than those of the given needles."""
+    """Return ``n`` needles with keys other than those of the given needles."""
     hay: list[str] = []
     while len(hay) < n:
         key = value(task.keys, drawn)
@@ -185,7 +185,7 @@ def _listed(keys: list[str]) -> str:
 
 
 def _item(task: Needles, context: str, query: str, answers: tuple[str, ...], depth: float | None) -> Item:
-    """Build an item in RULER's wording; one answer is asked for in the singular."""
+    """Return an item in RULER's wording; one answer is asked for in the singular."""
     templates, kind = (_TEXT, _QUESTION, _LEAD), task.values
     if len(answers) == 1:
         kind = kind.removesuffix("s")
@@ -242,7 +242,7 @@ class Library:
 
 
 def library(name: str, data: str | None) -> Library:
-    """Read the documents and questions of ``qa_1`` or ``qa_2``.
+    """Return the documents and questions of ``qa_1`` or ``qa_2``.
 
     Raises:
         InputError: the file is missing, or of another format.
@@ -260,7 +260,11 @@ _Flat = tuple[str, str, str, tuple[str, ...]]
 
 
 def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
-    """Read SQuAD. The authors' file is one object of articles with paragraphs; the hub has a row per question."""
+    """Return SQuAD's documents and questions.
+
+    The authors' file is one object of articles with paragraphs; the hub has a row per question. Questions without an
+    answer are left out.
+    """
     asked = [question for row in rows for question in row]
     numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
     about: dict[str, set[int]] = {}
@@ -275,7 +279,13 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
 
 
 def _flat(row: Mapping[str, Any]) -> list[_Flat]:
-    """Article, paragraph, question and different answers of each question; a paragraph without any has empty ones."""
+    """Return article, paragraph, question and different answers of each question.
+
+    A paragraph without questions has empty ones.
+
+    Raises:
+        ValueError: a paragraph has another form.
+    """
     if "data" not in row:
         return [(text(row, "title"), text(row, "context"), text(row, "question"), _different(row["answers"]["text"]))]
     found: list[_Flat] = []
@@ -298,7 +308,11 @@ def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
 
 
 def _different(answers: Any) -> tuple[str, ...]:
-    """Return the answers, each once. A blank answer is an error, since every reply would contain it."""
+    """Return the answers, each once.
+
+    Raises:
+        ValueError: an answer is blank, which every reply would contain, or no text.
+    """
     if not isinstance(answers, list):
         raise ValueError(f"answers are {answers!r:.20}, no list")
     return tuple(dict.fromkeys(text({"answer": answer}, "answer") for answer in answers))
@@ -314,7 +328,12 @@ def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
 
 
 def _entry(row: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """Read question, answer and documents: pairs of title and sentences, or two lists in the hub's copy."""
+    """Return question, answer and documents of an entry: pairs of title and sentences, or two lists in the hub's
+    copy.
+
+    Raises:
+        ValueError: the entry has no documents.
+    """
     context = row["context"]
     pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
     shown = [_document(title, said) for title, said in pairs]
@@ -330,7 +349,7 @@ def _document(title: Any, said: Any) -> str:
 
 
 def document_items(found: Library, asked: SyntheticQuestion, seed: str) -> Callable[[int], Item]:
-    """Makes a prompt with the needed documents and this many others, in a random order."""
+    """Return a function that makes a prompt with the needed documents and a number of others, in a random order."""
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
@@ -388,7 +407,7 @@ _CODED_LEAD = " Answer: According to the coded text above, the three most freque
 
 
 def chain(seed: str) -> Callable[[int], Item]:
-    """Makes a text with one chain of variables among this many lines of noise, after a solved example."""
+    """Return a function that makes a text with one chain of variables among lines of noise, after a solved example."""
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
@@ -419,7 +438,7 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
 
 
 def common(seed: str, context: int) -> Callable[[int], Item]:
-    """Makes a list in which ten words come back often and this many others seldom, after a solved example."""
+    """Return a function that makes a list in which ten words come often and others seldom, after a solved example."""
     # RULER's: repetitions of common and of other words; and the words of the example, with theirs
     often, seldom, example = (6, 1, (20, 3, 1)) if context < _SHORT else (30, 3, (40, 10, 3))
 
@@ -443,7 +462,9 @@ def _numbered(drawn: random.Random, n: int, often: int, seldom: int) -> tuple[st
 
 
 def coded(seed: str, room: int) -> Callable[[int], Item]:
-    """Makes a text of about this many coded words, whose counts follow a zeta distribution with exponent 2."""
+    """Return a function that makes a text of about so many coded words, whose counts follow a zeta distribution of
+    exponent 2.
+    """
     size = max(6, room // 50)  # RULER's vocabulary; three words are asked for
 
     def make(n: int) -> Item:

@@ -62,7 +62,8 @@ def explain(  # noqa: PLR0913  the choices of a user
     command: str | None = None,
     progress: Callable[[float], object] = lambda share: None,
 ) -> Explanation:
-    """Read a text and answer a question under several policies, and record what each head held, dropped and missed.
+    """Read a text and answer a question under several policies; return a record of what each head held, dropped and
+    missed.
 
     ``kvkeep.explain(None, text, question="Who?").to_html()`` is a page about the embedded model.
 
@@ -164,7 +165,11 @@ def check(
 
 @contextmanager
 def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Checkpoint]]:
-    """Attach the model for as long as the block runs, and yield it with its checkpoint."""
+    """Attach the model while the context lasts, and yield it with its checkpoint. A name is loaded first.
+
+    Raises:
+        InputError: a loaded model comes without its tokenizer.
+    """
     name = "the embedded model" if model is None else str(model)
     if model is None or isinstance(model, str | os.PathLike):
         model, tokenizer = load_with_tokenizer(model)
@@ -177,7 +182,11 @@ def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Check
 
 
 def _joined(text: str, question: str) -> str:
-    """Join text and question into the user's message, or raise an `InputError` if the text cannot be read."""
+    """Return text and question as the user's message.
+
+    Raises:
+        InputError: the text cannot be read.
+    """
     if not isinstance(text, str) or not isinstance(question, str):
         raise InputError("`text` and `question` are texts, in UTF-8.")
     if not text.strip():
@@ -191,7 +200,11 @@ def _joined(text: str, question: str) -> str:
 def _prompt(
     checkpoint: Checkpoint, model: Any, message: str, asked: ExplainArguments, *, raw: bool
 ) -> tuple[ExplainPrompt, list[str]]:
-    """Return the prompt, and remarks on how it is read."""
+    """Return the prompt, and remarks on how it is read.
+
+    Raises:
+        InputError: the text is too short or too long.
+    """
     ids, notes, chunk = encode(checkpoint, message, raw=raw)[0], list[str](), asked.chunk
     if len(ids) < 2:
         raise InputError("The text is a single token, of which nothing can be forgotten. Give a longer text.")
@@ -211,7 +224,10 @@ def _prompt(
 
 
 def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
-    """Return the budget in tokens. A small share grows to what the policies protect, with a remark that says so."""
+    """Return the budget in tokens.
+
+    A small share grows to what the policies protect, and a remark is added to ``notes``.
+    """
     if isinstance(asked.budget, int):
         return asked.budget
     slots = share = budgets.from_ratio(asked.budget, tokens)
@@ -230,7 +246,7 @@ def _room(policy: Policy, slots: int, prompt: ExplainPrompt) -> int:
 
 
 def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, prompt: ExplainPrompt) -> None:
-    """Refuse policies and budgets that cannot run, before the first one runs."""
+    """Refuse a model, policies and budgets that cannot run, before the first policy runs."""
     refuse_states(checkpoint.name, checkpoint.config)
     for policy in policies:
         policy.check(_room(policy, slots, prompt))
@@ -252,7 +268,7 @@ def refuse_states(name: str, config: Any) -> None:
     """Refuse a model with layers that keep a state, which cannot go back to the end of the prompt.
 
     Raises:
-        UnsupportedModelError: it has such layers.
+        UnsupportedModelError: the model has such layers.
     """
     if keeps_states(config):
         raise UnsupportedModelError(

@@ -87,11 +87,11 @@ class Ledger:
         return len(self.mass)
 
     def lacks(self, moment: int) -> Bool[Tensor, "H n"]:
-        """Tell which tokens each head had dropped when a moment began."""
+        """Return which tokens each head had dropped when a moment began."""
         return (self.dropped >= 0) & (self.dropped < moment)
 
     def note(self, watches: dict[int, BoundedAttention], heard: dict[int, Heard], last: int) -> None:
-        """Add a moment.
+        """Add a moment: what the layers' heads dropped, scored and received in a step.
 
         Args:
             watches: the layers after the step.
@@ -115,14 +115,14 @@ class Ledger:
         self.rival_scores.append(lowest.masked_fill(~there, torch.nan))
 
     def choose(self, watches: dict[int, BoundedAttention]) -> None:
-        """Note the attention of the newest query, which chooses the next token of the answer."""
+        """Add the attention of the newest query, which chooses the next token of the answer."""
         rows = torch.cat([watch.sums.newest for watch in watches.values()]).cpu()
         self.rows.append(rows.mean(dim=0))
 
     def _compared(
         self, watches: dict[int, BoundedAttention], heard: dict[int, Heard]
     ) -> tuple[Float[Tensor, "H n"], Bool[Tensor, "H n"]]:
-        """Return the scores by position, NaN where there is none, and tell which tokens were not protected."""
+        """Return the scores by position, NaN where there is none, and a mask of the tokens that were not protected."""
         length, scores, free = self.total.shape[1], [], []
         for number, watch in watches.items():
             heads = watch.held.shape[0]
@@ -189,7 +189,7 @@ class WorkDone:
         return tokens * (self._weights + self._pair * seen)
 
     def add(self, tokens: int, seen: int) -> None:
-        """Note that tokens were read, each of which attended to so many."""
+        """Add the work of reading tokens, each of which attended to ``seen`` tokens, and report the share done."""
         self._done += self._of(tokens, seen)
         self._progress(min(1.0, self._done / self._all))
 
@@ -211,7 +211,7 @@ class Missed:
 
 @torch.inference_mode()
 def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work: WorkDone) -> Ledger:
-    """Run a prompt and its greedy answer in a bounded cache, and record every moment.
+    """Run a prompt and its greedy answer in a bounded cache, and return the record of every moment.
 
     Args:
         model: the model, attached.
@@ -257,7 +257,8 @@ def _budgets(cache: BoundedCache) -> list[int]:
 def full(
     model: Any, prompt: ExplainPrompt, ledgers: Sequence[Ledger], work: WorkDone
 ) -> tuple[list[int], list[Missed]]:
-    """Run a prompt under the full cache, its own greedy answer, and then the answer of each bounded run.
+    """Feed a prompt to the full cache, then generate its own greedy answer, and feed it each bounded run's answer
+    after the prompt.
 
     Args:
         model: the model, attached.
@@ -289,7 +290,7 @@ def full(
 
 
 def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, lost: list[Tensor]) -> Missed:
-    """Feed the answer of a run to the full cache, which holds the prompt."""
+    """Feed the answer of a run to the full cache, which holds the prompt, and return what the run has missed."""
     n, moment = ledger.total.shape[1], len(lost) - 1
     whole, missed, row = [], [], first
     for token in ledger.answered.ids:
@@ -326,7 +327,7 @@ class Heard:
 
 
 def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
-    """Return the same policy with a listener. Kernels that never ask for scores leave such a policy to torch.
+    """Return the same policy with a listener to its scores. Fused kernels, which ask for no scores, do not run it.
 
     Args:
         policy: the policy.

@@ -48,7 +48,7 @@ def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Floa
 
 
 def places(axes: Mapping[str, str]) -> dict[str, str]:
-    """Return the shared names of a policy's head states: name → axes and a number.
+    """Return for each head state of a policy its name in a shared block: its axes and a number.
 
     States of the same axes share a tensor, in the order in which a policy names them.
     """
@@ -59,7 +59,7 @@ def places(axes: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared(axes: Mapping[str, str]) -> dict[str, str]:
-    """Return the same states under the names of `places`: place → axes."""
+    """Return the axes of the states, by their names of `places`."""
     return {place: axes[name] for name, place in places(axes).items()}
 
 
@@ -147,7 +147,10 @@ class Block:
         self.lost = torch.zeros((B, Hk, 4), dtype=torch.float32, device=device)
 
     def clear(self) -> None:
-        """Empty every slot, reset counters and heads. State of slots needs no clearing: a new token overwrites it."""
+        """Empty every slot, and reset counters and states of heads.
+
+        States of slots are left: a new token overwrites them.
+        """
         for name in self.heads:
             self.state[name].zero_()
         self.store.clear(slice(None))
@@ -155,7 +158,7 @@ class Block:
             counter.zero_()
 
     def clear_row(self, row: int | slice) -> None:
-        """Empty one row, or several."""
+        """Empty one row, or several: slots, states of heads, counters and pins."""
         for name in self.heads:
             self.state[name][row] = 0.0
         self.store.clear(row)
@@ -164,13 +167,16 @@ class Block:
             self.pins[row] = spans.LAST
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
-        """Return the positions of the next ``T`` tokens of each row, -1 for padding."""
+        """Return the positions of the next ``T`` tokens of each row, -1 for padding, without counting them."""
         if real is None:
             return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
         return (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
 
     def advance(self, T: int, real: Bool[Tensor, "B T"] | None, phase: Phase) -> Int[Tensor, "B T"]:
-        """Count the new tokens of each row. Return their positions, -1 for padding."""
+        """Count the new tokens of each row as seen, and return their positions, -1 for padding.
+
+        In a prefill, also set where the prompt ends.
+        """
         positions = self.following(T, real)
         coming = T if real is None else real.sum(dim=1)
         self.seen.add_(coming)
@@ -179,7 +185,10 @@ class Block:
         return positions
 
     def opened(self) -> Block:
-        """Return the block as a step works on it, slots and state side by side. `close` keeps what it writes."""
+        """Return the block for a step, with slots and state side by side; itself unless it has a pool.
+
+        `close` writes back what the step changes.
+        """
         store = self.store.opened()
         if store is self.store:
             return self
@@ -189,7 +198,7 @@ class Block:
         return other
 
     def close(self, opened: Block) -> None:
-        """Write slots and state of an opened block to where they lie in memory."""
+        """Write slots and state of an opened block back; do nothing if ``opened`` is this block."""
         if opened is self:
             return
         opened.store.close()
@@ -197,7 +206,7 @@ class Block:
             opened.store.put_back(held, opened.state[name])
 
     def remember(self, state: State) -> None:
-        """Write the policy's state in place."""
+        """Copy the policy's state into the block's tensors, in place."""
         for name, tensor in state.items():
             if tensor is not self.state[name]:
                 self.state[name].copy_(tensor)
@@ -216,7 +225,7 @@ class Block:
             self._pad(self.store.capacity - before)
 
     def divide(self) -> None:
-        """Give the heads, which share a pool, ranges for their budgets. The slots lose their content."""
+        """Divide the pool among its heads by their budgets. The slots lose their content."""
         assert isinstance(self.store, PooledStore)
         assert isinstance(self.budget, Tensor)
         self.store.divide(self.budget + 1)
@@ -246,7 +255,11 @@ class Block:
         return {**store, **state, **own, **some}
 
     def per_slot(self) -> frozenset[str]:
-        """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
+        """Return the names of the tensors of `per_row` whose third axis is the slots. The others belong to the row
+        as a whole.
+
+        A pool has no such tensors.
+        """
         if isinstance(self.store, PooledStore):
             return frozenset()
         store, state = self.store.per_slot(), self.of_slots()
@@ -260,7 +273,7 @@ class Block:
             self._pad(missing)
 
     def _pad(self, missing: int) -> None:
-        """Replace the state of slots by tensors with more of them."""
+        """Replace the state of slots by tensors with ``missing`` more slots."""
         wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.of_slots().items()}
         self.state = self.state | wider
 
@@ -275,12 +288,12 @@ class Block:
         return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
 
     def move_row(self, source: int | slice, target: int | slice) -> None:
-        """Copy one row over another, or several over as many others."""
+        """Copy row ``source`` over row ``target``, or several rows over as many others."""
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 
     def under(self: _Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> _Block:
-        """Return the same slots for another policy, which uses the first of this block's state tensors.
+        """Return the same slots with the first of this block's state tensors under the names of another policy.
 
         Args:
             starts: the policy's state of slots.
@@ -293,7 +306,10 @@ class Block:
         return other
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes the former row ``index[i]``. Works in place if the number of rows stays the same."""
+        """Replace row ``i`` by the former row ``index[i]``.
+
+        The tensors are replaced only if the number of rows changes.
+        """
         found = {}
         for name, held in self.per_row().items():
             selected = held.index_select(0, index.to(held.device))
@@ -318,7 +334,7 @@ class Block:
         return int(self.seen.sum()) * self.store.token_bytes
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the block's tensors."""
+        """Use other tensors, named as in `per_row`, in place of the block's."""
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
@@ -342,7 +358,7 @@ def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -
 
 
 def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> None:
-    """Add the state tensors that a policy needs and the block lacks; arguments as for `lacks`.
+    """Add the state tensors that a policy needs and the block lacks. The arguments are those of `lacks`.
 
     Existing tensors stay the same objects.
     """
@@ -353,7 +369,7 @@ def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str
 
 
 def _missing(block: Block, heads: Mapping[str, str], device: str | None = None) -> State:
-    """State of heads that a block does not have yet."""
+    """Return zeros for the states of heads that a block does not have yet, by their names of `places`."""
     missing = {place: axes for place, axes in shared(heads).items() if place not in block.heads}
     if not missing:
         return {}
@@ -376,7 +392,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
     turned: bool = True,
     heads: Heads = ALONE,
 ) -> View:
-    """Return a block's slots, alone or beside a chunk, as a policy sees them. The counters are live.
+    """Return a block's slots, alone or beside a chunk, as the view that a policy gets. The counters are live.
 
     Args:
         block: the block.
@@ -419,7 +435,7 @@ _ALL = slice(None), slice(None)
 def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) -> tuple[Slots, State]:
     """Return the first ``used`` slots with new tokens behind them, and the policy's state of both and of heads.
 
-    Keys and values of slots are not copied where the store shows them in place.
+    Keys and values of slots are not copied where the store can show them in place.
 
     Args:
         block: the slots.
@@ -450,7 +466,8 @@ def settle(
     chunk: Slots | None,
     tokens: Tokens | None = None,
 ) -> None:
-    """Empty the slots whose tokens go, and put the tokens of a chunk that stay into the first empty slots, in order.
+    """Empty the slots whose tokens do not stay, and put the chunk's tokens that stay into the first empty slots, in
+    order.
 
     The ``n`` tokens of a head then lie in its first ``n`` slots: a token beyond them goes into an empty slot before the
     chunk's. No other token is moved. The slot of a token depends on its own row and head only.
@@ -462,7 +479,7 @@ def settle(
         state: the policy's state of slots, for these tokens.
         used: number of slots among the tokens.
         chunk: the chunk; ``None``: none of the tokens has a slot in the block any more.
-        tokens: what `Store.tokens` has returned for them; ``None``: it is asked now.
+        tokens: what `Store.tokens` has returned for these tokens; ``None``: call it now.
     """
     if chunk is not None and block.store.lying(used) is not None:
         _add(block, chunk, stays, state)
@@ -478,7 +495,7 @@ def settle(
 
 
 def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State) -> None:
-    """Apply `settle` in place."""
+    """Do what `settle` does, in place: in slots that a chunk's tokens can be written into one by one."""
     slots, used = block.store.slots(), stays.shape[-1] - chunk.positions.shape[-1]
     held, coming = stays[..., :used], stays[..., used:]
     slots.positions[..., :used].masked_fill_(~held, EMPTY)
@@ -496,7 +513,7 @@ def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State
 
 
 def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
-    """Move tokens that lie beyond the first ``n`` slots of their head into the first empty ones, in order."""
+    """Move tokens that lie beyond the first ``n`` slots of their head into its first empty slots, in order."""
     slots = block.store.slots()
     beyond = (slots.positions >= 0) & (torch.arange(block.store.capacity, device=n.device) >= n)
     if not beyond.any():
@@ -508,7 +525,7 @@ def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
 
 
 def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], used: int) -> tuple[_Index, _Index]:
-    """Pair slots with the chunk's tokens that they get, as two matching indices."""
+    """Return two matching indices: the slots that the chunk's tokens get, and those tokens."""
     stop = used + coming.shape[-1]
     # the usual case, a first prompt within the budget: slices copy faster than indices
     if stop <= free.shape[-1] and not free[..., :used].any() and coming.all():
@@ -518,7 +535,9 @@ def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], 
 
 
 def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Tensor, "B Hk capacity"]:
-    """Return where each slot's token is among the first ``used`` slots and the chunk behind them (-1: nowhere)."""
+    """Return the index of each slot's new token among the first ``used`` slots and the chunk behind them; -1 for
+    none.
+    """
     (S, device), n = (stays.shape[-1], stays.device), stays.sum(dim=-1, keepdim=True)
     places = torch.arange(max(capacity, S), device=device)
     held = nn.functional.pad(stays[..., :used], (0, capacity - used)) & (places[:capacity] < n)

@@ -68,7 +68,7 @@ class PaddingMask:
     honoured: bool = True
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say why there is no mask tensor if a model or cache uses this as one.
+        """Raise the error for a model or cache that uses this object as a mask tensor.
 
         Raises:
             UnsupportedModelError: the attribute is one of a tensor.
@@ -83,7 +83,7 @@ class PaddingMask:
         raise AttributeError(name)
 
     def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Return the part of the mask that belongs to the ``T`` new tokens.
+        """Return the columns of the ``T`` new tokens, true for real ones; ``None`` if all tokens are real.
 
         Raises:
             ShapeError: the mask does not cover the tokens seen so far and the new ones.
@@ -104,7 +104,8 @@ class PaddingMask:
         return self.real is None and self.honoured
 
     def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Return which of the ``T`` new tokens of a prompt are padding; ``None``: the mask names none.
+        """Return which of the ``T`` new tokens of a prompt are padding; ``None`` for one token, or without a fitting
+        mask.
 
         Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
         """
@@ -126,7 +127,7 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask:
-    """Return a mask for transformers' interface: its padding, and whether positions describe all the rest.
+    """Return the mask that transformers asks for: the padding, and whether positions describe the rest of it.
 
     A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
     """
@@ -182,7 +183,10 @@ class OutputOf:
         self._module, self._heads = module, heads
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """See `kvkeep.types.OutputProjection`."""
+        """Return the length that each vector has after the output projection, see `kvkeep.types.OutputProjection`.
+
+        Without a readable projection, return the lengths of the vectors themselves.
+        """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
         if linear is not None:
@@ -191,7 +195,10 @@ class OutputOf:
         return norms
 
     def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """See `kvkeep.types.OutputProjection`."""
+        """Return the sum of magnitudes that each vector has after the output projection, averaged over its query heads.
+
+        Without a readable projection, return the sums of the vectors themselves.
+        """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
         if linear is None:
@@ -202,13 +209,13 @@ class OutputOf:
         return torch.cat(parts, dim=-1)
 
     def _linear(self, dim: int) -> nn.Module | None:
-        """Return the output projection; ``None`` if there is none that can be read."""
+        """Return the output projection; ``None`` if the model has none, or none that can be read."""
         width = self._heads * dim
         return next((part for part in _candidates(self._module) if _readable(part) and _taken(part) == width), None)
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of a module that are named like a projection. For a PEFT adapter, yield its base layer."""
+    """Yield the parts of a module that are named like an output projection; of a PEFT adapter, its base layer."""
     for name in NAMES:
         if isinstance(found := getattr(module, name, None), nn.Module):
             yield getattr(found, "base_layer", found)
@@ -225,7 +232,7 @@ def _readable(linear: nn.Module) -> bool:
 
 
 def _own(weight: object) -> object:
-    """Return this process's part of the weights, where processes share them."""
+    """Return this process's part of the weights; the weights themselves if processes do not share them."""
     to_local = getattr(weight, "to_local", None)  # a DTensor, whose module is slow to import
     return weight if to_local is None else to_local()
 
@@ -255,7 +262,7 @@ def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
 def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E2"]:
     """Return a matrix per KV head that keeps the length a vector has after its group's summed projections.
 
-    It is worked out anew only when the weights have changed.
+    The matrix is cached, and computed anew when the weights have changed.
     """
     key: tuple[int, ...] = heads, groups  # enough for packed weights, which never change
     if isinstance(weight := _own(linear._parameters.get("weight")), Tensor) and not weight.is_inference():
@@ -322,7 +329,7 @@ def attached(model: _Model) -> Iterator[_Model]:
     again, as a callback does that evaluates something of its own.
 
     Raises:
-        InputError, UnsupportedModelError: see `attach`.
+        InputError, UnsupportedModelError: the model cannot be attached, see `attach`.
     """
     inner = unwrapped(model)
     with _ONE_AT_A_TIME:
@@ -378,7 +385,9 @@ def _check_lengths(rule: LengthRule, cache: BoundedCache, new: int) -> None:
 
 
 def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`.
+    """Before a run of the model, check a bounded cache that it is given, and tell it the token ids and the weights.
+
+    Do nothing for other caches, or while a compiler traces. See `BoundedCache.continue_with`.
 
     Raises:
         InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong;
@@ -482,7 +491,11 @@ def _bounded(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Run one step of the bounded layer that handed its keys on, and return the attention output."""
+    """Run one step of the bounded layer that handed its keys on, and return the attention output.
+
+    Raises:
+        UnsupportedModelError: the layer's sliding window is not that of its cache.
+    """
     stepper = layer.take()
     if options.window is not None and options.window < 1:
         raise UnsupportedModelError("A layer has a sliding window of no tokens; check the model's config.json.")

@@ -52,7 +52,7 @@ def parse_device(text: str) -> torch.device:
 
 @contextmanager
 def enough_memory(device: torch.device, remedy: str = _LESS) -> Iterator[None]:
-    """Turn a failed allocation into an `InputError` with a remedy.
+    """Raise an `InputError` with a remedy in place of a failed allocation. Other errors are raised as they are.
 
     Raises:
         InputError: the device's memory is too small.
@@ -66,13 +66,13 @@ def enough_memory(device: torch.device, remedy: str = _LESS) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a failed step's error in one line, with a remedy if memory was too small."""
+    """Return an error's message in one line, with a remedy if memory was too small."""
     remedy = "Use fewer rows, a smaller budget or a prefill_chunk, or a smaller dtype or model."
     return f"{one_line(error).rstrip('.')}. {remedy}" if is_out_of_memory(error) else one_line(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation. On a CPU, only torch's message shows it."""
+    """Return whether an error is a failed allocation, as its type or torch's message shows."""
     told = ("allocate memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in told)
@@ -80,7 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Switch autocast off, which would compute logits and statistics in half precision."""
+    """Return a context without autocast, which would compute logits and statistics in half precision."""
     active = device != "meta" and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if active else nullcontext()
 
@@ -109,7 +109,11 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(model: nn.Module, name: str) -> Tensor:
-    """Return an offloaded parameter."""
+    """Return an offloaded parameter, read from where accelerate keeps it.
+
+    Raises:
+        InputError: accelerate does not know the parameter's numbers.
+    """
     path, _, own = name.rpartition(".")
     for hook in _hooks(model.get_submodule(path)):
         held = getattr(hook, "weights_map", None)
@@ -132,7 +136,7 @@ def check_offloaded(model: PreTrainedModel) -> None:
     """Refuse weights that torchao has quantised and that lie on the disk: accelerate cannot bring them back.
 
     Raises:
-        UnsupportedModelError: they are such weights.
+        UnsupportedModelError: the weights are quantised by torchao and partly on the disk.
     """
     found: object = getattr(model.config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)

@@ -149,7 +149,10 @@ class FusedLinears:
         self._held: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
 
     def output(self, layer: FusedLinear, x: Tensor) -> Tensor | None:
-        """Return the output of one layer; ``None`` if the kernel has not computed it."""
+        """Return the output of one layer for ``x``; ``None`` if the kernel cannot compute it or has not.
+
+        The first layer's call computes the outputs of all layers.
+        """
         if layer is not self._layers[0]:
             asked, outputs = self._held
             return outputs.pop(id(layer), None) if asked is x else None
@@ -232,7 +235,8 @@ def agrees(
 ) -> bool:
     """Return whether the kernel matches a module's outputs up to rounding, on random numbers of several sizes.
 
-    One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show.
+    One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show. A module that
+    fails on such input does not match.
     """
     draw, scales = torch.Generator().manual_seed(0), torch.tensor(SCALES)
     x = torch.randn(len(SCALES) + len(reach), 1, width, generator=draw)
@@ -257,7 +261,7 @@ def is_close(found: Tensor, expected: object) -> bool:
 
 
 def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a module's class in which the mixin's ``forward`` comes first."""
+    """Return a subclass of a module's class in which the mixin's ``forward`` comes first. It is made once."""
     if (mixin, kind) not in _MIXED:
         names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         _MIXED[mixin, kind] = type(f"Fused{kind.__name__}", (mixin, kind), names)
@@ -268,7 +272,7 @@ def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def fuse_if_slow(model: nn.Module) -> int:
-    """Fuse the linear layers alone whose dtype is slow in torch on this processor; return how many they are.
+    """Fuse linear layers in dtypes that torch is slow at on this processor, and return how many were fused.
 
     All their products are faster then, those of prompts above all. Hooks of every module are still called.
     """
@@ -289,19 +293,19 @@ def fuse_linear(layers: list[nn.Linear]) -> None:
 
 
 def open_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules but those within compiled ones."""
+    """Return an iterator over all modules but those within compiled ones."""
     compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
     return (module for module in model.modules() if id(module) not in compiled)
 
 
 def is_still(module: nn.Module) -> bool:
-    """Whether a module is in evaluation mode, and nobody listens to it or has replaced its ``forward``."""
+    """Return whether a module is in evaluation mode, has no hooks, and has its class's own ``forward``."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return not (module.training or any(hooks) or "forward" in vars(module))
 
 
 def is_kernels(weight: object) -> bool:
-    """Whether the kernel can read a weight, and this processor has the kernel."""
+    """Return whether the kernel can read a weight, and this processor has the kernel."""
     if type(weight) is not nn.Parameter or weight.dtype not in TOLERANCE or not weight.is_contiguous():
         return False
     return weight.is_cpu and choose(weight.device, weight.dtype).small

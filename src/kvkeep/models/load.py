@@ -89,7 +89,7 @@ SAME_TEXT = frozenset(
 
 
 def check_generation_config(name: str) -> None:
-    """Refuse a ``generation_config.json`` that cannot be used, before weights are read.
+    """Refuse a ``generation_config.json`` that cannot be used, before weights are read; do nothing without one.
 
     Args:
         name: a folder, or a hub name.
@@ -115,7 +115,9 @@ def check_generation_config(name: str) -> None:
 
 
 def remark(model: PreTrainedModel) -> str | None:
-    """Return a sentence about the generation settings that kvkeep leaves out; ``None`` if there are none."""
+    """Return a sentence about the model's generation settings that kvkeep leaves out; ``None`` if it leaves none
+    out.
+    """
     asked = _asked(model)
     differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
     same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
@@ -127,7 +129,7 @@ def remark(model: PreTrainedModel) -> str | None:
 
 
 def ends_of(model: PreTrainedModel) -> set[int]:
-    """Return the tokens that end a text of this model."""
+    """Return the ids of the tokens that end a text of this model; an empty set if its configuration names none."""
     ids = model.generation_config.eos_token_id
     return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
 
@@ -206,7 +208,7 @@ def _asked(model: PreTrainedModel) -> dict[str, object]:
 
 
 def _listed(values: dict[str, object]) -> str:
-    """Names and values, separated by commas."""
+    """Return names and values as a text, separated by commas; empty without any."""
     parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
     return ", ".join(parts)
 
@@ -286,7 +288,7 @@ def read_weights(
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
-        UnsupportedModelError: it cannot be split, see `split_options`.
+        UnsupportedModelError: the model cannot be split, see `split_options`.
         InputError: unknown dtype, or a device that this machine does not have or whose memory is too small; or there
             are no processes to split the model over.
     """
@@ -341,7 +343,11 @@ def embedded() -> str:
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:
-    """Refuse weights that do not fill all tensors of the model; transformers would only log it."""
+    """Refuse weights that do not fill all tensors of the model; transformers would only log it.
+
+    Raises:
+        ModelFileError: tensors are missing or have other shapes.
+    """
     problems = {
         "missing_keys": "lack tensors of the model",
         "mismatched_keys": "have other shapes than config.json says",
@@ -461,7 +467,11 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files."""
+    """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files.
+
+    Raises:
+        ModelFileError: the tokenizer cannot be read, or is empty.
+    """
     with explained(name, "Its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -529,10 +539,10 @@ def load_with_tokenizer(
 
 @contextmanager
 def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
-    """Call a function after each decoder layer with the number of prompt tokens that this layer stands for.
+    """Call a function with prompt tokens after each decoder layer, while the context lasts.
 
-    Over all layers the numbers add up to the tokens of the prompt, padding included. Runs over one token per row are
-    left out: most of them write.
+    A layer's call gets its share of the tokens: over all layers the shares add up to the prompt, padding included. Runs
+    over one token per row are left out, since most of them write.
 
     Args:
         model: a decoder.
@@ -554,7 +564,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
 
 def _layers(model: Model) -> Sequence[nn.Module]:
-    """Return the decoder layers; empty if no module list has the right length."""
+    """Return the decoder layers; ``[]`` if no module list has their number."""
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
     return next((list(part) for part in lists if len(part) == count), [])
@@ -586,7 +596,9 @@ _TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_processes() -> int:
-    """Join the processes that torchrun has started, over NCCL with a GPU each or over gloo, and return their number.
+    """Join the processes that torchrun has started, over NCCL with a GPU each or over gloo; return their number.
+
+    Processes that have joined already are only counted.
 
     Raises:
         InputError: torchrun has not started this process, there is no GPU for it, or the others cannot be reached.
@@ -624,7 +636,9 @@ def process_group() -> Iterator[None]:
 
 
 def split_options(config: PreTrainedConfig, *, device: str, load_in: str | None) -> dict[str, Any]:
-    """Join the other processes, and return the arguments with which ``from_pretrained`` splits a model over them.
+    """Join the other processes, and return the arguments with which ``from_pretrained`` splits a model.
+
+    With a single process return no arguments.
 
     Args:
         config: the model's configuration.

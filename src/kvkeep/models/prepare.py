@@ -49,7 +49,7 @@ FUSED = (FusedLinear, *_MIXINS)
 
 
 def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, products: bool = True) -> int:
-    """Let a model's small operators run in the native kernel, in place, and return how many modules were changed.
+    """Change a model's modules, in place, so that they call the native kernel; return how many were changed.
 
     Changed are norms by the root mean square, feed-forward layers ``down(silu(gate(x)) * up(x))``, and linear layers.
     Each is a single call then, for steps of a few rows outside of autograd; everything else runs as before. Weights,
@@ -85,7 +85,9 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
 
 
 def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
-    """Return whether a model's steps with this number of rows are faster when the model is fused."""
+    """Return whether steps of this many rows are faster with fused layers, or if that is unknown, with fused
+    products.
+    """
     way = None if _is_slow(layers) else _fastest(model, rows, (_PLAIN, _FUSED))
     return _products_pay(layers, rows) if way is None else way == _FUSED
 
@@ -100,7 +102,7 @@ def _is_slow(layers: list[nn.Linear]) -> bool:
 
 
 def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
-    """Return the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused.
+    """Return the name of the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused.
 
     As in a decode step all layers are run in turn, up to 256 MiB of weights, so that the processor's caches are cold.
     """
@@ -125,7 +127,7 @@ def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
 
 
 def _set_up(model: nn.Module, rows: int, way: str) -> nn.Module:
-    """Fuse or pack all that can be."""
+    """Return the model, with everything fused or packed, in place, that this way can change."""
     if way == _PACKED:
         pack_weights(model, rows)
     fuse_modules(model, rows, products=way == _FUSED)
@@ -146,7 +148,8 @@ def prepare(
     Args:
         model: the model.
         rows: number of rows of most steps.
-        like: what was `chosen` for the same model in another process. Nothing is timed then, and both compute the same
+        like: what was `chosen` for the same model in another process. Nothing is timed then, and both processes compute
+            the same
             numbers to the last digit.
         whole: measure whole decoder layers, and not their products alone. Jobs do not: with fused layers the last
             digits of a text depend on whether a prompt of more than 16 tokens is read beside it.
@@ -170,13 +173,13 @@ def prepare(
 
 
 def _fuse_by_products(model: nn.Module, rows: int) -> int:
-    """Fuse a model, and its products if they alone are faster."""
+    """Fuse a model's norms, and also its products if these alone are faster so; return how many were changed."""
     linear = fusable(module for module in open_modules(model) if is_still(module))
     return fuse_modules(model, rows, products=bool(linear) and _products_pay(linear, rows))
 
 
 def _restore(model: nn.Module) -> None:
-    """Make linear layers plain that were fused when the model was loaded."""
+    """Make fused linear layers plain ones again, in place."""
     layers: list[nn.Module] = [module for module in model.modules() if type(module) is FusedLinear]
     for layer in layers:
         layer.__class__ = nn.Linear
@@ -191,7 +194,7 @@ def _twin(layer: nn.Linear) -> nn.Module:
 
 
 def _fuse_norm(module: nn.Module) -> bool:
-    """Fuse a norm if it is one: with one vector of weights, that are multiplied as they are or plus 1."""
+    """Fuse a module if it is a root mean square norm with one vector of weights; return whether it was fused."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(epsilon, float) or len(module._parameters) != 1 or any(module.children()):
@@ -208,7 +211,7 @@ def _fuse_norm(module: nn.Module) -> bool:
 
 
 def _fuse_gate(module: nn.Module) -> bool:
-    """Fuse a feed-forward layer if it is one with a gate under SiLU."""
+    """Fuse a module if it is a feed-forward layer with a gate under SiLU; return whether it was fused."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
         return False
@@ -219,7 +222,10 @@ def _fuse_gate(module: nn.Module) -> bool:
 
 
 def _join(module: nn.Module) -> None:
-    """Let the query, key and value of attention be computed together, if its code hands one tensor to all three."""
+    """Let query, key and value of a fused attention be computed together, if its code hands one tensor to all three.
+
+    Otherwise do nothing.
+    """
     try:
         calls = re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(type(module).forward))
     except (OSError, TypeError):  # there is no source
@@ -277,7 +283,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
 
 
 def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
-    """Children of decoder layers that do not use the cache and can gain from compiling."""
+    """Yield the children of decoder layers that do not use the cache and can gain from compiling."""
     for layers in model.modules():
         if not isinstance(layers, nn.ModuleList):
             continue
@@ -302,7 +308,7 @@ def _is_open(module: nn.Module) -> bool:
 
 
 def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
-    """Run a layer, and return why it cannot be compiled; ``None`` if it can."""
+    """Run a layer plainly and compiled, and return why it cannot be compiled; ``None`` if it can."""
     trial = copy.copy(layer)  # shares the weights; its compiled program is reused for all layers of its kind
     trial.compile(backend=backend, fullgraph=True)
     # one program for any number of rows; "maybe", since a layer that needs their number may have one for each
@@ -319,7 +325,7 @@ def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
 
 
 def _say(reasons: dict[str, str]) -> None:
-    """Log in one line which kinds of layers stay plain, and why."""
+    """Log in one line which kinds of layers are not compiled, and why; do nothing without any."""
     if reasons:
         kinds = {reason: [name for name, other in reasons.items() if other == reason] for reason in reasons.values()}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kinds.items())

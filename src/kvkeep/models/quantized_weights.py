@@ -61,10 +61,10 @@ FORMATS = {
 
 
 def check_format(name: str | None) -> None:
-    """Refuse a format that is unknown, or whose packages are missing.
+    """Refuse a format that is unknown, or whose packages are missing. ``None`` is no format.
 
     Raises:
-        InputError: see above.
+        InputError: the format is unknown, or a package is missing.
     """
     if name is None:
         return
@@ -80,7 +80,8 @@ def check_format(name: str | None) -> None:
 
 
 def options(name: str | None, config: PreTrainedConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments with which transformers quantizes weights while it loads them; none for ``None``.
+    """Return the arguments with which transformers quantizes weights while it loads them; an empty mapping for
+    ``None``.
 
     Args:
         name: one of `FORMATS`.
@@ -113,10 +114,10 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 
 def check_readable(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a quantised checkpoint whose package or hardware is missing.
+    """Refuse a quantised checkpoint whose package or hardware is missing. Others are not checked.
 
     Raises:
-        ModelFileError: the message names what is missing.
+        ModelFileError: the checkpoint cannot be read here.
     """
     method = method_of(config)
     if method is None:
@@ -137,9 +138,9 @@ def check_readable(name: str, config: PreTrainedConfig) -> None:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor is made of: itself, or data and scales of a quantized one.
+    """Yield the plain tensors of a tensor: itself, or the data and scales of a quantized one.
 
-    Of a tensor that processes share, the part of this process.
+    Of a tensor that processes share, yield this process's part.
     """
     to_local = getattr(tensor, "to_local", None)
     tensor = tensor if to_local is None else to_local()
@@ -152,6 +153,6 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Count the bytes that a model's weights take in memory. Shared weights count once."""
+    """Return the bytes that a model's weights and buffers take in memory. Shared weights count once."""
     tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in parts(tensor))
     return sum(tensor.nbytes for tensor in tensors)

@@ -41,11 +41,12 @@ class SandboxProcess:
 
     @property
     def runs(self) -> bool:
-        """Return whether the process runs. If it does not, the next question starts another one."""
+        """Return whether this process has started the sandbox and it still runs. `ask` starts it otherwise."""
         return self._process is not None and self._starter == os.getpid() and self._process.poll() is None
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any] | None:
-        """Return the answer to a line; ``None`` if the process ends first, or is killed because the time is over.
+        """Return the process's answer to a line; ``None`` if the process ends first or takes too long, and is
+        killed.
 
         Raises:
             OSError: the process does not start.
@@ -103,7 +104,7 @@ class SandboxProcess:
 
     @staticmethod
     def _read(process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
-        """Return one line of the process; ``None`` if it ends first.
+        """Return one line of the process as JSON; ``None`` if the process ends first.
 
         Raises:
             TimeoutError: the time was over, and the process is killed.

@@ -15,7 +15,9 @@ _LONGEST, _GROWTH = 2**20, 4
 
 
 def _answer(line: str) -> dict[str, str]:
-    """Render a template from a line of JSON, and return its text or its error."""
+    """Render a chat template from a line of JSON, and return its ``text``, or an ``error`` if it fails or grows too
+    long.
+    """
     try:
         asked = json.loads(line)
         rendered = render_jinja_template([asked.pop("messages")], **asked)

@@ -57,7 +57,7 @@ class WeightsOf:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a hash of each parameter's name and shape and of 256 of its numbers, from the first to the last.
+    """Return a hash of the weights: each parameter's name, shape, and 256 of its numbers at equal distances.
 
     Buffers count like parameters, unless they are what config.json says anyway. So does the state of adapters: which
     are active, with which scaling, or none. Parameters of adapters that are not active do not count.

@@ -47,7 +47,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(device: torch.device, *, size_bytes: int = BUFFER_BYTES, repeats: int = REPEATS) -> Bandwidth:
-    """Measure the bandwidth of a device's memory, with torch's threads.
+    """Measure and return the bandwidth of a device's memory, with torch's threads.
 
     Args:
         device: where the buffers are.
@@ -76,12 +76,10 @@ def measure_products(
 ) -> float:
     """Measure how fast a step's rows are multiplied with weights, with torch's threads.
 
-    By torch, or by the native kernel where that is faster, as in batch jobs and after `kvkeep.fuse_modules`.
-
     Args:
         device: where the weights are.
         dtype: of weights and rows.
-        rows: of the step.
+        rows: number of rows of the step.
         width: inputs of each linear layer, which has three times as many outputs.
         size_bytes: of all weights, at least one layer and at most 1 024.
         repeats: number of measurements, after one that does not count.
@@ -113,19 +111,19 @@ def measure_products(
 
 
 def _room_for(size_bytes: int) -> str:
-    """Tell the user what to do if a measurement finds too little memory."""
+    """Return a sentence on what to do if a measurement finds too little memory."""
     return f"A measurement takes {show_bytes(size_bytes)}: end what fills the memory, or give a bandwidth instead."
 
 
 def _linear(weight: Tensor) -> nn.Linear:
-    """Build a linear layer with these weights and no bias."""
+    """Return a linear layer with these weights and no bias."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Measure the median time of the work in seconds."""
+    """Return the median time of the work in seconds, after one run that does not count."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -78,12 +78,12 @@ class Scheme:
 
 
 def is_quantized(config: PreTrainedConfig) -> bool:
-    """Whether a configuration says that weights are stored in fewer bits than their dtype has."""
+    """Return whether a configuration says that weights are stored in fewer bits than their dtype has."""
     return _fields(config) is not None
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
-    """Read how the weights are stored; ``None`` if they are not quantized, or if the bytes are not known."""
+    """Return how the weights are stored; ``None`` if they are not quantized, or if the bytes are not known."""
     fields = _fields(config)
     if not isinstance(fields, Mapping):
         return None
@@ -95,7 +95,7 @@ def scheme_of(config: PreTrainedConfig) -> Scheme | None:
 
 
 def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
-    """Count the weights that are quantized under a scheme, with their scales.
+    """Return the number and the bytes of the weights that are quantized under a scheme, with their scales.
 
     Args:
         model: the model in full precision; its weights need no memory.
@@ -113,7 +113,7 @@ def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
 
 
 def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor, bool]]:
-    """The matrices that a scheme quantises, and whether each belongs to experts of a fused layer."""
+    """Yield the matrices that a scheme quantizes, and whether each belongs to the experts of a fused layer."""
     head = model.get_output_embeddings()
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
@@ -210,7 +210,10 @@ def _mxfp4(fields: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
-    """Read the scheme of compressed-tensors from its first group of layers; checkpoints mostly have just one."""
+    """Return the scheme of compressed-tensors, from its first group of layers; checkpoints mostly have just one.
+
+    Return ``None`` if there is no such group.
+    """
     groups = fields.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None
@@ -294,7 +297,7 @@ class Outline:
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Outline:
-    """Read a model's shapes, without its weights and its tokenizer.
+    """Return a model's shapes, without its weights and its tokenizer.
 
     Args:
         name_or_path: a hub name, a folder with a config.json, or the path of such a file.
@@ -328,7 +331,11 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
 
 
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> BoundedCache:
-    """Return a cache after one token, made of tensors with shapes but no memory."""
+    """Return a cache after one token, made of tensors with shapes but no memory.
+
+    Raises:
+        UnsupportedModelError: the model's code cannot run without weights.
+    """
     cache = BoundedCache(config, "local", budget=1)
     cache.shapes_alone = True
     nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts take no other dtype
@@ -351,7 +358,7 @@ def _layer_shape(layer: Layer) -> LayerShape:
 
 
 def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape:
-    """Describe the model in numbers, with only those names that transformers gives to all families."""
+    """Return the model in numbers, with only those names that transformers gives to all families."""
     config = model.config.get_text_config(decoder=True)
     used: int = getattr(config, "num_experts_per_tok", None) or 0  # without that name, all experts count as read
     # transformers stacks a layer's experts in one tensor: (experts, outputs, inputs)

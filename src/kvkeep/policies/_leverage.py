@@ -33,7 +33,7 @@ class Leverages(Policy):
 
     @property
     def unrotates(self) -> bool:
-        """Unless ``rotated=true``."""
+        """Return whether keys are compared before their rotation, as they are without ``rotated=true``."""
         return not self.rotated
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
@@ -41,7 +41,9 @@ class Leverages(Policy):
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add the keys of a prompt's new tokens (Chan et al., 1979)."""
+        """Return the state with the keys of a prompt's new tokens added to mean and scatter (Chan et al., 1979);
+        unchanged for other tokens.
+        """
         if view.phase is not Phase.PREFILL:
             return state
         number, mean, scatter = self._added(view)
@@ -74,7 +76,7 @@ class Leverages(Policy):
         return number, mean, centred.mT @ centred
 
     def later(self, view: View) -> Float[Tensor, "B Hk S"]:
-        """Return the score while tokens are generated."""
+        """Return the score for generated tokens: chosen tokens stay, and the oldest others go first."""
         return slide(view, self.protected(view.budget)[1])
 
     def leverage(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:

@@ -34,7 +34,7 @@ class HeavyHitters(Policy):
         return self.sinks, budget // 2 if self.recent is None else self.recent
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add this step's mass."""
+        """Return the state with this step's mass added."""
         return {"mass": state["mass"] + report.mass}
 
 
@@ -62,7 +62,7 @@ class Pattern(Policy):
         return Mass() if self.h2 else Nothing()
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add this step's mass, if heavy hitters have a share."""
+        """Return the state with this step's mass added; unchanged if heavy hitters have no share."""
         return {"mass": state["mass"] + report.mass} if self.h2 else state
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:

@@ -63,10 +63,10 @@ def read(path: str, layer: int) -> Means:
 
 @functools.lru_cache(maxsize=4)
 def heads_of(path: str) -> dict[tuple[int, int], Means]:
-    """Read all heads of a calibration file, by layer and query head.
+    """Return the means of all heads in a calibration file, by layer and query head.
 
     Raises:
-        PolicyError: the file cannot be read, or is none of TriAttention's.
+        PolicyError: the file cannot be read, or is no calibration of TriAttention's.
     """
     if not Path(path).expanduser().is_file():
         raise PolicyError(f"calibration={path}: there is no such file. Leave it out for the prompt's own queries.")
@@ -114,13 +114,18 @@ class MeanQueries(Rounds):
         return True
 
     def check(self, budget: int) -> None:
-        """Refuse a small budget, and a file that is no calibration."""
+        """Refuse a budget that is too small, and a file that is no calibration.
+
+        Raises:
+            BudgetError: the budget is too small.
+            PolicyError: the file is no calibration.
+        """
         super().check(budget)
         if self.calibration is not None:
             heads_of(self.calibration)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add a prompt's queries to their mean."""
+        """Return the state with a prompt's queries added to their mean; unchanged for generated tokens."""
         if view.queries is None:
             return state
         queries, positions = view.queries
@@ -185,7 +190,9 @@ def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B 
 
 
 def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
-    """Return keys turned as unrotated queries meet them, averaged over positions so far ahead of the next one."""
+    """Return the keys as unrotated queries ``ahead`` positions after the next token would see them, averaged over
+    ``ahead``.
+    """
     if view.rotation is None:
         return view.keys.float()
     far = view.seen[:, None, None] - (0 if view.turned else view.positions)

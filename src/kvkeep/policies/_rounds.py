@@ -23,7 +23,9 @@ class Rounds(Policy):
     buffer: int = option(128, "tokens that go at once; at most half of the budget", within=(1, math.inf))
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """Return the budget where it holds all tokens; otherwise it less the buffer, but all protected tokens."""
+        """Return how many tokens stay: the budget if it holds all tokens; else the budget less the buffer, but all
+        protected ones.
+        """
         sinks, recent = self.protected(view.budget)
         held = (view.positions >= 0).sum(dim=-1)
         budget, gone, shielded = (
@@ -55,7 +57,10 @@ class NewestRows(Rounds):
         return Mass() if view.is_decode else RowMasses(rows=self.window, places=self.window)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Replace the masses of the oldest rows; elsewhere than on a CPU it costs less to ask for all of them."""
+        """Return the state with the masses of the oldest rows replaced by those of this step's rows.
+
+        Probes change nothing.
+        """
         if view.phase is Phase.PROBE:
             return state
         places = torch.arange(self.window, device=view.seen.device)
@@ -70,7 +75,7 @@ class NewestRows(Rounds):
         return state | found
 
     def mass(self, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the mass of the newest rows together."""
+        """Return the mass of the newest rows, summed."""
         return torch.stack([state[name] for name in self.slots]).sum(dim=0)
 
 
@@ -83,12 +88,7 @@ BLOCK_BYTES = 2**23
 def redundancy(
     keys: Float[Tensor, "B Hk S D"], positions: Int[Tensor, "B Hk S"], threshold: float
 ) -> Float[Tensor, "B Hk S"]:
-    """Return a softmax over each head's tokens of the mean cosine of a token's key with all keys.
-
-    Of all keys whose cosine with a key is above the threshold, the newest gets nothing from it, nor does the key
-    itself. So of many keys that are alike, the newest one counts as the least redundant. A key that is no number gets
-    NaN.
-    """
+    """Return a softmax over each head's tokens of the mean cosine of a token's key with all keys."""
     there = positions >= 0
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     broken = ~unit.isfinite().all(dim=-1)

@@ -42,7 +42,7 @@ class ExpectedAttention(Policy):
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return ``(p + epsilon) · ‖v‖`` in a prompt; afterwards an order that keeps the chosen tokens."""
+        """Return ``(p + epsilon) · ‖v‖`` in a prompt; for generated tokens an order that keeps the chosen tokens."""
         if view.queries is None:
             return slide(view, self.protected(view.budget)[1])
         keys = met(view, torch.arange(self.future, device=view.keys.device))

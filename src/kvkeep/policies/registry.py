@@ -84,7 +84,8 @@ def name_of(policy: Policy | type[Policy]) -> str:
 
 
 def parse(text: str) -> Policy:
-    """Build a policy from ``name`` or ``name:option=value,option=value``; the name may be ``module:Class``.
+    """Return the policy that ``name`` or ``name:option=value,option=value`` describes; the name may be
+    ``module:Class``.
 
     The first word after the name may be a preset instead of an option.
 
@@ -144,10 +145,10 @@ def _is_policy(value: object) -> bool:
 
 
 def _import(module: str) -> types.ModuleType:
-    """Import a module, also from the current directory, as ``python -m`` does.
+    """Import a module, also from the current directory as ``python -m`` does, and return it.
 
     Raises:
-        PolicyError: there is no such module, or it fails.
+        PolicyError: there is no such module, or its import fails.
     """
     before = sys.path[:]
     if not sys.flags.safe_path:
@@ -210,7 +211,9 @@ def spec(policy: Policy) -> str:
 
 
 def describe(name: str) -> str:
-    """Describe in one line the tokens that a policy keeps, with the first line of its module's docstring."""
+    """Return one line about the tokens that a policy keeps: the first line of its module's docstring, or an empty
+    text.
+    """
     doc = inspect.getdoc(importlib.import_module(class_of(name).__module__)) or ""
     return doc.splitlines()[0] if doc else ""
 
@@ -228,7 +231,13 @@ def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def _convert(text: str, kind: object, where: str) -> object:
-    """Convert the text of an option to its declared type: int, float, bool, a choice, or any of these or None."""
+    """Return the value of an option's text: int, float, bool, a choice or text.
+
+    ``none`` is ``None`` if the option may be.
+
+    Raises:
+        PolicyError: the text is no such value.
+    """
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         if text.lower() == "none":
             return None

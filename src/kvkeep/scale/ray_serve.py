@@ -83,7 +83,9 @@ class Replica:
             self._handover = Handover(self._app.state.sessions, _staying(self._name))
 
     async def ask(self, to: str, request: Received) -> AsyncGenerator[Any, None]:
-        """Yield the messages of an answer; ``None`` alone if the request is for another replica, which has ended.
+        """Yield the messages of an answer.
+
+        If the request is for another replica, which has ended, yield ``None`` alone.
 
         Args:
             to: the replica that the router has chosen.
@@ -103,7 +105,7 @@ class Replica:
             await messages.aclose()
 
     async def holds(self, to: str, kind: str, owner: str, name: str) -> bool:
-        """Return whether this replica holds a session or an answer."""
+        """Return whether this replica holds a session or an answer; ``False`` if another replica is meant."""
         holder = self._app.state.sessions if kind == SESSION else self._app.state.responses
         return to == self._name and bool(holder.holds(owner, name))
 
@@ -116,7 +118,7 @@ class Replica:
         return {"rows": self._engine.rows}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Ray Serve tells `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
+        """Return the numbers that Ray Serve passes to `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
         return {"rows": self._engine.rows, "busy": self._engine.n_running + self._engine.n_waiting}
 
     def __del__(self) -> None:
@@ -138,7 +140,7 @@ def _own_name() -> str:
 
 
 def _staying(name: str) -> Callable[[], bool]:
-    """Tells whether this replica takes requests.
+    """Return a function that tells whether this replica still takes requests.
 
     Ray Serve tells a replica that it is about to end only after its last answer. But it tells all routers at once, and
     a handle has one. As long as Ray Serve has not told of the replica, the replica is starting.
@@ -174,10 +176,10 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 
 
 def need_serve() -> Any:
-    """Import Ray Serve and return its package.
+    """Import Ray Serve, and return its package.
 
     Raises:
-        InputError: it is not installed, or is too old.
+        InputError: Ray Serve is not installed, or is too old.
     """
     ray = need_ray()
     try:
@@ -202,7 +204,7 @@ def application(
     resources: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Any:
-    """Build a Ray Serve application with OpenAI's API: ``serve.run(application("a model", replicas=2))``.
+    """Return a Ray Serve application with OpenAI's API: ``serve.run(application("a model", replicas=2))``.
 
     Its ingress is the router. Keys of clients are part of the application, and so in the memory of the cluster.
 
@@ -248,7 +250,7 @@ def deployment(
     resources: Mapping[str, Any],
     grace_s: float = GRACE.default,
 ) -> Any:
-    """Build the deployment of replicas, to be bound to a `kvkeep.scale.ray_serve.ReplicaRecipe`.
+    """Return the deployment of replicas, to be bound to a `kvkeep.scale.ray_serve.ReplicaRecipe`.
 
     Args:
         replicas: their number, or the least and the most of them.
@@ -285,7 +287,7 @@ def deployment(
 
 
 def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
-    """Build the router, in the process of its deployment."""
+    """Return the router's application. It is called in the process of the router's deployment."""
     from ray import serve
 
     from kvkeep.scale.ray_serve_router import RayReplicas
@@ -295,7 +297,7 @@ def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
     router = make_router(replicas, settings, prefixes=prefixes)
 
     async def unprefixed(scope: Any, receive: Any, send: Any) -> None:
-        """Take the application's own prefix off the path, which replicas do not have."""
+        """Pass a request to the router without the application's own path prefix, which replicas do not have."""
         if scope["type"] == "http" and not replicas.here():
             await replicas.facts()
         prefix = scope.get("root_path", "")

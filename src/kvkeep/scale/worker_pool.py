@@ -114,21 +114,27 @@ class Pieces:
         self._died_alone: Counter[int] = Counter()
 
     def take(self, place: int) -> Item | None:
-        """Return a piece for a worker; pieces of dead workers come first. Suspects, which run alone, are left out."""
+        """Return a piece for a worker, one of a dead worker first; ``None`` if none is left.
+
+        Suspects, which run alone, are left out.
+        """
         return self._again.popleft() if self._again else self._source(place)
 
     def suspect(self) -> Item | None:
-        """Return a piece that has to run alone."""
+        """Return a piece that has to run alone; ``None`` if there is none."""
         return self._suspects.popleft() if self._suspects else None
 
     def any_left(self, place: int) -> bool:
-        """Return whether a piece waits. To find out, a new piece may be fetched for the worker."""
+        """Return whether a piece waits. A new one may be fetched for the worker to find out."""
         if not self._again and not self._suspects and (item := self._source(place)) is not None:
             self._again.append(item)
         return bool(self._again or self._suspects)
 
     def give_back(self, item: Item, *, alone: bool) -> WorkResult | None:
-        """Queue a piece of a dead worker again; the answer of one that has failed, as it killed workers all alone."""
+        """Queue a piece of a dead worker again, and return ``None``.
+
+        A piece that has killed workers all alone is not queued: return its answer, a failure.
+        """
         number = item[0]
         self._died[number] += 1
         self._died_alone[number] += alone
@@ -169,11 +175,13 @@ class WorkerSlot:
     patience_s: float = 0.0
 
     def hear(self) -> None:
-        """Note that the worker lives."""
+        """Record that the worker answered now, and reset the time after which its silence is reported."""
         self.heard, self.patience_s = time.monotonic(), self.most_s
 
     def silence(self, piece: str) -> str | None:
-        """Return a warning about a worker that has been silent for long; the wait doubles after each warning.
+        """Return a warning about a worker with work that is silent for too long; else ``None``.
+
+        The time until the next warning doubles.
 
         Args:
             piece: a word for a piece of its work.
@@ -241,7 +249,7 @@ class WorkerPool(Generic[F]):
         return self._facts
 
     def begin(self, stopped: Stopped = lambda: False) -> None:
-        """Start all workers and wait until they can work, unless the user wants to stop.
+        """Start all workers, and wait until they can work; return early if the user stops the job.
 
         Raises:
             InputError: a worker cannot make its tools, dies, or has other weights than the others.
@@ -251,7 +259,11 @@ class WorkerPool(Generic[F]):
         self._await(others, stopped)  # they lay out the weights as the first one has
 
     def _await(self, slots: Sequence[WorkerSlot], stopped: Stopped) -> None:
-        """Start workers and wait until they can work."""
+        """Start workers, and wait until they can work; return early if the user stops the job.
+
+        Raises:
+            InputError: a worker died, or cannot work.
+        """
         if stopped():
             return
         for slot in slots:
@@ -274,7 +286,7 @@ class WorkerPool(Generic[F]):
         """Call a method of the first worker, which must be idle, and return the result.
 
         Raises:
-            InputError: it dies.
+            InputError: the worker dies.
         """
         first = self._slots[0]
         try:
@@ -291,7 +303,7 @@ class WorkerPool(Generic[F]):
         take: Take,
         stopped: Stopped = lambda: False,
     ) -> None:
-        """Run pieces to their ends, or until the user wants to stop.
+        """Run pieces until each has an answer, or the user stops the job.
 
         Args:
             source: gives the pieces as workers become free.
@@ -324,7 +336,9 @@ class WorkerPool(Generic[F]):
             self._collect({*ready, *more}, take)
 
     def _tell_of(self, waits: int) -> None:
-        """Say that nothing comes, after so many waits in which no worker ran, or from workers that have work.
+        """Tell the user that no worker runs, after so many waits, or that workers with work are silent.
+
+        Now and then, check that the cluster is still there.
 
         Raises:
             LostClusterError: the cluster has gone away.
@@ -361,7 +375,10 @@ class WorkerPool(Generic[F]):
         slot.running.clear()
 
     def _welcome(self, slot: WorkerSlot, said: F | str) -> str | None:
-        """Take the facts of a new worker; return what is wrong with it."""
+        """Store the facts of a new worker, which can work now.
+
+        Return what is wrong with it, and do not let it work; ``None`` if nothing is.
+        """
         if isinstance(said, str):
             return said
         known = self._facts = self._facts or said
@@ -374,7 +391,10 @@ class WorkerPool(Generic[F]):
         return None
 
     def _feed(self, told: Sequence[Any]) -> None:
-        """Hand pieces to the workers with the fewest, as long as one has less than it should have."""
+        """Hand pieces to the workers with the fewest, until each has as many as it should have or no piece is left.
+
+        A suspect goes to a worker without any other piece.
+        """
         most = self._kind.ahead(self.facts)
         while free := [
             slot
@@ -392,7 +412,7 @@ class WorkerPool(Generic[F]):
             slot.running[slot.handle.run.remote(*item, *told)] = item
 
     def _collect(self, ready: set[Any], take: Take) -> None:
-        """Take what has come: answers, facts of new workers, deaths."""
+        """Handle what has arrived: answers, facts of new workers, and deaths."""
         for slot in self._slots:
             for reference in [call for call in (slot.starting, *slot.running) if call is not None and call in ready]:
                 if reference is not slot.starting and reference not in slot.running:
@@ -413,7 +433,7 @@ class WorkerPool(Generic[F]):
                     take(said)
 
     def _replace(self, slot: WorkerSlot, reason: str, take: Take) -> None:
-        """Start a worker in place of a dead one, and give its pieces back."""
+        """Queue the pieces of a dead worker again, and start another worker, unless this place had too many deaths."""
         lost, alone, self._last = list(slot.running.values()), slot.alone, reason
         finished = self._finished(slot, take)
         self._dismiss(slot)
@@ -430,7 +450,7 @@ class WorkerPool(Generic[F]):
         self._hire(slot)
 
     def _finished(self, slot: WorkerSlot, take: Take) -> set[int]:
-        """Take the answers that a worker gave before it died; return their numbers."""
+        """Handle the answers that a worker gave before it died, and return their pieces' numbers."""
         finished = set()
         ready = self._ray.wait(list(slot.running), num_returns=len(slot.running), timeout=0)[0] if slot.running else []
         for reference in ready:

@@ -49,7 +49,7 @@ class ServerAddress:
     read_timeout_s: float = READ_TIMEOUT.default
 
     def url(self, port: int) -> str:
-        """Return the address as a URL, or as the path of a unix socket."""
+        """Return the address as a URL with this port, or the path of the unix socket."""
         if self.unix_socket is not None:
             return f"unix:{self.unix_socket}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -66,7 +66,7 @@ def listen(place: ServerAddress) -> socket.socket:
         if place.unix_socket is not None:
             return _unix(place.unix_socket)
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-        made = socket.create_server((place.host, place.port), family=family, backlog=2048)
+        made = socket.create_server((place.host, place.port), family=family, backlog=2048)  # as uvicorn's own
     except (OSError, OverflowError) as error:  # an OverflowError: no port has such a number
         why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]  # Python adds the address there
         if place.unix_socket is not None:
@@ -106,10 +106,10 @@ def _answers(path: str) -> bool:
 
 
 def check_tls(place: ServerAddress) -> None:
-    """Refuse files that are no certificate or key.
+    """Refuse files that are no certificate and key in PEM. Without both there is nothing to check.
 
     Raises:
-        InputError: one is missing, cannot be read, or does not belong to the other.
+        InputError: a file is missing, cannot be read, or does not belong to the other file.
     """
     import ssl
 
@@ -126,7 +126,7 @@ def check_tls(place: ServerAddress) -> None:
 
 
 def settle() -> None:
-    """Prepare a process that serves until it ends, so that its threads do not stop each other for long.
+    """Tune a process that serves until it ends: fewer collections of garbage, faster switches between threads.
 
     The objects that are there now are left out of later collections of garbage, and the engine's thread gets the
     interpreter back from the web's thread after a millisecond.
@@ -169,13 +169,15 @@ class HttpServer(uvicorn.Server):
         self._app, self._begun, self.interrupted = app, started, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to listen, and call ``started``."""
         await super().startup(sockets)
         self._begun()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:  # uvicorn would raise them again at the end
-        """Take the signals that end a server."""
+        """Handle SIGINT and SIGTERM with `handle_exit` while the context lasts; in other threads than the main one do
+        nothing.
+        """
         taken = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         before = {number: signal.signal(number, self.handle_exit) for number in taken}
         try:
@@ -185,7 +187,7 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end, or end at once."""
+        """Begin to drain: refuse new requests, and end when running ones have ended. A second Ctrl-C ends at once."""
         self._app.state.queue.draining = True
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.interrupted = self.interrupted or sig == signal.SIGINT
@@ -211,7 +213,7 @@ class _Http(H11Protocol):
         self._forget()
 
     def _watch(self) -> None:
-        """Begin to wait for a head, or stop when it is there."""
+        """Start the timer for a request's head, or stop it when the head is there."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._timer is None:

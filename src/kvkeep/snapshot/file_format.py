@@ -115,8 +115,8 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
     """Open a regular file, and yield the file and its size. A pipe is refused at once.
 
     Raises:
-        NotASnapshotError: it is no regular file.
-        OSError: it cannot be opened.
+        NotASnapshotError: the path is no regular file.
+        OSError: the file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     about = os.fstat(descriptor)
@@ -157,7 +157,11 @@ def read_header(file: IO[bytes], size: int) -> Header:
 
 
 def _entry(name: str, found: object) -> TensorEntry:
-    """Check the description of a tensor, whose shape and size in bytes must agree, and return it."""
+    """Return the description of a tensor, after a check that its shape and its size in bytes agree.
+
+    Raises:
+        NotASnapshotError: a check fails.
+    """
     shown = f"tensor {name!r:.60}"
     check(isinstance(found, dict) and found.keys() == {"dtype", "shape", "data_offsets"}, f"{shown} is not described")
     assert isinstance(found, dict)
@@ -184,7 +188,11 @@ def _numbers(found: object) -> tuple[int, ...] | None:
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Refuse tensors that overlap, leave gaps, or end elsewhere than the file."""
+    """Refuse tensors that overlap, leave gaps, or end elsewhere than the file.
+
+    Raises:
+        NotASnapshotError: the tensors do.
+    """
     end = 0
     for entry in sorted(entries.values(), key=lambda one: (one.start, one.stop)):
         check(entry.start == end, "its tensors overlap or leave gaps")
@@ -193,7 +201,7 @@ def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
 
 
 def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
-    """Read a tensor.
+    """Read a tensor from its place in a file.
 
     Raises:
         NotASnapshotError: the file has become shorter.
@@ -211,10 +219,10 @@ def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
 
 
 def check(holds: bool, why: str) -> None:
-    """Refuse a file unless a condition holds.
+    """Raise the error with the reason ``why`` unless a condition holds.
 
     Raises:
-        NotASnapshotError: it does not.
+        NotASnapshotError: the condition does not hold.
     """
     if not holds:
         raise NotASnapshotError(why)
@@ -261,7 +269,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
     """Read the fingerprint from a file's description.
 
     Raises:
-        NotASnapshotError: it is missing, or a part of it has a wrong type.
+        NotASnapshotError: there is no fingerprint, it has a newer format, or a part of it has a wrong type.
     """
     found = about.get("fingerprint")
     check(isinstance(found, dict), "it has no fingerprint")
@@ -299,7 +307,7 @@ def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
     """Read the layers from a file's description. All of them must have seen the same tokens.
 
     Raises:
-        NotASnapshotError: there are none, or a number is out of range.
+        NotASnapshotError: there are no layers, or a number is out of range.
     """
     found = about.get("layers")
     check(isinstance(found, list) and 0 < len(found) <= _MOST_LAYERS, "it describes no layers")
@@ -342,7 +350,7 @@ def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
     """Read the flags of the layers with a state from a file's description.
 
     Raises:
-        NotASnapshotError: they are not in the form that `save` writes.
+        NotASnapshotError: the flags are not in the form that `save` writes.
     """
     found = about.get("states")
     check(isinstance(found, dict) and len(found) <= _MOST_LAYERS, "it does not describe its states")
@@ -364,10 +372,10 @@ def _is_flag(found: object) -> bool:
 
 
 def whole(found: object, shown: str, *, least: int = 0, most: int) -> int:
-    """Check that a value is an integer in a range, and return it.
+    """Return a value that must be an integer in a range; ``shown`` names it in the error.
 
     Raises:
-        NotASnapshotError: it is none.
+        NotASnapshotError: the value is no such integer.
     """
     if type(found) is not int or not least <= found <= most:
         raise NotASnapshotError(f"{shown} is {found!r:.40}")

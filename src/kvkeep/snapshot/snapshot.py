@@ -96,7 +96,7 @@ class Snapshot:
             pins: spans of positions, such as ``((0, 120),)``, instead of those that the memory has; ``()`` pins none.
 
         Raises:
-            InputError: they are no spans, or end beyond the tokens that the memory has seen.
+            InputError: ``pins`` are no spans, or end beyond the tokens that the memory has seen.
         """
         found = spans(pins)
         if end(found) > self.seen:
@@ -106,7 +106,10 @@ class Snapshot:
         return replace(self, contents=self.contents.pinned(found))
 
     def positions(self, layer: int = 0) -> Int[Tensor, "Hk used"]:
-        """True positions of the tokens that a layer holds, -1 = empty. Layers without slots are not counted."""
+        """Return the true positions of the tokens that a layer holds, -1 = empty.
+
+        Layers without slots are not counted.
+        """
         return self.contents.layers[layer].positions
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -149,7 +152,7 @@ _EXPANSION, _SLACK = 256, 2**20
 
 
 def load(path: str | os.PathLike[str]) -> FileParts:
-    """Read a snapshot onto the CPU, see `Snapshot.load`.
+    """Return the parts of a snapshot's file, on the CPU, see `Snapshot.load`.
 
     Raises:
         SnapshotError: the file cannot be read, or is no whole file of a snapshot.
@@ -231,7 +234,11 @@ def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str,
 
 
 def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, TensorEntry]) -> None:
-    """Refuse a layer whose tensors do not fit its description or each other."""
+    """Refuse a layer whose tensors do not fit its description or each other.
+
+    Raises:
+        NotASnapshotError: the tensors do not fit.
+    """
     missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
     check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")
     keys, values, bits = entries["store.keys"], entries["store.values"], entries[OCCUPIED]
@@ -249,7 +256,11 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
 
 
 def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
-    """Refuse keys and values that do not have the dtype of the fingerprint, or its bits and the scales for them."""
+    """Refuse keys and values whose dtype is not the fingerprint's, or without the scales that its bits need.
+
+    Raises:
+        NotASnapshotError: there is such a tensor.
+    """
     scales = entries.keys() & set(SCALES)
     check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
     for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
@@ -268,7 +279,11 @@ def _slot_bytes(entry: TensorEntry) -> int:
 
 
 def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> RowCopy:
-    """Build one layer's row from a file's tensors, with every token in its slot."""
+    """Build one layer's row from a file's tensors, with every token in its slot.
+
+    Raises:
+        NotASnapshotError: tokens, slots or positions do not fit each other.
+    """
     occupied = unpacked_bits(found.pop(OCCUPIED), about.heads * about.used).view(about.heads, about.used)
     n = len(found["store.positions"])
     check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
@@ -285,7 +300,11 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
 
 
 def _check_positions(shown: str, found: Int[Tensor, " n"], dense: Int[Tensor, "Hk used"], seen: int) -> None:
-    """Refuse positions that the sequence has not seen, or that a head holds twice."""
+    """Refuse positions that the sequence has not seen, or that a head holds twice.
+
+    Raises:
+        NotASnapshotError: there is such a position.
+    """
     check(bool(((found >= 0) & (found < seen)).all()), f"{shown} holds positions outside of the {seen} tokens seen")
     order = dense.sort(dim=1).values
     twice = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
@@ -312,10 +331,10 @@ _OLD_S = 3600.0
 
 
 def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
-    """Write a snapshot, see `Snapshot.save`.
+    """Write a snapshot to a file, and remove old leftovers of interrupted writes beside it. See `Snapshot.save`.
 
     Raises:
-        SnapshotError: the file cannot be written.
+        SnapshotError: the file cannot be written; an older one of that name stays as it was.
     """
     target = in_full(path)
     try:
@@ -329,7 +348,7 @@ def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Refuse to replace anything but a file.
+    """Refuse a path at which there is something other than a file.
 
     Raises:
         SnapshotError: there is something else at the path.
@@ -395,7 +414,7 @@ def _about_layer(layer: RowCopy) -> dict[str, Any]:
 
 
 def _whole(layer: RowCopy) -> list[str]:
-    """Names of the state that each head has once."""
+    """Return the names of the states that each head has once."""
     return sorted(name for name in layer.tensors.keys() - layer.cut if name.startswith("state."))
 
 
@@ -436,7 +455,7 @@ def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed_bits(bits: Bool[Tensor, " n"]) -> UInt8[Tensor, " bytes"]:
-    """Truth values as bits, eight to a byte, the first one in the lowest bit."""
+    """Return truth values as bits, eight to a byte, the first one in the lowest bit."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
     weights = 2 ** torch.arange(8)
     return (padded * weights).sum(dim=1).to(torch.uint8)
@@ -471,7 +490,10 @@ class Writing(threading.Thread, Generic[_T]):
         self.start()
 
     def run(self) -> None:
-        """Write all memories."""
+        """Wait for the writing before this one, then write all memories.
+
+        A failure stops the thread and is stored in ``error``.
+        """
         before, self._before = self._before, None
         try:
             if before is not None:

@@ -64,7 +64,10 @@ class NativeBackend(Backend):
         self._others: Backend = TorchBackend() if rotation is None else AtRanks(NativeBackend(), rotation)
 
     def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
+        """Attend in the kernel, or in torch if the kernel cannot.
+
+        A padded query, or one that sees nothing, gives zeros.
+        """
         query, slots, now, options, statistic = inputs
         if query.shape[2] > 1:
             read = ops.attend_prefill(inputs) if self._rotation is None else None
@@ -82,20 +85,22 @@ class NativeBackend(Backend):
         return out, Report(dict(zip(statistic.fields, sums, strict=True)))
 
     def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
-        """See `Backend.reread`; under slot positions keys are rotated first."""
+        """Compute `Backend.reread` in torch, with keys rotated first under slot positions."""
         return self._others.reread(inputs, again)
 
     def attend_twice(
         self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
-        """See `Backend.attend_twice`; one call of the kernel."""
+        """Return the results of `attend` and `reread` from one call of the kernel, or from torch if the kernel
+        cannot.
+        """
         done = ops.attend_twice(inputs, turned(inputs.query, again)) if self._rotation is None else None
         return done or self._others.attend_twice(inputs, again)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`."""
+        """Write one token per row into an empty slot of each head, in the kernel, or in torch if the kernel cannot."""
         there, ranges = lying(slots)
         there, codes = coding_of(there)
         slot = ops.write(*there, new=(keys, values), now=now, starts=ranges and ranges[0], codes=codes)
@@ -106,23 +111,25 @@ class NativeBackend(Backend):
         return slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `Backend.expire`."""
+        """Empty the slots that a sliding window has passed, in the kernel, or in torch if the kernel cannot."""
         if not ops.expire(positions, seen, window):
             self._others.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """See `Backend.is_over`."""
+        """Return whether a head holds more than its limit, counted in the kernel, or in torch if the kernel cannot."""
         count = ops.count_over(positions, limit)
         return self._others.is_over(positions, limit) if count is None else count > 0
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
-        """See `Backend.evict`."""
+        """Empty one slot of every head over its limit, in the kernel, or in torch if the kernel cannot."""
         sinks, recent, limit = limits.sinks, limits.recent, limits.stay
         if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
             self._others.evict(positions, score, limits)
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
-        """See `Backend.step`."""
+        """Run a whole decode step in one call of the kernel, and return the output; ``None``, with nothing changed,
+        if it cannot.
+        """
         call = self._packed(step)
         out = None if call is None else call.run()
         if isinstance(step.slots, LazySlots):
@@ -130,7 +137,11 @@ class NativeBackend(Backend):
         return out
 
     def repeat(self, step: FusedStep) -> Repeat | None:
-        """See `Backend.repeat`. Angles of slot positions, bits in rings, and numbers of single rows are packed anew."""
+        """Return the step as packed arguments that are given other tokens only.
+
+        Return ``None`` if something else changes with each token: angles of slot positions, bits in rings, sinks, or
+        numbers of single rows.
+        """
         report, limits = wanted(step.statistic), step.limits
         numbers = (limits.recent, limits.stay, *((report.counts, report.gain, report.last) if report else ()))
         if self._rotation is not None or step.added.ring is not None or step.options.sinks is not None:
@@ -141,7 +152,7 @@ class NativeBackend(Backend):
         return None if call is None else ops.NativeRepeat(call)
 
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
-        """The packed arguments of a step; ``None`` if the kernel cannot do it."""
+        """Return the packed arguments of a step; ``None`` if the kernel cannot run it."""
         query, slots, new, now, statistic, options, added, limits = step
         # the kernel has one window, for what is attended to and for what expires
         if options.top is not None or options.window != limits.window or not is_known(statistic):
@@ -160,11 +171,11 @@ class NativeBackend(Backend):
         )
 
     def at_ranks(self, rotation: Rotation) -> Backend:
-        """See `Backend.at_ranks`."""
+        """Return a native backend for slot positions, whose kernel rotates keys while it reads them."""
         return NativeBackend(rotation)
 
     def _turn(
         self, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
     ) -> KeyRotation | None:
-        """Return the angles by which the kernel turns keys of this dtype; ``None`` under true positions."""
+        """Return the angles to which the kernel rotates keys of this dtype; ``None`` under true positions."""
         return None if self._rotation is None else turn_of(self._rotation, positions.shape[2], dtype, rotated_at)

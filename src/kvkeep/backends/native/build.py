@@ -100,7 +100,9 @@ def _found_or_made(compiler: str, folder: Path) -> Native:
 
 
 def _check_failure(failure: Path) -> None:
-    """Refuse to repeat an attempt that failed a short time ago, in this process or another.
+    """Refuse to repeat an attempt to compile that failed a short time ago, in this process or another.
+
+    Remove the note of an older failure; do nothing without one.
 
     Raises:
         _UnavailableError: the attempt failed within the last hour.
@@ -123,10 +125,10 @@ def _compiler() -> str:
 
 
 def _folder() -> Path:
-    """Return the cache directory. Code is loaded from it, so only this user may be able to write to or replace it.
+    """Make the cache directory and return it. Code is loaded from it, so only this user may be able to write to it.
 
     Raises:
-        _UnavailableError: somebody else can, or the system does not say.
+        _UnavailableError: somebody else can write to it or replace it, or the system does not say who can.
     """
     if os.name != "posix":
         raise _UnavailableError("only POSIX systems say who can write to the cache directory")
@@ -198,7 +200,13 @@ def _run(compiler: str, arguments: list[str]) -> bytes:
 
 
 def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes]:
-    """Output and errors of a process when it has ended. After some seconds the log says what is being waited for."""
+    """Wait for a process to end, and return its output and errors.
+
+    After some seconds the log says what is waited for.
+
+    Raises:
+        _UnavailableError: the process did not end in time.
+    """
     try:
         return process.communicate(timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -223,7 +231,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, folder: Path, key: str) -> Path:
-    """Compile into a temporary folder and rename, so that other processes see the whole file or none."""
+    """Compile into a temporary folder, move the library to its place as a whole, and return its path."""
     _log.info("Compiling the native kernel with %s; this takes some seconds, once.", compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / "kernel.so"
@@ -234,7 +242,9 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """Load a library of this user whose content matches its name: loading half a file can crash a process."""
+    """Load a library; return ``None`` unless it belongs to this user, its content matches its name, and it has all
+    functions.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
         return None

@@ -48,13 +48,16 @@ _NONE = bytes(_ONE.size)
 
 @functools.cache
 def slow(dtype: torch.dtype) -> bool:
-    """Return whether torch multiplies this dtype one by one on this processor: half precision without AVX-512."""
+    """Return whether torch is slow at products in this dtype on this processor: half precision without AVX-512."""
     supported = getattr(torch.ops.mkldnn, _SUPPORT.get(dtype, ""), None)
     return supported is not None and not supported()
 
 
 def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
-    """Compute a linear layer for many rows in a `slow` dtype, with its weights in float32 piece by piece."""
+    """Compute a linear layer in a `slow` dtype for many rows, with its weights in float32 piece by piece.
+
+    Return ``None`` for another dtype, or if the layer does not fit.
+    """
     if not slow(x.dtype) or library_for(x) is None or not fits(layer, x, x.shape[-1]):
         return None
     wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features))
@@ -97,7 +100,9 @@ def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Li
 def norm(
     x: Float[Tensor, "*n width"], weight: Float[Tensor, " m"], epsilon: float, *, plus: float
 ) -> Float[Tensor, "*n width"] | None:
-    """Divide rows by their root mean square, and multiply them by the weight plus ``plus``."""
+    """Divide rows by their root mean square, and multiply them by the weight plus ``plus``; ``None`` if the kernel
+    cannot.
+    """
     library, width = library_for(x), x.shape[-1]
     if library is None or not matches(weight, x, (width,)):
         return None
@@ -126,7 +131,9 @@ def one(layer: nn.Linear, out: int) -> bytes:
 
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
-    """Return the kernel if rows are dense in main memory, and nobody traces, differentiates or casts."""
+    """Return the kernel if it can read the rows; else, and under gradients, autocast or a compiler's trace,
+    ``None``.
+    """
     if type(x) is not Tensor or not x.is_cpu or x.dtype not in TYPES or not x.is_contiguous() or not x.numel():
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
@@ -174,7 +181,7 @@ class Norm(NamedTuple):
 
 
 def places(weights: Iterable[object]) -> list[Place]:
-    """Return each weight's address, device, dtype, shape and strides; its type if it is no parameter."""
+    """Return each weight's address, device, dtype, shape and strides; its type alone if it is no parameter."""
     return [
         (one.data_ptr(), one.device, one.dtype, one.shape, one.stride()) if type(one) is nn.Parameter else type(one)
         for one in weights
@@ -208,7 +215,7 @@ class Before:
     def __call__(
         self, x: Float[Tensor, "B 1 width"], angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
     ) -> tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]] | None:
-        """Query, key and value.
+        """Compute query, key and value of a token per row; return ``None`` if the kernel cannot.
 
         Args:
             x: a token per row.
@@ -247,7 +254,7 @@ class Before:
         )
 
     def leads_to(self, behind: Behind, step: NativeRepeat) -> bool:
-        """Return whether this, a step of attention and ``behind`` belong to one layer."""
+        """Return whether this object, a step of attention and ``behind`` belong to one layer."""
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
             return False
@@ -371,7 +378,10 @@ def whole(
     angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]],
     step: object,
 ) -> Float[Tensor, "B 1 width"] | None:
-    """Return the output of a layer whose step of attention is replayed, see `WholeLayer`; ``None``: it is another's."""
+    """Run a whole layer whose step of attention is replayed, see `WholeLayer`, and return its output.
+
+    Return ``None`` if the step is not the native backend's, or the kernel cannot run the layer.
+    """
     if not isinstance(step, NativeRepeat):
         return None
     within = step.within

@@ -33,7 +33,9 @@ def attend(
     options: AttentionOptions,
     wanted: WantedReport | None,
 ) -> list[Tensor] | None:
-    """Compute attention of one token per row; the results are those of `kvkeep.backends.native.ops.attend`.
+    """Compute attention of one token per row, with the results of `kvkeep.backends.native.ops.attend`.
+
+    Return ``None`` if no kernel can do it.
 
     Cost:
         two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with
@@ -78,7 +80,9 @@ def step(
     added: Added,
     limits: SlotLimits,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """Run `Backend.step`; ``wanted`` says how the rows count, ``None`` if there are no sums.
+    """Run `Backend.step` and return the output; ``None``, with nothing changed, if the kernels cannot.
+
+    ``wanted`` says how the rows count in the policy's sums; ``None``: there are no sums.
 
     Cost:
         two kernels: `decode.attend_split` and `decode.merge_evict`.
@@ -119,7 +123,9 @@ def step(
 def write(
     store: Slots, new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """Run `Backend.append` for a new token that has the dtype of the slots, or is quantized into them."""
+    """Write a new token per row into an empty slot, quantized if the slots are, and return the slots; ``None`` if no
+    kernel can.
+    """
     if isinstance(store, CodedSlots):
         return _write_codes(store, new, now)
     keys, values, positions = store
@@ -169,7 +175,10 @@ def _write_codes(
 
 
 def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | None, limits: SlotLimits) -> bool | None:
-    """Run `Backend.expire` if the limits have a window, then `Backend.evict` if there are scores."""
+    """Expire if the limits have a window, evict if there are scores, and return ``True``.
+
+    Return ``None``, with nothing changed, if no kernel can.
+    """
     scored = positions if scores is None else scores
     if not launch.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):
         return None
@@ -218,7 +227,7 @@ class Scratch:
         } | {"Hk": Hk, "S": S, "G": self.G, "E": E, "BLOCK_E": launch.power(E)}
 
     def fill(self, new: tuple[Tensor, Tensor] | None = None) -> None:
-        """Run the first kernel, which writes a new token into its slot before it attends."""
+        """Run the first kernel, which attends in splits; a new token is written into its slot before."""
         from kvkeep.backends.triton import decode
 
         _launch(
@@ -274,18 +283,18 @@ def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
 
 
 def turned(query: Float[Tensor, "B Hq 1 D"]) -> Float[Tensor, "B Hq 1 D"]:
-    """Compute `kvkeep.kv.slot_codec.hadamard` as one matrix product, which launches fewer kernels."""
+    """Return the query after `kvkeep.kv.slot_codec.hadamard`, as one matrix product, which launches fewer kernels."""
     found: Tensor = query.float() @ _matrix(query.shape[-1], query.device)
     return found.to(query.dtype)
 
 
 def _runs_over(slots: CodedSlots, *others: Tensor) -> bool:
-    """`launch.runs` for slots that hold codes."""
+    """Return whether kernels can read these quantized slots and the other tensors, see `launch.runs`."""
     return launch.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
 
 
 def _output(query: Tensor, width: int) -> Tensor:
-    """Memory for the output; float32 for the interpreter, which truncates where bfloat16 should round."""
+    """Allocate the output; float32 for the interpreter, which truncates where bfloat16 should round."""
     dtype = torch.float32 if launch.interprets() else query.dtype
     return query.new_empty((*query.shape[:3], width), dtype=dtype)
 

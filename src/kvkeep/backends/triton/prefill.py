@@ -96,7 +96,8 @@ def forward(
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, GAINED: tl.constexpr, MIXED: tl.constexpr,
     BOUNDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over tiles of keys: the output (``MIXED``) and the log-sum-exp, in base 2, of every row.
+    """Compute the output (``MIXED``) and the log-sum-exp, in base 2, of every row by online softmax over tiles of
+    keys.
 
     One program does ``BLOCK_T`` rows of a query head; the last rows, which see most, start first. A row that sees
     nothing gives zeros and minus infinity. ``GAINED`` multiplies the logits. Without ``MIXED`` values are not read.
@@ -183,7 +184,8 @@ def columns(
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, GAINED: tl.constexpr, LOW: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """For each key, the weighted sum over rows of the group's mean probability; with ``LOW`` also a weighted count.
+    """Compute for each key the weighted sum over rows of the group's mean probability; with ``LOW`` also a weighted
+    count.
 
     One program reads ``BLOCK_S`` keys of a KV head once and recomputes their probabilities for every ``splits``-th
     piece of the work. A piece is a tile of the rows ``bounds[b]``, of one query head or, with ``LOW``, of the group.

@@ -54,7 +54,7 @@ class Choice:
 
 
 def questions(name: str, data: str | None) -> list[Choice]:
-    """Read all questions of a data set.
+    """Return all questions of a data set.
 
     Args:
         name: the data set, one of `NAMES`.
@@ -69,7 +69,11 @@ def questions(name: str, data: str | None) -> list[Choice]:
 
 
 def _adapted(name: str, row: Mapping[str, str]) -> Choice:
-    """Read an entry of LLM-Adapters, where question and choices are one text."""
+    """Return the question of an entry of LLM-Adapters, where question and choices are one text.
+
+    Raises:
+        ValueError: there are no choices, or the answer is none of them.
+    """
     if name == "mathqa":
         question, _, options = row["instruction"].rpartition("The options:")
         return _mathqa({"Problem": question, "options": options, "correct": row["answer"]})
@@ -85,13 +89,17 @@ def _adapted(name: str, row: Mapping[str, str]) -> Choice:
 
 
 def _asked(name: str, question: str, choices: list[str], right: int) -> Choice:
-    """Build a question in lm-eval's wording: OpenBookQA's choices continue the question, others answer it."""
+    """Return a question in lm-eval's wording: OpenBookQA's choices continue the question, others answer it."""
     context = question if name == "openbookqa" else f"Question: {question}\nAnswer:"
     return Choice((context,) * len(choices), tuple(f" {choice}" for choice in choices), right)
 
 
 def _filled(sentence: str, options: list[str], right: int) -> Choice:
-    """Build a question of WinoGrande: the same end of the sentence follows each option."""
+    """Return a question of WinoGrande: the same end of the sentence follows each option.
+
+    Raises:
+        ValueError: the sentence has no blank.
+    """
     before, blank, after = sentence.partition("_")
     if not blank:
         raise ValueError("the sentence has no blank")
@@ -135,7 +143,13 @@ def _winogrande(row: Mapping[str, Any]) -> Choice:
 
 
 def _mathqa(row: Mapping[str, Any]) -> Choice:
-    """Read an entry of MathQA. Its options are one text, as in ``a ) 38 , b ) 27``, or a list of such texts."""
+    """Return the question of an entry of MathQA.
+
+    Its options are one text, as in ``a ) 38 , b ) 27``, or a list of such texts.
+
+    Raises:
+        ValueError: the question or an option is empty.
+    """
     options, question = _OPTION.split(text(row, "options")), row["Problem"].strip()
     letters, choices = options[1::2], [part.strip(" ,[]'\"") for part in options[2::2]]
     if not question or not all(choices):
@@ -147,7 +161,9 @@ _RTE = ("premise", "hypothesis"), ("sentence1", "sentence2")
 
 
 def _rte(row: Mapping[str, Any]) -> Choice:
-    """Read an entry of GLUE (``sentence1``, 0 for entailment) or of SuperGLUE (``premise``, the label as a word)."""
+    """Return the question of an entry of GLUE (``sentence1``, 0 for entailment) or SuperGLUE (``premise``, a word as
+    label).
+    """
     said, asked = (text(row, name) for name in _RTE[0 if "premise" in row else 1])
     label = row["label"] if isinstance(row["label"], int) else _among(row["label"], ("entailment", "not_entailment"))
     context = f"{said.strip()}\nQuestion: {asked.strip()} True or False?\nAnswer:"
@@ -164,12 +180,16 @@ def _hellaswag(row: Mapping[str, Any]) -> Choice:
 
 
 def _plain(text: str) -> str:
-    """Text of WikiHow without its marks, as lm-eval reads it."""
+    """Return a text of WikiHow without its marks, as lm-eval reads it."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def _texts(row: Mapping[str, Any], name: str) -> list[str]:
-    """Return a field that has to be a list of texts."""
+    """Return a field that has to be a list of texts.
+
+    Raises:
+        ValueError: the field is no list, or an entry is no text.
+    """
     if not isinstance(row[name], list):
         raise ValueError(f"{name!r} is {row[name]!r:.20}, no list")
     return [text({name: value}, name) for value in row[name]]
@@ -268,10 +288,10 @@ class MultipleChoice(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> MultipleChoice:
-        """Make the questions.
+        """Return the task with its questions made.
 
         Raises:
-            InputError: a file is missing or of another format, or there are too few examples.
+            InputError: a file is missing or of another format, or there are too few questions for the examples.
         """
         if options.ask == "later" and not options.shots:
             raise InputError("shots=0 leaves nothing to cut before the question: give examples, or ask inside.")
@@ -307,13 +327,13 @@ class MultipleChoice(Task):
 
     @property
     def notes(self) -> list[str]:
-        """Notes about texts longer than the model was trained for."""
+        """Return sentences about texts longer than the model was trained for."""
         return list(self.notes_)
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Score all choices of a data set."""
+        """Score all choices of a data set under a policy, and return how often the right one is the likeliest."""
         pairs = [pair for question in self.asked[case] for pair in question.pairs]
         given = _Given({pair.length: budget for pair, budget in zip(pairs, budgets, strict=True)})
         memories: list[MemoryUsage] = []
@@ -327,7 +347,11 @@ class MultipleChoice(Task):
 
 
 def _all(checkpoint: Checkpoint, options: Options, name: str) -> list[_Asked]:
-    """Return the questions of a data set, each with solved examples of its own."""
+    """Return the questions of a data set, each with solved examples of its own.
+
+    Raises:
+        InputError: there are too few questions for the examples.
+    """
     found = questions(name, options.data)
     if len(found) <= options.shots:
         raise InputError(f"{name} has {len(found)} questions, too few for shots={options.shots} and one to ask.")
@@ -365,7 +389,9 @@ def _tokens(checkpoint: Checkpoint, text: str) -> tuple[int, ...]:
 
 
 def _score(found: Sequence[Sequence[float]], asked: Sequence[_Asked]) -> dict[str, Any]:
-    """Accuracy by log-likelihood, and by log-likelihood per character (lm-eval's ``acc`` and ``acc_norm``)."""
+    """Return the accuracy by log-likelihood, and by log-likelihood per character (lm-eval's ``acc`` and
+    ``acc_norm``).
+    """
     rights, normed = [], []
     for values, one in zip(found, asked, strict=True):
         rights.append(max(range(len(values)), key=values.__getitem__) == one.right)

@@ -38,7 +38,7 @@ class Conversation(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context, with as many turns as facts; asked turns are spread evenly."""
+        """Return a case for each context, with as many turns as facts; asked turns are spread evenly."""
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         n, made = options.limit or cls.items, {}
         for length in dict.fromkeys(options.contexts):
@@ -71,7 +71,7 @@ class Conversation(QATask):
 
 
 def _maker(options: Options, number: int, depth: float) -> Any:
-    """Makes a conversation whose turns have a number of further sentences in all."""
+    """Return a function that makes a conversation whose turns have a number of further sentences together."""
     drawn = random.Random(f"conversation {options.seed} {number}")
     names, codes = words(drawn, options.facts), values("numbers", drawn, options.facts)
     asked = min(options.facts - 1, int(depth * options.facts))
@@ -90,7 +90,7 @@ def _maker(options: Options, number: int, depth: float) -> Any:
 
 
 def _edges(checkpoint: Checkpoint, prompt: ItemPrompt) -> list[int]:
-    """Count the tokens before each turn except the first, as far as they lie in the prompt's first part."""
+    """Return how many tokens stand before each turn except the first, at most those of the prompt's first part."""
     found, text = [], ""
     for turn in prompt.item.text.split(_TURN)[1:]:
         text += f"{_TURN}{turn}"

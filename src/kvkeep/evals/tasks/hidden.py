@@ -25,7 +25,7 @@ _Maker = Callable[[random.Random, float, int], Item]
 def _cases(
     checkpoint: Checkpoint, options: Options, task: type[QATask], make: _Maker, least: int
 ) -> dict[str, TaskCase]:
-    """Make a case for each context, with items whose depths take turns."""
+    """Return a case for each context, with items whose depths take turns."""
     made = {}
     for length in dict.fromkeys(options.contexts):
         n = options.limit or task.items
@@ -59,7 +59,7 @@ class Needle(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context."""
+        """Return a case for each context, with a needle at the depths in turn."""
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         haystack = Haystack(options.text, options.seed)
 
@@ -90,7 +90,7 @@ class Passkey(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context."""
+        """Return a case for each context, with a pass key at the depths in turn."""
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:
@@ -121,7 +121,7 @@ class KeyValue(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context."""
+        """Return a case for each context, with the asked pair at the depths in turn."""
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:

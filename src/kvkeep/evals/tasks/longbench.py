@@ -32,13 +32,15 @@ _METRICS: Mapping[str, Callable[[str, str], float]] = {
 
 @cache
 def described() -> dict[str, dict[str, Any]]:
-    """Read the tasks of LongBench: wording, reply length and metric of each."""
+    """Return the tasks of LongBench: wording, reply length and metric of each."""
     text = (resources.files("kvkeep.evals.tasks") / "longbench.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def source(name: str) -> Source:
-    """Return the file of a task. The hub has the original only in an archive; copies in tables have other fields."""
+    """Return where a task's data are: a file of its authors, and no place on the hub, where copies have other
+    fields.
+    """
     return Source((f"{name}.jsonl",), "LongBench (THUDM/LongBench, data.zip): a JSON object per line", name, None)
 
 
@@ -54,7 +56,7 @@ class LongBench(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each chosen task, by default for each whose file is there.
+        """Return a case for each chosen task, by default for each task whose file is there.
 
         Raises:
             InputError: a file is missing, or a line has another format or no answer.
@@ -80,10 +82,10 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
 
 
 def read(name: str, data: str | None) -> list[Item]:
-    """Read all items of a task.
+    """Return all items of a task.
 
     Raises:
-        InputError: its file is missing, or a line has another format or no answer that a reply can be graded by.
+        InputError: the task's file is missing, or a line has another format or no answer that a reply can be graded by.
     """
     task, fields = described()[name], {"context": str, "input": str, "answers": list}
     if task["metric"] == "classification":
@@ -111,7 +113,11 @@ def _some(answers: list[Any]) -> list[Any]:
 
 
 def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
-    """Return an answer, or raise a `ValueError` if no reply can be graded by it."""
+    """Return an answer, after a check that a reply can be graded by it.
+
+    Raises:
+        ValueError: no reply can be graded by the answer.
+    """
     said = datasets.text({"answers": answer}, "answers")
     if metric == "retrieval" and not re.search(r"Paragraph \d", said):
         raise ValueError(f"its answer {said!r:.30} names no paragraph, as in 'Paragraph 7'")
@@ -123,7 +129,11 @@ def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
 
 
 def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:
-    """Shorten an item to at most ``room`` tokens; the middle of a text that is too long is left out."""
+    """Return an item of at most ``room`` tokens; the middle of a text that is too long is left out.
+
+    Raises:
+        InputError: the question alone fills the room.
+    """
     if (size := len(tokens_of(checkpoint, item))) <= room:
         return item
     ids = checkpoint.tokenizer.encode(item.text, add_special_tokens=False)
@@ -144,7 +154,7 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
 
 
 def grade(task: Mapping[str, Any], item: Item, reply: str) -> float:
-    """Grade a reply by a task's metric, for the best of its answers."""
+    """Return the grade of a reply by a task's metric, for the best of the item's answers."""
     if task.get("first_line"):
         reply = reply.lstrip("\n").split("\n")[0]
     if task["metric"] == "classification":

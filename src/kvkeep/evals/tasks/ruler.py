@@ -38,7 +38,7 @@ class Ruler(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make the cases of every task and context. By default, impossible tasks are left out with a note.
+        """Return the cases of every task and context. By default, tasks that do not fit are left out with a note.
 
         Raises:
             InputError: an unknown task, a missing file, or a context that is too short.

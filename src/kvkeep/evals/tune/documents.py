@@ -46,15 +46,15 @@ class UserQuestion:
 
 
 def read_questions(content: str, source: str, text: str | None) -> list[UserQuestion]:
-    """Read the questions of a file.
+    """Return the questions of a file. Empty lines are left out.
 
     Args:
-        content: its content.
-        source: its name in messages.
+        content: the file's content.
+        source: the file's name in messages.
         text: the text of questions without one.
 
     Raises:
-        InputError: a line is no question, or there is none.
+        InputError: a line is no question, or the file has none.
     """
     found = [
         _question(line, f"Line {number} of {source}", text)
@@ -158,7 +158,7 @@ class Documents:
 
 
 def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: int, seed: int) -> Documents:
-    """Make documents of sentences of a text with facts between them; every fact is asked for.
+    """Return documents of sentences of a text with facts between them; every fact is asked for.
 
     Args:
         checkpoint: the model.
@@ -189,7 +189,7 @@ def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: in
 
 
 def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) -> Documents:
-    """Group the user's questions into units: one for each text, or for each question if there are few texts.
+    """Return the user's questions in units: one for each text, or one for each question if there are few texts.
 
     Raises:
         InputError: a prompt cannot be encoded.
@@ -217,13 +217,13 @@ def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) ->
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences; where it has none, into lines and pieces of lines."""
+    """Return the sentences of a text; if it has none, its lines and pieces of lines."""
     found = [part.strip() for part in _PART.split(text)]
     return [piece for part in found if part for piece in _pieces(part)]
 
 
 def _pieces(sentence: str) -> Iterator[str]:
-    """Yield a sentence, or parts of it that are not too long."""
+    """Yield a sentence whole, or in pieces if it is too long."""
     start = 0
     while start < len(sentence):
         stop = start + LONGEST_SENTENCE
@@ -251,14 +251,14 @@ def _planted(
 
 
 def _from(parts: Sequence[str], start: int) -> Iterator[str]:
-    """Yield the parts from one of them on; after the last comes the first."""
+    """Yield the parts from index ``start`` on, without end: after the last part comes the first."""
     return islice(cycle(parts), start, None)
 
 
 def _asked(
     checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
 ) -> Unit:
-    """Build a unit: the questions about one text, with the number of tokens that all prompts share."""
+    """Return a unit: the questions about one text, with the number of tokens that all prompts share."""
     prompts = [encoded(checkpoint, wording, text, ending) for ending, _ in pairs]
     other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])  # shows where a tokenizer joins text and question
     first = min(_common(prompt, other) for prompt in prompts)
@@ -269,7 +269,7 @@ def _asked(
 
 
 def _common(one: Int[torch.Tensor, " n"], other: Int[torch.Tensor, " m"]) -> int:
-    """Number of equal tokens at the beginning of two prompts."""
+    """Return the number of equal tokens at the beginning of two prompts."""
     n = min(len(one), len(other))
     different = (one[:n] != other[:n]).nonzero()
     return int(different[0]) if len(different) else n

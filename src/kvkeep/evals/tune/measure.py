@@ -89,12 +89,13 @@ Ladder: TypeAlias = tuple[Candidate, ...]
 
 
 def budgets_of(length: int, shares: Sequence[float] = SHARES) -> list[int]:
-    """Convert shares of a text to numbers of tokens, each once, the smallest first."""
+    """Return shares of a text as numbers of tokens, each once, the smallest first."""
     return sorted({max(1, round(share * length)) for share in shares})
 
 
 def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int]) -> Ladder:
-    """Return the candidates of an arm; budgets that its policy or the model refuses are left out.
+    """Return the candidates of an arm, the smallest memory first; budgets that its policy or the model refuses are
+    left out.
 
     Args:
         arm: the arm.
@@ -147,7 +148,7 @@ class KeptQuality:
 
 
 def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
-    """Compute the kept quality that tallies show."""
+    """Return the kept quality that tallies show; NaN if they have nothing to compare."""
     weight = float(sum(n for _, n in tallies))
     if not weight:
         return KeptQuality(math.nan, math.nan, math.nan, 0.0)
@@ -160,21 +161,23 @@ def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
 
 
 def most(questions: int, documents: int) -> float:
-    """Return the largest share that so many questions can show with confidence, which is when all answers stay."""
+    """Return the largest share that so many questions can show with confidence, if all answers stay; 0 below two
+    documents.
+    """
     return of_clusters(questions, questions, documents)[0] / 100 if questions and documents > 1 else 0.0
 
 
 def needed(target: float, each: float) -> tuple[int, int]:
-    """Return how many questions can show a target if all answers stay, and how many documents hold them."""
+    """Return how many questions can show a target if all answers stay, and in how many documents."""
     documents = bisect_left(range(_MOST), target, key=lambda n: most(round(n * each), n))
     return round(documents * each), documents
 
 
 def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> float:
-    """Return the interval's lower end if all answers to the questions that are still to be asked stay.
+    """Return the interval's lower end if all answers to the questions still to be asked stay; 1 below two documents.
 
     Args:
-        tallies: of the documents so far.
+        tallies: those of the documents so far.
         expected: questions that are still to be asked.
         documents: number of documents in the end.
     """
@@ -211,11 +214,13 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
-        """Run an arm; `FULL` with room for everything."""
+        """Run an arm at a budget on units, and return what was measured on each. `FULL` has room for everything."""
 
     @abc.abstractmethod
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Compare the outcome of a unit with the full cache's."""
+        """Return the outcome of a unit, compared with the full cache's: a sum, and the number of questions or
+        tokens.
+        """
 
     @property
     def room(self) -> int:
@@ -240,7 +245,7 @@ class Answers(Measure):
         self.length, self.new_tokens = documents.length, documents.question_tokens + documents.reply_tokens
 
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
-        """Ask the questions of all units."""
+        """Ask the questions of all units, and return for each unit a text of marks, ``1`` for a right reply."""
         made = [self._documents.make(number) for number in units]
         asked = [question for unit in made for question in unit]
         replies = list(self._replies(writer, arm, budget, asked, units.start))
@@ -248,7 +253,7 @@ class Answers(Measure):
         return ["".join(next(marks) for _ in unit) for unit in made]
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Of the questions that the full cache answers, those that stay right; and their number."""
+        """Return, of the questions that the full cache answers, how many stay right, and their number."""
         check(isinstance(outcome, str) and isinstance(full, str) and len(outcome) == len(full))
         stays = [answered == "1" for answered, other in zip(outcome, full, strict=True) if other == "1"]
         return float(sum(stays)), float(len(stays))
@@ -268,7 +273,7 @@ class Answers(Measure):
     def _later_replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
     ) -> Iterator[str]:
-        """Read each text once, cut it, and ask all its questions in copies of that memory."""
+        """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies."""
         texts = {question.text: question.ids[: question.first] for question in asked}
         places = {text: place for place, text in enumerate(texts)}
         for at in batches([len(ids) for ids in texts.values()]):
@@ -285,7 +290,7 @@ class Answers(Measure):
     def _finish(
         self, writer: Writer, drive: Drive, asked: Sequence[DocumentQuestion], rest: Sequence[Tensor]
     ) -> list[str]:
-        """Feed the rest of the prompts, their last tokens apart, and decode the replies."""
+        """Feed the rest of the prompts, their last tokens apart, and return the replies."""
         if any(len(ids) > 1 for ids in rest):
             drive.feed(*left_padded([ids[:-1] for ids in rest]), last_only=True)
         logits = drive.feed(*left_padded([ids[-1:] for ids in rest]), last_only=True)
@@ -314,7 +319,11 @@ class Losses(Measure):
         self.per_unit = self.length
 
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
-        """Read texts in pieces; the cache is cut after each."""
+        """Read texts in pieces, with a cut after each, and return the loss of each piece.
+
+        Raises:
+            InputError: a loss is infinite or no number.
+        """
         found: list[Outcome] = []
         ids = self._windows[units.start : units.stop]
         for at in batches([self.length] * len(ids)):
@@ -328,7 +337,7 @@ class Losses(Measure):
         return found
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Sum the nats beyond the full cache's in the pieces after the budget, and count their tokens."""
+        """Return the nats beyond the full cache's in the pieces after the budget, and the number of their tokens."""
         check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
         assert not isinstance(outcome, str)
         assert not isinstance(full, str)
@@ -339,10 +348,10 @@ class Losses(Measure):
 
 
 def check(fits: bool) -> None:
-    """Refuse what a folder holds of a document if it is nothing that this search has measured.
+    """Refuse a folder's measurement of a document that does not fit the full cache's.
 
     Raises:
-        InputError: it is not.
+        InputError: the measurement does not fit.
     """
     if not fits:
         raise InputError(
@@ -352,7 +361,7 @@ def check(fits: bool) -> None:
 
 
 def _sums(losses: Float[Tensor, " n"]) -> list[float]:
-    """Sum the losses of each piece."""
+    """Return the sum of the losses of each piece."""
     return [round(piece.double().sum().item(), 6) for piece in losses.split(PIECE)]
 
 

@@ -100,13 +100,13 @@ class TunePlan:
 
 
 def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: torch.dtype | None = None) -> TunePlan:
-    """Plan a search; needs no weights.
+    """Return the plan of a search, checked; no weights are needed.
 
     Args:
         checkpoint: configuration and tokenizer.
         name: the model's name in results.
         wanted: what is asked for.
-        dtype: of the cache; by default the checkpoint's.
+        dtype: the cache's dtype; by default the checkpoint's.
 
     Raises:
         InputError: something cannot be used with this model.
@@ -139,7 +139,13 @@ def _case(name: str) -> Case:
 
 
 def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm]:
-    """Combine the policies with the setup; of the default policies, keep those that run with it on this model."""
+    """Return the policies, each combined with the setup; of the default policies, those that run so on this model.
+
+    Raises:
+        PolicyError: a policy evicts nothing.
+        KVKeepError: a policy that the user named cannot run so.
+        InputError: none of the case's policies runs on this model.
+    """
     chosen = split_arms(",".join(POLICIES[case]) if wanted.policies is None else wanted.policies)
     arms = []
     for policy, bits in chosen:
@@ -186,7 +192,11 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments, options:
 def _ladders(
     checkpoint: Checkpoint, arms: Sequence[Arm], wanted: TuneArguments, measure: Measure, dtype: torch.dtype | None
 ) -> tuple[list[Ladder], int]:
-    """Return the candidates of every arm, and the bytes of a full cache."""
+    """Return the candidates of every arm, and the bytes of a full cache.
+
+    Raises:
+        InputError: no policy runs with any of the budgets, or none saves memory with one of them.
+    """
     shape = outline(checkpoint.name)
 
     def setting(arm: Arm, budget: int) -> Setting:
@@ -227,7 +237,11 @@ def _ladders(
 
 
 def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
-    """Return the budgets in tokens. A stream has to go on beyond each of them."""
+    """Return the budgets in tokens. Those that leave nothing to evict are left out.
+
+    Raises:
+        InputError: no budget is left.
+    """
     given = wanted.budgets or SHARES
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
     most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room

@@ -25,7 +25,9 @@ _NOUN: dict[Kind, str] = {"answers": "questions", "loss": "tokens"}
 
 
 def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
-    """Return the table: confirmed candidates, and for each other arm its smallest budget on target in the search."""
+    """Return the table's lines: confirmed candidates, and for each other arm its smallest budget on target in the
+    search.
+    """
     confirmed = dict(sorted(result.found.confirmed.items(), key=lambda item: item[0].row_bytes))
     rows = [
         _line(candidate, quality, full_bytes, _verdict(result, candidate, quality))
@@ -102,7 +104,7 @@ def failure(result: TuneResult) -> str:
 
 
 def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
-    """Plot the kept quality over the memory."""
+    """Return a plot of the kept quality over the memory."""
     series = [
         _series(name, [candidate for candidate in ladder if candidate in result.searched], result, full_bytes)
         for ladder in result.ladders
@@ -133,7 +135,7 @@ def _series(name: str, measured: list[Candidate], result: TuneResult, full_bytes
 
 
 def config(found: SearchResult, model: str | None) -> Config:
-    """Return the settings of the chosen candidate."""
+    """Return the settings of the chosen candidate as a configuration."""
     one = found.chosen
     assert one is not None
     setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
@@ -144,7 +146,7 @@ def config(found: SearchResult, model: str | None) -> Config:
 
 
 def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | int | float]:
-    """Tell how the settings were found, for the table in the file."""
+    """Return how the settings were found, for the table of notes in the file."""
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
@@ -160,7 +162,7 @@ def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | in
 
 
 def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
-    """Return all numbers, for programs."""
+    """Return all numbers as plain data, for programs."""
     chosen = result.found.chosen
     return {
         "target": result.target,

@@ -87,11 +87,11 @@ class TuneRecords(RowFolder):
     beginning = b'{"tune": "'
 
     def forget(self) -> None:
-        """Forget all measurements."""
+        """Forget all measurements, which are about to be read again."""
         self.outcomes: dict[tuple[str, int, int], Outcome] = {}
 
     def keep(self, row: dict[str, Any]) -> None:
-        """Take the measurements of a row."""
+        """Add the measurements of a row that is in the file."""
         for unit, outcome in enumerate(row["found"], start=row["first"]):
             self.outcomes[row["tune"], row["budget"], unit] = outcome
 
@@ -105,13 +105,13 @@ class TuneRecords(RowFolder):
         return f"The measurements of {len(self.outcomes)} documents written before are safe." if self.outcomes else ""
 
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Compare a run with the run that the folder already holds.
+        """Compare a run with the run that the folder already holds, if it holds measurements.
 
         Args:
             manifest: values of `SETTINGS`; some may be missing.
 
         Returns:
-            The same.
+            The manifest, unchanged.
 
         Raises:
             InputError: the folder holds results of another run, or a damaged ``run.json``.
@@ -130,7 +130,7 @@ class TuneRecords(RowFolder):
         """Write a block of units and wait until it is on the disk.
 
         Raises:
-            InputError: it cannot be written; all earlier rows are safe.
+            InputError: the block cannot be written; all earlier rows are safe.
         """
         self.extend([{"tune": arm.name, "budget": budget, "first": first, "found": found}])
 
@@ -160,7 +160,7 @@ class Study(Protocol):
         """Return the tallies of the documents ``first`` to ``last - 1``."""
 
     def expected(self, first: int, last: int) -> float:
-        """Count the questions, or tokens, that these documents contribute to tallies."""
+        """Return how many questions, or tokens, these documents contribute to tallies."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class SearchResult:
 
 
 def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float) -> SearchResult:
-    """Find the candidate with the smallest memory that keeps the target share.
+    """Return the result of a search for the candidate with the smallest memory that keeps the target share.
 
     Args:
         ladders: the candidates of each arm, the smallest memory first.
@@ -243,7 +243,9 @@ def _by_share(study: Study, documents: int, target: float) -> _Reaches:
 
 
 def _halve(ladder: Ladder, place: int, reaches: _Reaches) -> int:
-    """Bisect for the first step of a ladder that reaches the target; return ``place``, the end, if none does."""
+    """Return the first step of a ladder that reaches the target, found by bisection; ``place``, the end, if none
+    does.
+    """
     low, high = 0, place
     while low < high:
         middle = (low + high) // 2
@@ -252,7 +254,9 @@ def _halve(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 
 
 def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
-    """Find the first step of a ladder that reaches the target, step by step from an earlier guess."""
+    """Return the first step of a ladder that reaches the target, found step by step from a guess; the ladder's
+    length if none does.
+    """
     if place < len(ladder) and reaches(ladder[place]):
         while place > 0 and reaches(ladder[place - 1]):
             place -= 1
@@ -263,7 +267,10 @@ def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 
 
 def _best(arms: list[Ladder], places: list[int], n: int) -> tuple[list[Ladder], list[int]]:
-    """Return the arms that need the least memory; arms that do not reach the target come last."""
+    """Return the ``n`` arms that need the least memory, with their places.
+
+    Arms that do not reach the target come last.
+    """
 
     def memory(pair: tuple[Ladder, int]) -> tuple[bool, int]:
         ladder, place = pair
@@ -292,7 +299,7 @@ class Confirmation:
         self.seen: dict[Candidate, KeptQuality] = {}
 
     def __call__(self, candidate: Candidate) -> bool:
-        """Return whether a candidate passes."""
+        """Return whether a candidate passes. It is measured on the first call only."""
         if candidate not in self.seen:
             self.seen[candidate] = self._measure(candidate)
         return self.seen[candidate].passes(self._target)
@@ -311,7 +318,8 @@ class Confirmation:
 
 
 def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) -> Candidate | None:
-    """Return the last candidate that passes on the way down from above the guess; ``None`` if the largest fails.
+    """Return the last candidate that passes on the way down from just above the guess; ``None`` if the largest
+    fails.
 
     Where the first step fails, the way begins higher, twice as far each time.
     """
@@ -385,17 +393,17 @@ class CachedMeasure:
         return self._measure.kind
 
     def tallies(self, candidate: Candidate, first: int, last: int) -> list[Tally]:
-        """Return the tallies of some documents, compared with the full cache's."""
+        """Return the tallies of the documents ``first`` to ``last - 1``, compared with the full cache's."""
         pairs = zip(self._outcomes(candidate.arm, candidate.budget, first, last), self.full(first, last), strict=True)
         return [self._measure.tally(outcome, full, candidate.budget) for outcome, full in pairs]
 
     def expected(self, first: int, last: int) -> float:
-        """Count the questions that the full cache answers, or the tokens."""
+        """Return how many questions the full cache answers in these documents, or how many tokens they have."""
         found = self.full(first, last)
         return float(sum(self._measure.tally(outcome, outcome, 0)[1] for outcome in found))
 
     def full(self, first: int, last: int) -> list[Outcome]:
-        """Return the full cache's outcomes."""
+        """Return the full cache's outcomes of the documents ``first`` to ``last - 1``."""
         return self._outcomes(FULL, self._measure.room, first, last)
 
     def _outcomes(self, arm: Arm, budget: int, first: int, last: int) -> list[Outcome]:
@@ -512,7 +520,7 @@ def tune(
     limit: int | None,
     on_block: OnBlock = lambda progress: None,
 ) -> TuneResult:
-    """Search; the folder has to be open for more rows.
+    """Measure, search and confirm, and return the result. The folder has to be open for more rows.
 
     Raises:
         InputError: there are too few documents, the full cache answers too few questions, or a row cannot be written.
