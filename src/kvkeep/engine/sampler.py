@@ -98,9 +98,9 @@ def _counts(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
 
 
 def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Return a mask of the tokens that occur in a row's prompt or answer.
+    """Return a mask ``(V,)`` of the token ids that occur in one sequence's prompt or answer.
 
-    The mask is stored in the sequence and updated.
+    The sequence keeps the mask. Each call adds the answer's latest token alone, so it is called once per token.
     """
     if sequence.used is None:
         with torch.inference_mode(False):  # written in inference mode and out of it

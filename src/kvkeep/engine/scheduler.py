@@ -55,7 +55,7 @@ class InputBatch:
 
     @property
     def chooses_budgets(self) -> bool:
-        """Return whether a request of the batch chooses its budget at the end of its prompt, see
+        """Return whether every row begins its prompt and a request chooses its budget at the prompt's end, see
         `kvkeep.engine.budget_guard`.
         """
         return self.fresh and any(sequence.levels for sequence in self.requests)
