@@ -73,6 +73,13 @@ def fill(
     return answer["text"]
 
 
+def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
+    """Return whether the text of the tokenizer's chat templates has the name of a variable."""
+    found = tokenizer.chat_template
+    texts = found.values() if isinstance(found, Mapping) else (found,)
+    return any(variable in text for text in texts if isinstance(text, str))
+
+
 def _asked(line: str) -> dict[str, str]:
     """Ask the template process to answer a line, and return its ``text`` or ``error``.
 
