@@ -81,6 +81,29 @@ def test_pins_and_a_guard_become_options_of_the_request(url):
     assert request_of(url, pins=[], guard=None).pins == request_of(url, pins=None).pins == ()
 
 
+def test_fields_of_vllm_become_options_of_the_request():
+    found = request_of(
+        stop_token_ids=[5, 3, 5], include_stop_str_in_output=True, skip_special_tokens=False, guided_choice=["a"]
+    )
+    assert (found.stop_token_ids, found.include_stop_str_in_output, found.skip_special_tokens) == ((3, 5), True, False)
+    assert found.structured_outputs.kind == "choice"
+    assert len(request_of(truncate_prompt_tokens=1).prompt) == 1
+    asked = chat(chat_template_kwargs={"a": 1, "add_generation_prompt": False}, reasoning_effort="low")
+    assert asked.template == {
+        "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"},
+        "add_generation_prompt": False,
+    }
+    assert chat(continue_final_message=True, add_generation_prompt=False).template == {"continue_final_message": True}
+
+
+@pytest.mark.parametrize("body", [{"max_token": 5, "foo": [1]}, {"foo": None, "max_token": 0}])
+def test_fields_that_nobody_knows_are_ignored_and_named(body):
+    asked = chat(**body, user="me", store=True, metadata={"a": 1}, service_tier="flex")
+    assert set(asked.ignored) == {name for name, value in body.items() if value is not None}
+    found = chat(chat_template_kwargs={}, functions=[], logprobs=None).ignored
+    assert found == ()
+
+
 def test_messages_become_texts():
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

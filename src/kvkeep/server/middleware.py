@@ -126,7 +126,7 @@ def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
     if foreign or (headers.get("sec-fetch-site") == "cross-site" and not opens):
         shown = f"The web page {origin[:_LONGEST]}" if origin is not None else "A web page of another site"
         raise RefusalError(
-            403, f"{shown} may not call this server. Name its origin with --allow-origin.", code="origin_not_allowed"
+            403, f"{shown} may not call this server. Name its origin in `allow_origin`.", code="origin_not_allowed"
         )
 
 

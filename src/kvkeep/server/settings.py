@@ -147,8 +147,8 @@ class ServerSettings:
             return
         raise RefusalError(
             403,
-            f"The host {host[:80]!r} is none of this server's names. Use one of them, or start the server with "
-            "--allowed-host.",
+            f"The host {host[:80]!r} is none of this server's names. Use one of them, or name it in "
+            "`allowed_host` when the server is started.",
             code="host_not_allowed",
         )
 
