@@ -73,13 +73,13 @@ class Joined:
 
 
 def _rows(tensor: Float[Tensor, "1 H N D"], rows: int) -> Float[Tensor, "n H T D"]:
-    """Cut a row of tokens into rows of equal length."""
+    """Split one row of tokens into ``rows`` rows of equal length."""
     _, H, N, D = tensor.shape
     return tensor.view(H, rows, N // rows, D).transpose(0, 1)
 
 
 def joined(parts: Sequence[RunPart]) -> PhasedCache:
-    """Return a cache for one run of the model over all batches. Their layers have slots, and no other state."""
+    """Return a cache for one run of the model over all batches, as if their tokens were one sequence."""
     layers: list[Any] = []
     for same in zip(*(part.cache.layers for part in parts), strict=True):
         layers.append(HandingLayer(Joined(parts, [layer.stepper for layer in same]), same[0].window))
@@ -121,16 +121,21 @@ class ModelRunner:
             )
         keeps = known.get("logits_to_keep")
         self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
+        # the annotation says whether the model takes the places of tokens, or only how many of the last ones
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
         self.graphs = Graphs(model, self._options) if graphs else None
 
     @torch.inference_mode()
     def run(self, run: ModelRun, rows: KVManager) -> Float[Tensor, "n V"]:
-        """Run the model and return the logits after each row's last token; the next run may overwrite them."""
+        """Run the model, write the rows' slots, and return the logits after each row's last token.
+
+        The next run may overwrite the logits. Guarded rows are reduced to their chosen budgets, and log-probabilities
+        of prompts noted.
+        """
         graphs = self.graphs if len(run.batches) == 1 else None
         if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
             return logits
-        trials = [Trial.of(batch, rows) for batch in run.batches]
+        trials = [Trial(batch, rows) if batch.chooses_budgets else None for batch in run.batches]
         caches = [_part(batch, rows, trial) for batch, trial in zip(run.batches, trials, strict=True)]
         given = [_Input.of(batch, device_of(self._model)) for batch in run.batches]
         last = self._last(given, caches, run if is_scored(run) else None)
@@ -170,7 +175,7 @@ class ModelRunner:
         return logits[0, ends]
 
     def _logits(self, given: _Input, cache: PhasedCache, options: dict[str, Any]) -> Float[Tensor, "n T V"]:
-        """Run the model."""
+        """Run the model on these tokens and rows, and return its logits."""
         out: Tensor = self._model(
             input_ids=given.ids,
             position_ids=given.positions,
@@ -182,7 +187,7 @@ class ModelRunner:
         return out
 
     def forget(self) -> None:
-        """Drop all recorded steps, because the rows that they read and write are about to go."""
+        """Drop all recorded steps, because the rows that they read and write are about to be freed."""
         if self.graphs is not None:
             self.graphs.clear()
 
@@ -215,13 +220,13 @@ class _Input(NamedTuple):
 
 
 def _part(batch: InputBatch, rows: KVManager, trial: Trial | None) -> PhasedCache:
-    """Return the rows of a batch."""
+    """Return the rows of a batch as a cache, watched by a trial if there is one."""
     watch = None if trial is None else trial.watch
     return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch)
 
 
 def _last_tokens(parts: Sequence[RunPart], device: torch.device) -> Int[Tensor, " n"]:
-    """Return the places of every row's last token among the tokens of all parts."""
+    """Return the index of every row's last token among the tokens of all parts."""
     found: list[int] = []
     start = 0
     for part in parts:

@@ -19,7 +19,7 @@ from kvkeep.pins import Spans
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
 
-_LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1  # token id: files hold them in 32 bits
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class ConversationHistory:
     budgets: tuple[int | tuple[int, ...], ...] = ()
 
     def held_in(self, contents: Contents) -> ConversationHistory:
-        """Return the same past with the pins and budgets of its memory."""
+        """Return the same history with the pins and budgets that the contents hold."""
         layers = contents.layers
         return replace(self, pins=layers[0].pins if layers else (), budgets=tuple(layer.budget for layer in layers))
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> ConversationHistory:
-        """Return the tokens that a snapshot stands for, and what a session has noted beside them.
+        """Return the history of a snapshot: its tokens, and the messages that a session has noted in it.
 
         Raises:
-            SnapshotError: the token ids are not known, or the note is none of a session.
+            SnapshotError: the token ids are not known, or the note was not written by a session.
         """
         if snapshot.tokens is None:
             raise SnapshotError(
@@ -77,7 +77,7 @@ class ConversationHistory:
 
     @property
     def note(self) -> dict[str, Any]:
-        """Return all fields but the token ids, as a snapshot notes them."""
+        """Return pending tokens, messages and opening as a mapping for a snapshot's note."""
         found: dict[str, Any] = {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
         return found if self.opening is None else {**found, "opening": asdict(self.opening)}
 
@@ -101,7 +101,9 @@ class PromptEncoder:
         self._model, self._tokenizer, self._limit, self._ends = model, tokenizer, limit, ends
 
     def ids_of(self, request: Request) -> tuple[int, ...]:
-        """Return the token ids of a request. A text or a conversation goes through the chat template.
+        """Return the token ids of a request.
+
+        Texts go through the chat template unless ``raw``; token ids are returned as they are.
 
         Raises:
             InputError: there is no tokenizer or no chat template, or the template fails.
@@ -120,7 +122,7 @@ class PromptEncoder:
         return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
     def continued(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
-        """Return the token ids of a sequence and of the request that continues it.
+        """Return the token ids of a history and of the request that continues it.
 
         The past stays as it is, also if the chat template would now write earlier turns in another way. The template
         decides how the last answer is closed: an end token that the model has not read gives way to that.
@@ -144,11 +146,12 @@ class PromptEncoder:
             tokenization.encode_next(checkpoint, past.messages, new, request.tools, **request.templated)[0].tolist()
         )
         if past.messages and past.pending and past.pending[-1] in self._ends:
+            # the new ids begin with the end of the last answer, as the template writes it
             before = before[:-1]
         return before + ids
 
     def messages_of(self, request: Request, past: ConversationHistory | None = None) -> tuple[Mapping[str, str], ...]:
-        """Return the messages of a request; none if it is token ids, or a text without the chat template.
+        """Return the messages of a request; an empty tuple for token ids, or for a text without the chat template.
 
         The first question about a remembered text is one message together with the end of that text.
         """
@@ -163,7 +166,7 @@ class PromptEncoder:
         return ({"role": "user", "content": request.prompt},) if has_template else ()
 
     def _checkpoint(self, request: Request) -> Checkpoint:
-        """Return the model's configuration together with the tokenizer.
+        """Return the model's configuration together with the tokenizer. The request only words the error.
 
         Raises:
             InputError: there is no tokenizer.
@@ -179,7 +182,7 @@ class PromptEncoder:
 
 
 def question_of(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, str], ...]]:
-    """Return the question with which a request follows a remembered text, and the messages after it.
+    """Return the question with which a request follows a remembered text, and the messages after that question.
 
     Raises:
         InputError: the request cannot follow such a text.

@@ -66,6 +66,7 @@ OWN = frozenset(
 """Settings for which kvkeep has options of its own."""
 
 KEPT = frozenset({"eos_token_id", "pad_token_id", "bos_token_id"})
+"""Settings that kvkeep obeys, or that change no text of a single row."""
 
 SAME_TEXT = frozenset(
     {
@@ -81,7 +82,7 @@ SAME_TEXT = frozenset(
 
 
 def check_generation_config(name: str) -> None:
-    """Refuse a ``generation_config.json`` that cannot be used, before weights are read.
+    """Refuse a ``generation_config.json`` that cannot be used, before weights are read; do nothing without one.
 
     Args:
         name: a folder, or a hub name.
@@ -107,7 +108,9 @@ def check_generation_config(name: str) -> None:
 
 
 def remark(model: PreTrainedModel) -> str | None:
-    """Return a sentence about the generation settings that kvkeep leaves out; ``None`` if there are none."""
+    """Return a sentence about the model's generation settings that kvkeep leaves out; ``None`` if it leaves none
+    out.
+    """
     asked = _asked(model)
     differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
     same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
@@ -119,7 +122,7 @@ def remark(model: PreTrainedModel) -> str | None:
 
 
 def ends_of(model: PreTrainedModel) -> set[int]:
-    """Return the tokens that end a text of this model."""
+    """Return the ids of the tokens that end a text of this model; an empty set if its configuration names none."""
     ids = model.generation_config.eos_token_id
     return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
 
@@ -133,12 +136,12 @@ def _asked(model: PreTrainedModel) -> dict[str, object]:
         for name, value in given.items()
         if name not in OWN | KEPT | {"transformers_version"}
         and not name.startswith("_")
-        and value != usual.get(name, False)
+        and value != usual.get(name, False)  # a setting that transformers does not know is off by default
     }
 
 
 def _listed(values: dict[str, object]) -> str:
-    """Names and values, separated by commas."""
+    """Return names and values as a text, separated by commas; empty without any."""
     parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
     return ", ".join(parts)
 
@@ -215,7 +218,7 @@ def read_weights(
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
-        UnsupportedModelError: it cannot be split, see `split_options`.
+        UnsupportedModelError: the model cannot be split, see `split_options`.
         InputError: unknown dtype, or a device that this machine does not have or whose memory is too small; or there
             are no processes to split the model over.
     """
@@ -243,7 +246,7 @@ def _read(
             checkpoint.name,
             config=checkpoint.config,
             dtype=kind,
-            use_safetensors=None if checkpoint.allow_pickle else True,
+            use_safetensors=None if checkpoint.allow_pickle else True,  # None: pickles where there is nothing else
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # reported below, with the names of the tensors
             output_loading_info=True,
@@ -269,7 +272,11 @@ def embedded() -> str:
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:
-    """Refuse weights that do not fill all tensors of the model; transformers would only log it."""
+    """Refuse weights that do not fill all tensors of the model; transformers would only log it.
+
+    Raises:
+        ModelFileError: tensors are missing or have other shapes.
+    """
     problems = {
         "missing_keys": "lack tensors of the model",
         "mismatched_keys": "have other shapes than config.json says",
@@ -345,7 +352,11 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files."""
+    """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files.
+
+    Raises:
+        ModelFileError: the tokenizer cannot be read, or is empty.
+    """
     with explained(name, "Its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -413,10 +424,10 @@ def load_with_tokenizer(
 
 @contextmanager
 def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
-    """Call a function after each decoder layer with the number of prompt tokens that this layer stands for.
+    """Call a function with prompt tokens after each decoder layer, while the context lasts.
 
-    Over all layers the numbers add up to the tokens of the prompt, padding included. Runs over one token per row are
-    left out: most of them write.
+    A layer's call gets its share of the tokens: over all layers the shares add up to the prompt, padding included. Runs
+    over one token per row are left out, since most of them write.
 
     Args:
         model: a decoder.
@@ -426,7 +437,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
     def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         states = made if isinstance(made, Tensor) else next((part for part in made if isinstance(part, Tensor)), None)
-        if states is not None and states.dim() == 3 and states.shape[1] > 1:
+        if states is not None and states.dim() == 3 and states.shape[1] > 1:  # 1: a decode step
             on_read(states.shape[0] * states.shape[1] / len(parts))
 
     handles = [part.register_forward_hook(hook) for part in parts]
@@ -438,7 +449,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
 
 def _layers(model: Model) -> Sequence[nn.Module]:
-    """Return the decoder layers; empty if no module list has the right length."""
+    """Return the decoder layers; ``[]`` if no module list has their number."""
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
     return next((list(part) for part in lists if len(part) == count), [])
@@ -470,14 +481,16 @@ _TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_processes() -> int:
-    """Join the processes that torchrun has started, over NCCL with a GPU each or over gloo, and return their number.
+    """Join the processes that torchrun has started, over NCCL with a GPU each or over gloo; return their number.
+
+    Processes that have joined already are only counted.
 
     Raises:
         InputError: torchrun has not started this process, there is no GPU for it, or the others cannot be reached.
     """
     if not dist.is_available():
         raise InputError("This build of torch has no torch.distributed, so no model can be split over processes.")
-    if dist.is_initialized():
+    if dist.is_initialized():  # by an earlier call, or by the user's program
         return dist.get_world_size()
     if missing := [name for name in _TOLD if not os.environ.get(name)]:
         raise InputError(
@@ -508,7 +521,9 @@ def process_group() -> Iterator[None]:
 
 
 def split_options(config: PreTrainedConfig, *, device: str, load_in: str | None) -> dict[str, Any]:
-    """Join the other processes, and return the arguments with which ``from_pretrained`` splits a model over them.
+    """Join the other processes, and return the arguments with which ``from_pretrained`` splits a model.
+
+    With a single process return no arguments.
 
     Args:
         config: the model's configuration.

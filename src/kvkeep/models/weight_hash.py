@@ -16,6 +16,8 @@ from kvkeep.models.quantized_weights import parts
 from kvkeep.models.support import unwrapped
 
 _SAMPLES = 256
+"""Numbers of a parameter that are hashed: enough that training it cannot leave all of them as they were."""
+
 _known: weakref.WeakKeyDictionary[nn.Module, _KnownHash] = weakref.WeakKeyDictionary()
 
 
@@ -48,7 +50,7 @@ class WeightsOf:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a hash of each parameter's name and shape and of 256 of its numbers, from the first to the last.
+    """Return a hash of the weights: each parameter's name, shape, and 256 of its numbers at equal distances.
 
     Fine-tuning changes nearly every number of the parameters that it trains, so it is noticed. A change of a few
     numbers of a large parameter may not be. Packing weights and the dtype of an exact copy do not change the hash.

@@ -61,7 +61,7 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
 
 
 def error(message: str, *, status: int, param: str | None = None) -> dict[str, Any]:
-    """Build the response body for an error.
+    """Build the response body for an error: the standard error object.
 
     Args:
         message: what happened, and what to do.
@@ -77,7 +77,7 @@ def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
 
     Args:
         asked: the body of the request.
-        name: the answer's.
+        name: the answer's name.
         index: the place of the text in the answer.
     """
     if asked.tools is None:
@@ -89,7 +89,9 @@ def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
 
 
 def reason_of(result: Result, calls: ToolCallParser | None) -> str:
-    """Return why an answer has ended: ``tool_calls`` if the answer is complete and calls tools."""
+    """Return the finish reason of an answer: ``tool_calls`` if the answer is complete and calls tools, else the
+    result's.
+    """
     return "tool_calls" if result.finish_reason == "stop" and calls and calls.count else result.finish_reason
 
 
@@ -125,7 +127,10 @@ def _token(text: str, value: float) -> dict[str, Any]:
 
 
 def columns(result: Result, show: Show, *, whole: bool = False) -> dict[str, Any]:
-    """Return the log-probabilities of a completion as parallel lists; ``whole``: also those of the end token."""
+    """Return the log-probabilities of a completion as parallel lists.
+
+    They end with the text, or with ``whole`` go on to the end token.
+    """
     tokens = list(_tokens(result, show, whole=whole))
     starts = itertools.accumulate((len(piece) for _, piece, _ in tokens[:-1]), initial=0) if tokens else ()
     return {
@@ -139,7 +144,10 @@ def columns(result: Result, show: Show, *, whole: bool = False) -> dict[str, Any
 
 
 def _tokens(result: Result, show: Show, *, whole: bool = False) -> list[tuple[int | None, str, Logprob]]:
-    """Return each token of a result's text with the token before it, up to the end of the text or a stop text."""
+    """Return each token of a result's text with the token before it and its log-probability.
+
+    They end with the text, or with ``whole`` go on to the end token.
+    """
     found: list[tuple[int | None, str, Logprob]] = []
     before, length = None, 0
     for entry in result.logprobs:
@@ -155,7 +163,7 @@ def content_of(before: int | None, entry: Logprob, show: Show) -> dict[str, Any]
     """Return the log-probability entry of one token of a chat's answer.
 
     Args:
-        before: the token before it.
+        before: the token before this one; ``None`` for the first.
         entry: the log-probability.
         show: returns the text of a token.
     """
@@ -169,10 +177,10 @@ def column_of(before: int | None, entry: Logprob, show: Show, offset: int) -> di
     """Return the log-probability lists of one token of a completion.
 
     Args:
-        before: the token before it.
+        before: the token before this one; ``None`` for the first.
         entry: the log-probability.
         show: returns the text of a token.
-        offset: characters of the text before it.
+        offset: characters of the text before the token.
     """
     return {
         "tokens": [show(before, entry.token_id)],
@@ -188,7 +196,7 @@ def column_of(before: int | None, entry: Logprob, show: Show, offset: int) -> di
 def echoed(
     choice: dict[str, Any], prompt: str, ids: Sequence[int], result: Result, show: Show | None
 ) -> dict[str, Any]:
-    """Return a completion's choice with its prompt in front.
+    """Return a completion's choice with its prompt in front of the text, and of the log-probabilities if asked for.
 
     Args:
         choice: the choice.
@@ -204,7 +212,7 @@ def echoed(
     pieces = [show(earlier, token) for earlier, token in zip(before, ids, strict=False)]  # the last has no successor
     values: list[float | None] = [None, *(max(entry.value, LEAST) for entry in result.prompt_logprobs)]
     tops: list[dict[str, float] | None] = [None]
-    for earlier, entry in zip(ids, result.prompt_logprobs, strict=False):
+    for earlier, entry in zip(ids, result.prompt_logprobs, strict=False):  # as above
         tops.append({show(earlier, token): max(value, LEAST) for token, value in entry.top})
     new = columns(result, show, whole=True)
     tokens = [*pieces, *new["tokens"]]

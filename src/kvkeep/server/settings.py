@@ -46,7 +46,7 @@ def host_name(host: str) -> str:
 
 
 def owner_of(key: str) -> str:
-    """Return a name for the owner of a key. The name does not show the key."""
+    """Return a name for the owner of a key, derived from a hash that does not show the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -61,10 +61,12 @@ class ApiKeys:
     owners: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def owner(self, header: str | None) -> str:
-        """Return the owner of an ``Authorization`` header's key. All keys are compared, each in constant time.
+        """Return the owner of the key in an ``Authorization`` header; everybody's name if the server has no keys.
+
+        All keys are compared, each in constant time.
 
         Raises:
-            RefusalError: there is no key, or another one.
+            RefusalError: the header has no key, or an unknown one.
         """
         if not self.owners:
             return EVERYBODY
@@ -153,7 +155,7 @@ class ServerSettings:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model.
+        """Refuse the name of another model. ``None`` names none.
 
         Raises:
             RefusalError: the name is not that of the model that runs.
