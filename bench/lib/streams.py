@@ -27,7 +27,8 @@ class Stream(asyncio.Protocol):
 
     def __init__(self, body: dict[str, Any], on_event: Any) -> None:
         raw = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(raw)}\r\n\r\n"
         self._data, self._on_event, self._tail = head.encode() + raw, on_event, b""
         self.times: list[float] = []
         self.events = 0

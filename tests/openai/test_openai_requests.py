@@ -81,6 +81,29 @@ def test_pins_and_a_guard_become_options_of_the_request(url):
     assert request_of(url, pins=[], guard=None).pins == request_of(url, pins=None).pins == ()
 
 
+def test_fields_of_vllm_become_options_of_the_request():
+    found = request_of(
+        stop_token_ids=[5, 3, 5], include_stop_str_in_output=True, skip_special_tokens=False, guided_choice=["a"]
+    )
+    assert (found.stop_token_ids, found.include_stop_str_in_output, found.skip_special_tokens) == ((3, 5), True, False)
+    assert found.structured_outputs.kind == "choice"
+    assert len(request_of(truncate_prompt_tokens=1).prompt) == 1
+    asked = chat(chat_template_kwargs={"a": 1, "add_generation_prompt": False}, reasoning_effort="low")
+    assert asked.template == {
+        "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"},
+        "add_generation_prompt": False,
+    }
+    assert chat(continue_final_message=True, add_generation_prompt=False).template == {"continue_final_message": True}
+
+
+@pytest.mark.parametrize("body", [{"max_token": 5, "foo": [1]}, {"foo": None, "max_token": 0}])
+def test_fields_that_nobody_knows_are_ignored_and_named(body):
+    asked = chat(**body, user="me", store=True, metadata={"a": 1}, service_tier="flex")
+    assert set(asked.ignored) == {name for name, value in body.items() if value is not None}
+    found = chat(chat_template_kwargs={}, functions=[], logprobs=None).ignored
+    assert found == ()
+
+
 def test_messages_become_texts():
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -137,13 +160,10 @@ REFUSED = [
     ({"tools": [{"type": "function"}]}, "tools[0]", "is not like"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "leave it out"),
+    ({"verbosity": "low"}, "verbosity", "leave it out"),
     ({"modalities": ["text", "audio"]}, "modalities", "leave it out"),
-    ({"service_tier": "flex"}, "service_tier", "leave it out"),
-    ({"store": True}, "store", "leave it out"),
-    ({"max_token": 5}, "max_token", "perhaps max_tokens"),
-    ({"echo": True}, "echo", "is unknown"),
-    ({"prompt": "x"}, "prompt", "is unknown"),
+    ({"echo": True}, "echo", "belongs to /v1/completions"),
+    ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens=0 asks for no token"),
     ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens=-1"),

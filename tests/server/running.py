@@ -26,6 +26,7 @@ from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of  # noqa: E4
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Once upon a time"}]
 WAIT_S = 60.0
+JSON = {"Content-Type": "application/json"}
 
 
 @functools.cache
@@ -50,7 +51,7 @@ class Running:
     def __init__(self, port, engine, queue, served=None, limits=None):
         self.port, self.engine, self.queue, self.served, self.limits = port, engine, queue, served, limits
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, headers=JSON)
 
     def post(self, path, body=None, **options):
         return self.client.post(path, json=body, **options)

@@ -188,7 +188,7 @@ def test_http_of_1996(server):
 
 
 def test_a_websocket_is_an_ordinary_request(server):
-    lines = "GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    lines = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
     key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
     with server.raw() as sock:
         sock.sendall((lines + key).encode())
@@ -198,7 +198,7 @@ def test_a_websocket_is_an_ordinary_request(server):
 def test_a_length_that_is_too_small_leaves_no_second_request(server):
     """The rest of the body is no request of its own that is run."""
     before = server.client.get("/v1/sessions").json()["data"]
-    smuggled = b"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    smuggled = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
     found = sent(server, head(CHAT, 2) + b"{}" + smuggled)
     assert found.count(b"HTTP/1.1 ") == 1
     assert server.client.get("/v1/sessions").json()["data"] == before

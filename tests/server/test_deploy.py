@@ -96,3 +96,16 @@ def test_the_settings_of_the_container_can_be_used(tmp_path, monkeypatch):
     monkeypatch.setenv("KVKEEP_KEY_FILE", str(tmp_path / "key"))
     found = CliRunner().invoke(app, ["serve", "--check"])
     assert "can be used" in found.output, found.output
+
+
+def test_prometheus_and_clients_of_compose_reach_the_server():
+    """By the names that compose.yml allows, and by no other."""
+    given = read("compose.yml")["services"]["kvkeep"]["environment"]["KVKEEP_ALLOWED_HOST"]
+    (job,) = read("prometheus.yml")["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    names = tuple(re.sub(r"\$\{\w+:-(.*?)\}", r"\1", given).split())
+    with serve(allowed_hosts=names) as server:
+        found = [
+            server.client.get("/metrics", headers={"Host": host}) for host in (target, "localhost:8000", "evil.example")
+        ]
+    assert [answer.status_code for answer in found] == [200, 200, 403]

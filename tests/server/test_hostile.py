@@ -218,16 +218,15 @@ def test_bodies_that_are_too_large(server):
 
 def test_headers_of_all_kinds(server):
     for headers in (
-        {"Content-Type": "text/plain"},
-        {"Content-Type": "\xff".encode("latin-1")},
+        {"Content-Type": "application/json; charset=utf-8"},
         {"Content-Encoding": "gzip"},
         {"Authorization": "Bearer " + "x" * 5000},
         {"X-Request-Id": "a" * 8000},
-        {"Host": "evil.example"},
+        {"Host": "localhost"},
         {"X-Forwarded-For": "1.2.3.4"},
         {"Accept": "application/xml"},
         {"Expect": "100-continue"},
-        {"Origin": "https://evil.example"},
+        {"Origin": server.url},
     ):
         answer = server.client.post(CHAT, json={"messages": HELLO, "max_tokens": 1}, headers=headers)
         assert shown(answer) == 200
@@ -250,7 +249,7 @@ def sent(server, data, *, close=None):
 
 
 def head(path=CHAT, length=None, *more):
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close", *more]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close", *more]
     return "\r\n".join([*lines, *([] if length is None else [f"Content-Length: {length}"]), "", ""]).encode()
 
 
@@ -261,14 +260,14 @@ def head(path=CHAT, length=None, *more):
         b"GARBAGE\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 200_000 + b"\r\n\r\n",
-        b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * 200_000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         head(CHAT, "abc"),
         head(CHAT, -5),
         head(CHAT, "5\r\nContent-Length: 6") + b"{}   ",
         head(CHAT, None, "Transfer-Encoding: chunked") + b"zz\r\n{}\r\n0\r\n\r\n",
         head(CHAT, None, "Transfer-Encoding: chunked", "Content-Length: 2") + b"2\r\n{}\r\n0\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 5000 + b"\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 5000 + b"\r\n",
     ],
     ids=lambda data: repr(data[:30]),
 )

@@ -35,7 +35,14 @@ def _goes_on(server):
 
 def chat(*lines, body=BODY, length=True, line=f"POST {CHAT} HTTP/1.1"):
     """A request as bytes: its first line, its headers, its body."""
-    found = [line, "Host: x", "Authorization: Bearer anna-anna", "Connection: close", *lines]
+    found = [
+        line,
+        "Host: localhost",
+        "Authorization: Bearer anna-anna",
+        "Content-Type: application/json",
+        "Connection: close",
+    ]
+    found += lines
     found += [f"Content-Length: {len(body)}"] if length else []
     return "\r\n".join([*found, "", ""]).encode("utf-8", "surrogateescape") + body
 
@@ -134,7 +141,7 @@ CHUNKS = {
     "trailers": b"2\r\n{}\r\n0\r\nAuthorization: Bearer evil\r\nX: y\r\n\r\n",
     "a wrong end": b"2\r\n{}XX0\r\n\r\n",
     "bytes one by one": b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n",
-    "another request": b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
+    "another request": b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
 
 
@@ -183,7 +190,7 @@ def test_keys_in_every_wrong_form(server):
     wrong += ("Bearer anna-anna,Bearer anna-anna", "Token anna-anna")
     for key in wrong:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/tokenizer_info", "/version", "/v1/nothing"):
-            raw = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: {key}\r\n\r\n"
+            raw = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: {key}\r\n\r\n"
             found = sent(server, raw.encode("utf-8", "surrogateescape"))
             assert found.startswith(b"HTTP/1.1 401"), (key, path, found[:80])
 

@@ -63,7 +63,8 @@ def test_other_methods_run_nothing_and_count_nothing(fresh, method, path):
 def raw(running, *heads):
     """What the server answers to requests in one packet, the last one of which closes the connection."""
     body = json.dumps(SHORT).encode()
-    rest = f" HTTP/1.1\r\nHost: a\r\nAuthorization: {ANNA['Authorization']}\r\nContent-Length: {len(body)}\r\n"
+    rest = f" HTTP/1.1\r\nHost: localhost\r\nAuthorization: {ANNA['Authorization']}\r\n"
+    rest += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     ends = [b""] * (len(heads) - 1) + [b"Connection: close\r\n"]
     with running.raw() as sock:
         sock.sendall(

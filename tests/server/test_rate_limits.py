@@ -209,7 +209,8 @@ def test_streams_that_clients_break_off_count_and_free_their_slot(ample):
 @pytest.mark.parametrize("stream", [True, False])
 def test_answers_that_nobody_reads_count_while_they_run_and_free_their_slot(ample, stream):
     body = json.dumps({**ENDLESS, "stream": stream}).encode()
-    head = f"POST {COMPLETE} HTTP/1.1\r\nHost: a\r\nAuthorization: {ANNA['Authorization']}\r\n"
+    head = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\nAuthorization: {ANNA['Authorization']}\r\n"
+    head += "Content-Type: application/json\r\n"
     for _ in range(2):
         before = spent(ample)
         with ample.raw() as sock:

@@ -164,7 +164,7 @@ def test_forks_of_two_replicas_to_one_name_make_it_once(two):
 @pytest.mark.parametrize("line", [b"OPTIONS * HTTP/1.1", b"GET http://elsewhere/v1/models HTTP/1.1"])
 def test_targets_that_are_no_path_get_the_error_object(two, line):
     with two.raw() as sock:
-        sock.sendall(line + b"\r\nHost: a\r\nConnection: close\r\n\r\n")
+        sock.sendall(line + b"\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answer = b"".join(iter(lambda: sock.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "not_found_error"

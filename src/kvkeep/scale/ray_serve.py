@@ -214,7 +214,8 @@ def application(
         name: the model's name in the API; ``model`` by default.
         keys: that clients must show; without any, everybody is served.
         session_dir: a folder that all nodes see under this path. With it, sessions outlive their replica.
-        settings: further fields of `kvkeep.server.settings.ServerSettings`.
+        settings: further fields of `kvkeep.server.settings.ServerSettings`. Without keys, ``allowed_hosts`` has the
+            names by which clients reach Serve's proxy; ``localhost`` is always one.
         dtype: of the weights, see `kvkeep.load`.
         resources: what a replica takes, as arguments of ``ray.remote``, e.g. ``{"num_gpus": 1}``; one CPU by default.
         engine: options of `kvkeep.Engine`, such as ``policy``, ``budget`` and ``rows``.
@@ -227,7 +228,7 @@ def application(
         name=name or model or "embedded",
         keys=ApiKeys({key: owner_of(key) for key in keys}),
         session_dir=session_dir,
-        **(settings or {}),
+        **{"allowed_hosts": ("*",) if keys else (), **(settings or {})},
     )
     device = "cuda" if (resources or {}).get("num_gpus") else "cpu"
     engines = deployment(replicas, resources={"num_cpus": 1, **(resources or {})}).bind(
