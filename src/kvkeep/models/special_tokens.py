@@ -103,7 +103,8 @@ class SpecialTokens:
         return sum(token in control for token in ids)
 
     def _text_of(self, quoted: re.Match[str]) -> str:
-        return self._texts[int(quoted[1])]
+        text: str = self._texts[int(quoted[1])]
+        return text
 
     def _name(self, text: str) -> str:
         return f"{_SALT}n{self._numbers[text]}x"
