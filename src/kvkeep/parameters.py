@@ -162,6 +162,57 @@ SEED = Parameter(
     most=2**63 - 1,
     metavar="N",
 )
+STOP_TOKEN_IDS = Parameter(
+    name="stop_token_ids", kind=list, help="More tokens that end the text.", group=SAMPLING, default=()
+)
+INCLUDE_STOP_STR_IN_OUTPUT = Parameter(
+    name="include_stop_str_in_output",
+    kind=bool,
+    help="Keep the stop text, or the token that ended the text.",
+    group=SAMPLING,
+    default=False,
+)
+SKIP_SPECIAL_TOKENS = Parameter(
+    name="skip_special_tokens", kind=bool, help="Leave special tokens out of the text.", group=SAMPLING, default=True
+)
+ENDING_PARAMETERS = (STOP_TOKEN_IDS, INCLUDE_STOP_STR_IN_OUTPUT, SKIP_SPECIAL_TOKENS)
+"""Where a text ends, and which of its tokens are shown: fields of `kvkeep.engine.request.Request`."""
+TRUNCATE_PROMPT_TOKENS = Parameter(
+    name="truncate_prompt_tokens",
+    kind=int,
+    help="Keep only so many last tokens of the prompt; -1: as many as the model takes.",
+    group=SAMPLING,
+    least=-1,
+    most=MAX_TOKENS,
+)
+CHAT_TEMPLATE_KWARGS = Parameter(
+    name="chat_template_kwargs",
+    kind=dict,
+    help='More variables of the chat template, such as {"enable_thinking": false}.',
+    group=SAMPLING,
+)
+ADD_GENERATION_PROMPT = Parameter(
+    name="add_generation_prompt",
+    kind=bool,
+    help="End the prompt with the beginning of an answer.",
+    group=SAMPLING,
+    default=True,
+)
+CONTINUE_FINAL_MESSAGE = Parameter(
+    name="continue_final_message",
+    kind=bool,
+    help="Go on with the last message's text in place of a new answer.",
+    group=SAMPLING,
+    default=False,
+)
+REASONING_EFFORT = Parameter(
+    name="reasoning_effort",
+    kind=str,
+    help="How long to think, for a chat template that reads it.",
+    group=SAMPLING,
+)
+TEMPLATE_PARAMETERS = (CHAT_TEMPLATE_KWARGS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, REASONING_EFFORT)
+"""How a chat template is filled in."""
 SAMPLING_PARAMETERS = {
     parameter.name: parameter
     for parameter in (

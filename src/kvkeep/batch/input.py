@@ -23,7 +23,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai import requests, responses
 from kvkeep.openai.messages import MAX_DEPTH, ParameterError, decoded
 from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_words_of
-from kvkeep.parameters import REQUEST_CACHE_PARAMETERS, SAMPLING_PARAMETERS
+from kvkeep.parameters import ENDING_PARAMETERS, REQUEST_CACHE_PARAMETERS, SAMPLING_PARAMETERS
 from kvkeep.pins import Spans, spans
 from kvkeep.snapshot.snapshot import Snapshot
 
@@ -125,10 +125,14 @@ OPTIONS = "options"
 """The field of a line that holds its options."""
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
-_REQUEST = {"policy", "budget", "stop", "ignore_end", "structured_outputs", "logprobs", "pins", "guard"}
+_REQUEST = {
+    *("policy", "budget", "stop", "ignore_end", "structured_outputs", "logprobs", "pins", "guard"),
+    *(parameter.name for parameter in ENDING_PARAMETERS),
+}
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **{name: parameter.json_types for name, parameter in SAMPLING_PARAMETERS.items()},
     **{parameter.name: parameter.json_types for parameter in REQUEST_CACHE_PARAMETERS},
+    **{parameter.name: parameter.json_types for parameter in ENDING_PARAMETERS},
     "logprobs": (int,),
     "structured_outputs": (Structure, dict),
     "stop": (str, list),
@@ -223,8 +227,8 @@ def _check(name: str, value: object) -> None:
 class Encode(Protocol):
     """Turns a prompt, a list of messages or token ids into token ids that the model has."""
 
-    def __call__(self, prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
-        """Encode; with ``raw`` a text is taken without the chat template.
+    def __call__(self, prompt: Prompt, *, raw: bool = False, **template: Any) -> Sequence[int]:
+        """Encode; with ``raw`` a text is taken without the chat template, which ``template`` says how to fill in.
 
         Raises:
             KVKeepError: the text cannot be encoded, or the model has no such token.
@@ -378,9 +382,14 @@ def _batch_line(
     defaults = dataclasses.replace(defaults, **off)
     made = []
     for prompt in asked.prompts:
-        ids = encode(prompt, raw=True) if asked.url == COMPLETIONS else encode(prompt)
+        ids = encode(prompt, raw=True) if asked.url == COMPLETIONS else encode(prompt, **asked.template)
+        ids, pins = asked.truncated(list(ids), None), pinned(prompt)
+        if pins and (moves := [*asked.template, *(["truncate_prompt_tokens"] if asked.truncate else [])]):
+            raise ParameterError(
+                moves[0], "moves the tokens of the system message, which are to be pinned; leave it out"
+            )
         try:
-            first = request_of(number, ids, asked.options, defaults, pinned(prompt))
+            first = request_of(number, ids, asked.options, defaults, pins)
         except KVKeepError as error:
             raise in_words_of(asked, error) from error
         made += [first] * asked.n

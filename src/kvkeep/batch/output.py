@@ -44,7 +44,9 @@ def record(line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any
         name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
         body = answer(line.asked, results, name=name, created=int(time.time()), model=model, show=show)
         found = batch_input.line(line.number, line.digest, line.custom_id, body)
-        return {**found, "kvkeep": result_files.finite([_kept(result) for result in results]), "made_by": made_by}
+        ignored = {"ignored": list(line.asked.ignored)} if line.asked.ignored else {}
+        kept = result_files.finite([_kept(result) for result in results])
+        return {**found, **ignored, "kvkeep": kept, "made_by": made_by}
     own = {"options": line.options} if line.options else {}
     origin = {"line": line.number, "digest": line.digest, "made_by": made_by, **own}
     return {COMPLETION: result_files.finite({**origin, **_completion(results[0])}), **line.fields}

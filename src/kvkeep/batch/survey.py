@@ -153,7 +153,7 @@ class Pace:
 # The survey.
 
 _BAD_FIELDS = {"line", "reason", "text"}
-_MOST_MODELS = 3
+_MOST_MODELS, _MOST_IGNORED = 3, 16
 
 
 class Shape(NamedTuple):
@@ -197,12 +197,14 @@ class Survey:
         digests: line number → fingerprint, of every line that can be run.
         bad: line number → reason, of every line that cannot be run.
         models: models that lines in OpenAI's format name, a few of them.
+        ignored: fields of such lines that nobody knows, a few of them.
     """
 
     memory: Snapshot | None = None
     digests: dict[int, str] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
+    ignored: set[str] = field(default_factory=set)
     _shapes: dict[int, Shape] = field(default_factory=dict)
     _known: dict[Shape, Shape] = field(default_factory=dict)
     _names: dict[bytes, int] = field(default_factory=dict)
@@ -222,6 +224,8 @@ class Survey:
         self._shapes[line.number] = self._known.setdefault(shape, shape)  # many lines share one object
         if line.asked and line.asked.model is not None and len(self.models) < _MOST_MODELS:
             self.models.add(line.asked.model)
+        if line.asked and len(self.ignored) < _MOST_IGNORED:
+            self.ignored.update(line.asked.ignored[:_MOST_IGNORED])
         return None
 
     def entries(

@@ -509,7 +509,7 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
 
 
 def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
-    """Print notes on lines that are long, or ask for a model that does not run."""
+    """Print notes on lines that are long, ask for a model that does not run, or have fields that nobody knows."""
     if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
         console.note(
             f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the model was "
@@ -518,6 +518,9 @@ def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
     if others := sorted(survey.models - {name}):
         named = ", ".join(f"{console.visible(other):.60}" for other in others)
         console.note(f"lines name the model {named}; {name} answers all lines")
+    if survey.ignored:
+        named = ", ".join(f"{console.visible(field):.60}" for field in sorted(survey.ignored))
+        console.note(f"lines have fields that are unknown and ignored: {named}")
 
 
 def _survey(source: Path, read_line: Read, batch: BatchOptions, memory: SavedMemory | None) -> Survey:

@@ -33,6 +33,7 @@ from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.prepare import chosen, compile_layers, prepare
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
+from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt
 from kvkeep.openai.responses import Show
 from kvkeep.pins import Spans
@@ -54,14 +55,16 @@ def reader(
     """
     past = None if memory is None else _past_of(memory)
 
-    def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
+    def encode(prompt: Prompt, *, raw: bool = False, **template: Any) -> Sequence[int]:
         if _are_ids(prompt):
             return _known(checkpoint, prompt)
         raw = raw or request.raw
         if isinstance(prompt, str):
             asked = Asked(prompt=prompt, raw=raw)
         else:
-            asked = Asked(messages=cast(list[dict[str, str]], prompt))
+            asked = Asked(messages=cast(list[dict[str, str]], prompt), **template)
+        if past is not None and template:
+            raise ParameterError(min(template), "changes a chat template, and the line follows a remembered text")
         return _encode(checkpoint, asked) if past is None else _encode_after(checkpoint, asked, past)
 
     def pinned(prompt: Prompt) -> Spans:
@@ -95,7 +98,7 @@ def _are_ids(prompt: Prompt) -> TypeGuard[list[int]]:
 
 def _encode(checkpoint: Checkpoint, asked: Asked) -> list[int]:
     if asked.messages is not None:
-        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages)[0].tolist()
+        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **asked.templated)[0].tolist()
         return chat
     found: list[int] = tokenization.encode(checkpoint, str(asked.prompt), raw=asked.raw)[0].tolist()
     return found

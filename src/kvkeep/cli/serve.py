@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -124,6 +125,18 @@ def _origins(given: list[str] | None, option: str) -> tuple[str, ...]:
     return tuple(given or ())
 
 
+def _hosts(given: list[str] | None, option: str) -> tuple[str, ...]:
+    """Return host names as a ``Host`` header has them, without a port.
+
+    Raises:
+        InputError: one is a URL or no name.
+    """
+    for name in given or ():
+        if not re.fullmatch(r"\*|[A-Za-z0-9._-]+(:\d+)?|\[[0-9A-Fa-f:.]+\](:\d+)?", name, re.ASCII):
+            raise InputError(f"{option}={name!r:.80} is no host; give a name alone, such as kvkeep.example.")
+    return tuple(re.sub(r":\d+$", "", name).lower().rstrip(".") for name in given or ())
+
+
 _WAITING = "passive"
 """How torch's threads wait for work. Active ones spin on the cores that the web's thread and clients need."""
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
@@ -221,6 +234,17 @@ class ServeOptions(ModelOptions):
         type=list[str] | None,
         default=None,
         metavar="URL",
+        group=SERVER,
+        rare=True,
+    )
+    allowed_host: tuple[str, ...] = option(
+        "A name by which clients reach this server, beside localhost; * is any. Needed where --host is no loopback "
+        "address and there is no key.",
+        read=_hosts,
+        reads_none=True,
+        type=list[str] | None,
+        default=None,
+        metavar="NAME",
         group=SERVER,
         rare=True,
     )

@@ -6,6 +6,7 @@ Importing this module imports torch, transformers and fastapi.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import re
@@ -251,7 +252,30 @@ def _checked(key: str, where: str) -> str:
     return key
 
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+def _is_loopback(host: str) -> bool:
+    """Tell whether a server is reached from its own machine alone."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _allowed_hosts(request: ServeOptions, keys: ApiKeys) -> tuple[str, ...]:
+    """Return the names of the server. Where clients show keys, any name will do: a foreign page has no key.
+
+    Raises:
+        InputError: others can reach the server without a key, and its names are not known.
+    """
+    if request.allowed_host or request.unix_socket is not None:
+        return request.allowed_host or ("*",)
+    if _is_loopback(request.host):
+        return ()
+    if not keys.owners:
+        raise InputError(
+            f"Anybody who reaches {request.host} could use the model, and any web page that they open as well. Ask for "
+            "keys with `key_file`, or name the server's hosts with `allowed_host`."
+        )
+    return ("*",)
 
 
 def run(request: ServeOptions) -> None:
@@ -351,6 +375,7 @@ def _settings(request: ServeOptions, keys: ApiKeys, limit: int | None) -> Server
         key_tokens=request.key_tokens,
         session_dir=request.session_dir,
         page=request.page,
+        allowed_hosts=_allowed_hosts(request, keys),
     )
 
 
@@ -401,7 +426,7 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
 
 def _remark(request: ServeOptions, settings: ServerSettings) -> None:
     """Print a note where anybody in the network could use the model."""
-    if request.unix_socket is None and request.host not in _LOOPBACK and not settings.keys.owners:
+    if request.unix_socket is None and not _is_loopback(request.host) and not settings.keys.owners:
         console.note(f"anybody who reaches {request.host} can use the model; --key-file asks for keys")
 
 

@@ -339,14 +339,34 @@ class Admission:
         self._check_tokens(prompt, request.sampling)
         if request.stop and self._tokenizer is None:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
-        ends = frozenset() if request.ignore_end else self._end_ids
-        tail = StopText(self._decode, request.stop) if self._tokenizer else None
+        ends = self._ends(request)
+        decode = partial(self._decode, special=not request.skip_special_tokens)
+        keeps = request.include_stop_str_in_output
+        tail = StopText(decode, request.stop, keeps=keeps) if self._tokenizer else None
         load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
         bound = self.grammars.constraint(request)
         found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
         if past is not None:
             found.held, found.held_pins = len(past.ids), past.pins
         return found
+
+    def _ends(self, request: Request) -> frozenset[int]:
+        """Return the tokens that end a request's text.
+
+        Raises:
+            InputError: one of its own is outside of the vocabulary, or no token is left for the least number of tokens.
+        """
+        own = cast(tuple[int, ...], request.stop_token_ids)
+        if own and own[-1] >= self._vocabulary:
+            raise InputError(
+                f"stop_token_ids={own[-1]} is no token: the model's vocabulary has {self._vocabulary}. Leave it out."
+            )
+        ends = frozenset(own) if request.ignore_end else self._end_ids.union(own)
+        if request.sampling.min_new_tokens and len(ends) >= self._vocabulary:
+            raise InputError(
+                "stop_token_ids has all tokens, so none is left for min_new_tokens. Leave one of them out."
+            )
+        return ends
 
     def _check_tokens(self, prompt: GenericSequence[int], sampling: SamplingParams) -> None:
         """Refuse tokens that the model does not have.
@@ -511,6 +531,6 @@ class Admission:
             self._layouts[policy] = layout
         return self._layouts[policy]
 
-    def _decode(self, token_ids: GenericSequence[int]) -> str:
+    def _decode(self, token_ids: GenericSequence[int], *, special: bool) -> str:
         assert self._tokenizer is not None
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))

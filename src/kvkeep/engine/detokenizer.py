@@ -51,13 +51,16 @@ class StopText:
     Args:
         decode: returns the text of tokens.
         stops: texts that end the generation.
+        keeps: whether the stop text that is reached is part of the text.
 
     Cost:
         linear in the lengths of the text and of the stop texts, however much text is held back.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._pieces = TextPieces(decode)
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), *, keeps: bool = False
+    ) -> None:
+        self._pieces, self._keeps = TextPieces(decode), keeps
         self._searches = [_Search(stop) for stop in stops]
         self._held: deque[str] = deque()
         self._n_held = 0
@@ -98,7 +101,8 @@ class StopText:
         undecided = [search.read(piece) for search in self._searches]
         self._stopped = any(search.found for search in self._searches)
         if self._stopped:
-            undecided = [search.since for search in self._searches if search.found]
+            first = max((search for search in self._searches if search.found), key=lambda search: search.since)
+            undecided = [first.since - (first.length if self._keeps else 0)]
         return self._release(self._n_held - max(undecided, default=0))
 
     def _release(self, n: int) -> str:
@@ -122,12 +126,13 @@ class _Search:
         wanted: the text.
 
     Attributes:
+        length: number of characters of the text.
         found: whether the text has been found.
         since: number of characters from the beginning of the text, where it was found, to the end of the stream.
     """
 
     def __init__(self, wanted: str) -> None:
-        self._wanted = wanted
+        self._wanted, self.length = wanted, len(wanted)
         self._matched = 0  # length of the longest beginning of the text with which the stream ends
         self._shorter = _shorter_matches(wanted)
         self.found = False

@@ -112,7 +112,7 @@ class PromptEncoder:
         if isinstance(request.prompt, str):
             ids = tokenization.encode(checkpoint, request.prompt, raw=request.raw)
         else:
-            ids = tokenization.encode_chat(checkpoint, request.messages or (), request.tools)
+            ids = tokenization.encode_chat(checkpoint, request.messages or (), request.tools, **request.templated)
         return tuple(ids[0].tolist())
 
     def opened(self, asked: str, *, system: str | None, raw: bool) -> tuple[list[int], Opening]:
@@ -140,7 +140,9 @@ class PromptEncoder:
         new = self.messages_of(request)
         if not new:
             return before + tuple(tokenization.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
-        ids = tuple(tokenization.encode_next(checkpoint, past.messages, new, request.tools)[0].tolist())
+        ids = tuple(
+            tokenization.encode_next(checkpoint, past.messages, new, request.tools, **request.templated)[0].tolist()
+        )
         if past.messages and past.pending and past.pending[-1] in self._ends:
             before = before[:-1]
         return before + ids

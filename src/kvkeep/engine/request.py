@@ -96,6 +96,30 @@ def stop_texts(stop: object) -> tuple[str, ...]:
     return texts
 
 
+def stop_ids(found: object) -> tuple[int, ...]:
+    """Return token ids that end a generation as a sorted tuple, each once.
+
+    Raises:
+        InputError: it is no sequence of token ids.
+    """
+    if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
+        raise InputError(f"stop_token_ids={found!r:.60} is no list of token ids.")
+    return tuple(sorted({whole_within("stop_token_ids", token, 0, 2**31 - 1) for token in found}))
+
+
+def variables(given: object) -> Mapping[str, Any]:
+    """Return variables of a chat template as a dictionary.
+
+    Raises:
+        InputError: they are no mapping from names to values.
+    """
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InputError(f'chat_template_kwargs={given!r:.60} is no mapping such as {{"enable_thinking": False}}.')
+    if own := given.keys() & {"add_generation_prompt", "continue_final_message"}:
+        raise InputError(f"chat_template_kwargs has {min(own)}, which is a field of the request. Give it there.")
+    return dict(given)
+
+
 def checked_guard(guard: object) -> float | None:
     """Return a guard as a number, or ``None``.
 
@@ -277,10 +301,16 @@ class Request:
         tools: functions of which the chat template tells the model, each ``{"type": "function", "function": {…}}``.
             They need messages, and a template that takes tools.
         raw: take the prompt's text as it is, without the chat template.
+        chat_template_kwargs: more variables of the chat template, such as ``{"enable_thinking": False}``.
+        add_generation_prompt: end the prompt with the beginning of the model's answer, as the chat template writes it.
+        continue_final_message: end the prompt within the last message, whose text the model goes on with.
         sampling: how tokens are chosen, and how many.
         policy: the eviction policy or its string; by default the engine's.
         budget: tokens kept per layer and head; by default, and at most, the engine's.
         stop: texts that end the generation; they are not part of the result. The engine needs a tokenizer for them.
+        stop_token_ids: more tokens that end the text, also with ``ignore_end``.
+        include_stop_str_in_output: keep the stop text, or the token that ended the text, in the result's text.
+        skip_special_tokens: leave special tokens out of the text.
         ignore_end: go on when the model wants to end its text.
         structured_outputs: the form of the text, by one of ``{"json": schema}``, ``{"json_object": True}``, ``{"regex":
             "[a-z]+"}``, ``{"choice": ["yes", "no"]}`` and ``{"grammar": "GBNF or Lark"}``. The text ends where the form
@@ -305,10 +335,16 @@ class Request:
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     raw: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     policy: str | Policy | None = None
     budget: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_end: bool = False
     structured_outputs: Structured | None = None
     logprobs: int | None = None
@@ -323,12 +359,14 @@ class Request:
         object.__setattr__(self, "pins", spans(self.pins))
         object.__setattr__(self, "guard", checked_guard(self.guard))
         object.__setattr__(self, "stop", stop_texts(self.stop))
+        object.__setattr__(self, "stop_token_ids", stop_ids(self.stop_token_ids))
         object.__setattr__(self, "structured_outputs", structure_of(self.structured_outputs))
         object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
         if not isinstance(self.sampling, SamplingParams):
             raise InputError(f"sampling={self.sampling!r} is no kvkeep.SamplingParams.")
-        if not isinstance(self.ignore_end, bool):
-            raise InputError(f"ignore_end={self.ignore_end!r} is neither True nor False.")
+        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
         if self.snapshot is not None and not isinstance(self.snapshot, Snapshot):
@@ -352,10 +390,23 @@ class Request:
         vars(made).update(fields)
         return made
 
+    @property
+    def templated(self) -> dict[str, Any]:
+        """Return how the chat template is filled in: the fields of `kvkeep.models.tokenization.encode_chat` that differ
+        from their defaults."""
+        found = {
+            "chat_template_kwargs": self.chat_template_kwargs or None,
+            "add_generation_prompt": None if self.add_generation_prompt else False,
+            "continue_final_message": self.continue_final_message or None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
     def _take_text(self) -> None:
         """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers."""
-        if not isinstance(self.raw, bool):
-            raise InputError(f"raw={self.raw!r:.80} is neither True nor False.")
+        for name in ("raw", "add_generation_prompt", "continue_final_message"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
+        object.__setattr__(self, "chat_template_kwargs", variables(self.chat_template_kwargs))
         if (self.prompt is None) == (self.messages is None):
             raise InputError("A request has either a prompt (text or token ids) or messages; give one of them.")
         if self.messages is not None:
@@ -363,6 +414,10 @@ class Request:
                 raise InputError("raw=True leaves the chat template out, and messages need it; give a prompt instead.")
             object.__setattr__(self, "messages", conversation(self.messages))
             object.__setattr__(self, "tools", functions(self.tools))
+        elif self.templated:
+            raise InputError(
+                f"{min(self.templated)} is for messages, and this request has a prompt; give messages instead."
+            )
         elif self.tools:
             raise InputError("tools are told by the chat template, and a prompt goes without; give messages instead.")
         elif not isinstance(self.prompt, str):
@@ -393,7 +448,8 @@ class Result:
     Attributes:
         id: the number that `Engine.add` gave.
         token_ids: the new tokens, the end token included.
-        text: the new tokens as text, without special tokens and without a stop text; empty without a tokenizer.
+        text: the new tokens as text, without special tokens, a stop text, and the token that ended it, unless the
+            request asks for them; empty without a tokenizer.
         finish_reason: ``stop`` (the model or a stop text ended it), ``length``, ``cancelled``, or ``error`` (a step
             failed; the tokens before it are there).
         prompt_tokens: length of the prompt.
@@ -505,6 +561,11 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
     if (request.policy, request.budget, request.snapshot, request.sequence) != (None, None, None, 0):
         raise InputError(
             "A session has its policy, budget, sequence and snapshot from engine.session(...); a turn names none."
+        )
+    if whole := request.templated.keys() - {"chat_template_kwargs"}:
+        raise InputError(
+            f"{min(whole)} belongs to a whole conversation, and a session's turn adds new messages. Leave it out, or "
+            "send the conversation without a session."
         )
     return request
 

@@ -24,7 +24,9 @@ from kvkeep.snapshot.snapshot import Pending
 from kvkeep.types import MemoryUsage
 
 _FREE = {
-    *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),
+    *("prompt", "messages", "raw", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("sampling", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "ignore_end"),
+    *("structured_outputs", "logprobs"),
     *("policy", "budget", "sequence", "snapshot"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
@@ -222,8 +224,10 @@ class Sequence:
             read = len(self.prompt) - self.cached
         self.token_ids.append(token_id)
         looks = len(self.token_ids) > self.request.sampling.min_new_tokens
-        piece, stopped = self.tail.add(token_id, looks=looks) if self.tail else ("", False)
-        if stopped or token_id in self.ends or (self.constraint and self.constraint.complete):
+        ended = token_id in self.ends
+        shown = not ended or self.request.include_stop_str_in_output
+        piece, stopped = self.tail.add(token_id, looks=looks) if self.tail and shown else ("", False)
+        if stopped or ended or (self.constraint and self.constraint.complete):
             self.finish("stop")
         elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
             self.finish("length")

@@ -229,6 +229,13 @@ def _rendered(asked: Mapping[str, Any]) -> str:
     return answer["text"]
 
 
+def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
+    """Return whether the text of the tokenizer's chat templates has the name of a variable."""
+    found = tokenizer.chat_template
+    texts = found.values() if isinstance(found, Mapping) else (found,)
+    return any(variable in text for text in texts if isinstance(text, str))
+
+
 class EndlessTemplateError(InputError):
     """A chat template takes too long, or too much memory."""
 

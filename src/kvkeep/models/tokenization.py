@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError
-from kvkeep.models.chat_templates import fill
+from kvkeep.models.chat_templates import fill, reads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained
@@ -46,7 +46,13 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
 
 
 def encode_chat(
-    checkpoint: Checkpoint, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    checkpoint: Checkpoint,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> Int[Tensor, "1 T"]:
     """Encode a conversation as token ids, up to the beginning of the model's answer.
 
@@ -54,16 +60,61 @@ def encode_chat(
         checkpoint: the model and its tokenizer.
         messages: each with ``role`` and ``content``.
         tools: functions of which the template tells the model.
+        chat_template_kwargs: more variables of the template.
+        add_generation_prompt: end with the beginning of an answer; otherwise with the end of the last message.
+        continue_final_message: end within the last message, after its text.
 
     Raises:
-        InputError: there is no chat template, the template fails, or a message is no valid text.
+        InputError: there is no chat template, the template fails, or a message is no valid text; or the last message is
+            to be continued, and the template does not show it.
         ModelFileError: the tokenizer fails.
     """
     if checkpoint.tokenizer.chat_template is None:
         raise InputError(f"The tokenizer of {checkpoint.name} has no chat template; give a prompt instead of messages.")
     for message in messages:
         _check_text(message["content"])
-    return _encoded_as_quoted(checkpoint, fill(checkpoint.tokenizer, messages, tools))
+    if (effort := "reasoning_effort") in (chat_template_kwargs or {}) and not reads(checkpoint.tokenizer, effort):
+        raise InputError(
+            f"{effort} has no effect: the chat template of {checkpoint.name} does not read it. Leave it out."
+        )
+    given = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+    if continue_final_message:
+        text = _unfinished(checkpoint, messages, tools, {**given, "add_generation_prompt": False})
+    else:
+        text = fill(checkpoint.tokenizer, messages, tools, variables=given)
+    return _encoded_as_quoted(checkpoint, text)
+
+
+def _unfinished(
+    checkpoint: Checkpoint,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> str:
+    """Return the text of a conversation up to the end of its last message's text.
+
+    Raises:
+        InputError: the template fails, or does not show the last message.
+    """
+    *before, last = messages
+    mark = _unused_mark(messages, "end")
+    marked = f"{last['content']}{mark} "  # a template that strips messages strips the space, too
+    found, _, rest = fill(
+        checkpoint.tokenizer, [*before, {**last, "content": marked}], tools, variables=variables
+    ).rpartition(mark)
+    if not found or last.get("tool_calls"):
+        why = "calls tools" if last.get("tool_calls") else "is not shown by the chat template"
+        raise InputError(
+            f"continue_final_message=True cannot be followed: the last message {why}. Leave it out, or use `raw=True` "
+            "and write the whole prompt."
+        )
+    return found if rest.startswith(" ") else found.rstrip()
+
+
+def _unused_mark(messages: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return a word that occurs in no message."""
+    texts = [message["content"] for message in messages]
+    return next(mark for n in itertools.count() if not any((mark := f"kvkeep{n}{name}") in text for text in texts))
 
 
 def encode_next(
@@ -71,6 +122,8 @@ def encode_next(
     before: Sequence[Mapping[str, Any]],
     new: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Int[Tensor, "1 T"]:
     """Encode new messages that continue a non-empty memory, up to the beginning of the model's next answer.
 
@@ -80,20 +133,19 @@ def encode_next(
             Without one a conversation begins: its token ids have no beginning of a text.
         new: each with ``role`` and ``content``.
         tools: functions of which the template tells the model, as far as it tells them after the last answer.
+        chat_template_kwargs: more variables of the template.
 
     Raises:
         InputError: see `encode_chat`; or the template does not show where the last answer ends.
     """
     if not before:
-        ids = encode_chat(checkpoint, new, tools)
+        ids = encode_chat(checkpoint, new, tools, chat_template_kwargs=chat_template_kwargs)
         return ids[:, 1:] if int(ids[0, 0]) == checkpoint.tokenizer.bos_token_id and ids.shape[1] > 1 else ids
     for message in new:
         _check_text(message["content"])
-    known = [message["content"] for message in (*before, *new)]
-    mark = next(
-        text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in text_before for text_before in known)
-    )
-    text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new], tools)
+    mark = _unused_mark((*before, *new), "answer")
+    shown = [*before[:-1], {**before[-1], "content": mark}, *new]
+    text = fill(checkpoint.tokenizer, shown, tools, variables=chat_template_kwargs)
     if text.count(mark) != 1:
         raise InputError(
             f"The chat template of {checkpoint.name} does not show the last answer as it is, so a conversation cannot "

@@ -1,44 +1,73 @@
 """Bodies of OpenAI's requests as prompts and options of kvkeep; no model, tokenizer or file is needed.
 
-A parameter that asks for something that kvkeep cannot do is an error. Parameters that only label a request are taken,
-and so are others whose value asks for nothing, such as ``"tools": []``. ``null`` is the same as no value.
+A parameter of this or another server's API that asks for something that kvkeep cannot do is an error. Parameters that
+only label a request are taken, and so are others whose value asks for nothing, such as ``"tools": []``. ``null`` is the
+same as no value. Names that nobody knows are ignored; the answer names them.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvkeep.engine.request import Structure, json_structure, structure_of
+from kvkeep.engine.request import Structure, json_structure, stop_ids, structure_of
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai.messages import BY_WORDS, ParameterError, ToolUse, messages_of, short, whole_text
 from kvkeep.openai.tools import Tools, tools_of
-from kvkeep.parameters import LOGIT_BIAS, REQUEST_CACHE_PARAMETERS, SAMPLING_PARAMETERS
+from kvkeep.parameters import (
+    ENDING_PARAMETERS,
+    LOGIT_BIAS,
+    REQUEST_CACHE_PARAMETERS,
+    SAMPLING_PARAMETERS,
+    TEMPLATE_PARAMETERS,
+    TRUNCATE_PROMPT_TOKENS,
+)
 from kvkeep.pins import spans
 
-# The form of an answer in OpenAI's and vLLM's words: ``response_format`` and ``structured_outputs``.
+# The form of an answer, under the names that it has in OpenAI's API, vLLM, SGLang and llama.cpp.
 
 _FORMATS = ("text", "json_object", "json_schema")
+_KINDS_OF_FORM = {
+    **dict.fromkeys(("guided_json", "json_schema"), "json"),
+    "guided_json_object": "json_object",
+    **dict.fromkeys(("guided_regex", "regex"), "regex"),
+    "guided_choice": "choice",
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), "grammar"),
+}
+"""Names of fields that give a form by itself → the kind of form in ``structured_outputs``."""
 
 
-def form_of(given: Mapping[str, Any]) -> Structure | None:
-    """Return the structure that a body asks its output to have; ``None`` for free text.
+def form_of(given: Mapping[str, Any]) -> tuple[str | None, Structure | None]:
+    """Return the structure that a body asks its output to have, and the field that says so; ``None`` for free text.
 
     Raises:
         ParameterError: the form cannot be read, or two are asked for.
     """
-    found = format_of("response_format", given.get("response_format"))
+    found = {
+        "response_format": format_of("response_format", given.get("response_format")),
+        "structured_outputs": _form("structured_outputs", given.get("structured_outputs")),
+        **{name: _form(name, {kind: given[name]}, kind) for name, kind in _KINDS_OF_FORM.items() if name in given},
+    }
+    named = [(name, form) for name, form in found.items() if form is not None]
+    if len(named) > 1:
+        raise ParameterError(named[-1][0], f"and {named[0][0]} both name a form; give one of them")
+    return named[0] if named else (None, None)
+
+
+def _form(name: str, given: Any, kind: str | None = None) -> Structure | None:
+    """Return the structure of a field in vLLM's words. Empty texts and ``false`` of a field of its own ask for none."""
+    if kind is not None and given[kind] in ("", False):
+        return None
     try:
-        other = structure_of(given.get("structured_outputs"))
+        return structure_of(given)
     except InputError as error:
-        raise ParameterError("structured_outputs", f"is refused: {error}") from error
-    if found and other:
-        raise ParameterError("structured_outputs", "and response_format both name a form; give one of them")
-    return found or other
+        reason = str(error).replace(f"structured_outputs has {kind}=", f"{name}=")
+        raise ParameterError(name, f"is refused: {reason}") from error
 
 
 def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
@@ -56,9 +85,9 @@ def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
         return None
     if kind not in _FORMATS:
         raise ParameterError(f"{name}.type", f"is {short(kind)}; there are {', '.join(_FORMATS)}")
-    if kind == "json_object":
-        return json_structure({"type": "object"})
     place = f"{name}.json_schema"
+    if kind == "json_object" and given.get("schema") is None:
+        return json_structure({"type": "object"})
     described = given.get("json_schema") if "schema" not in given else given
     if not isinstance(described, dict) or described.get("schema") is None:
         raise ParameterError(place, 'has no schema; give {"name": "…", "schema": {…}}')
@@ -77,6 +106,7 @@ Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 
 _WHOLE, _FLAG, _TEXT = (int,), (bool,), (str,)
 _OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_FORM: tuple[type, ...] = (str, bool, list, dict)
 _COMMON: Mapping[str, tuple[type, ...]] = {
     **{_OTHER_NAMES.get(name, name): parameter.json_types for name, parameter in SAMPLING_PARAMETERS.items()},
     **{parameter.name: parameter.json_types for parameter in REQUEST_CACHE_PARAMETERS},
@@ -85,37 +115,179 @@ _COMMON: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "user"), _TEXT),
     "stop": (str, list),
     **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
+    **dict.fromkeys(_KINDS_OF_FORM, _FORM),
+    **{parameter.name: parameter.json_types for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS)},
 }
 _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     CHAT: {
         **_COMMON,
+        **{parameter.name: parameter.json_types for parameter in TEMPLATE_PARAMETERS},
         **dict.fromkeys(("max_completion_tokens", "top_logprobs"), _WHOLE),
-        **dict.fromkeys(("logprobs", "store", "parallel_tool_calls"), _FLAG),
-        **dict.fromkeys(("messages", "tools", "functions", "modalities"), (list,)),
-        **dict.fromkeys(("metadata", "audio", "prediction", "web_search_options"), (dict,)),
-        **dict.fromkeys(("tool_choice", "function_call"), (str, dict)),
-        **dict.fromkeys(("service_tier", "reasoning_effort", "verbosity"), _TEXT),
-        **dict.fromkeys(("safety_identifier", "prompt_cache_key", "prompt_cache_retention"), _TEXT),
+        **dict.fromkeys(("logprobs", "parallel_tool_calls"), _FLAG),
+        **dict.fromkeys(("messages", "tools"), (list,)),
+        "tool_choice": (str, dict),
     },
     COMPLETIONS: {
         **_COMMON,
         "prompt": (str, list),
         **dict.fromkeys(("logprobs", "best_of"), _WHOLE),
         "echo": _FLAG,
-        "suffix": _TEXT,
     },
 }
+_ANYWHERE = {name for types in _TYPES.values() for name in types}
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("stream", "store", "echo"), (False,)),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
+    **dict.fromkeys(("stream", "echo"), (False,)),
     "stream_options": ({},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "suffix": ("",),
 }
+LABELS = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("request_id", "rid", "guided_decoding_backend", "cache_prompt", "id_slot", "keep_alive", "timings_per_token"),
+)
+"""Fields that describe a request, or say how a server should work, and never change the answer."""
+_UNBUILT: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(  # whatever they say but nothing
+        (
+            *("audio", "prediction", "web_search_options", "moderation", "suffix", "input"),
+            *("bad_words", "bad_words_ids", "allowed_token_ids", "prompt_logprobs", "logits_processors", "documents"),
+            *("chat_template", "mm_processor_kwargs", "structural_tag", "guided_whitespace_pattern", "cache_salt"),
+            *("kv_transfer_params", "vllm_xargs", "thinking_token_budget", "logprob_token_ids", "stop_regex"),
+            *("custom_logit_processor", "custom_params", "session_params", "lora_path", "lora", "adapter_id"),
+            *("samplers", "image_data", "reasoning_format", "dry_sequence_breakers", "grammar_triggers", "n_keep"),
+            *("options", "format", "template", "system", "images", "context", "no_repeat_ngram_size", "conversation"),
+            *("negative_prompt", "guidance_scale", "transforms", "prediction_tokens", "instructions"),
+            *("exponential_decay_length_penalty", "forced_decoder_ids", "suppress_tokens", "custom_token_bans"),
+        ),
+        (),
+    ),
+    **dict.fromkeys(
+        (
+            *("use_beam_search", "return_tokens_as_token_ids", "return_token_ids", "early_stopping", "background"),
+            *("include_logprobs", "post_sampling_probs", "return_hidden_states", "safe_prompt", "raw", "watermark"),
+            *("details", "decoder_input_details", "return_full_text", "ban_eos_token", "return_tokens"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "spaces_between_special_tokens",
+                "include_reasoning",
+                "separate_reasoning",
+                "stream_reasoning",
+                "add_bos",
+            ),
+            *("do_sample", "parse_tool_calls", "add_bos_token"),
+        ),
+        (True,),
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "mirostat",
+                "mirostat_mode",
+                "dynatemp_range",
+                "dry_multiplier",
+                "xtc_probability",
+                "n_probs",
+                "min_keep",
+            ),
+            *("priority", "top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "smoothing_factor", "n_discard"),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("length_penalty", "num_beams", "typical_p", "tfs", "tfs_z", "encoder_repetition_penalty"), (1,)),
+    "add_special_tokens": (),
+    "truncation_side": ("left",),
+    "truncation": ("disabled",),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "top_n_sigma": (-1,),
+    "reasoning_budget": (-1,),
+    "session_id": (),
+    "keep_ratio": (),
+}
+"""Fields of this and other servers that change an answer and are not built → the values that change nothing."""
+_RENAMED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(
+        ("max_new_tokens", "n_predict", "num_predict", "max_length", "max_output_tokens"), ("max_tokens", ())
+    ),
+    **dict.fromkeys(("min_new_tokens", "min_length"), ("min_tokens", ())),
+    "repeat_penalty": ("repetition_penalty", (1,)),
+    "random_seed": ("seed", ()),
+    **dict.fromkeys(("stop_sequences", "stop_words", "stop_strings", "stopping_strings"), ("stop", ())),
+    "eos_token_id": ("stop_token_ids", ()),
+    "no_stop_trim": ("include_stop_str_in_output", (False,)),
+    **dict.fromkeys(("truncate", "truncation_length", "num_ctx"), ("truncate_prompt_tokens", ())),
+    **dict.fromkeys(("enable_thinking", "think", "thinking", "thinking_budget"), ("chat_template_kwargs", ())),
+    "reasoning": ("reasoning_effort", ({},)),
+    "functions": ("tools", ()),
+    "function_call": ("tool_choice", ("none", "auto")),
+}
+"""Names that other servers have for a field → its name here, and the values that change nothing."""
+_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+    **_ASKS_FOR_NOTHING,
+    "tool_choice": ("none", "auto"),
+    "best_of": (1,),
+    **dict.fromkeys(("parallel_tool_calls", "skip_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("logprobs", "ignore_eos", "include_stop_str_in_output", "continue_final_message"), (False,)),
+}
+"""Fields of one route → the values that change nothing on another one."""
+OWN = (
+    *(parameter.name for parameter in REQUEST_CACHE_PARAMETERS),
+    *("keep_ratio", "session_id", "structured_outputs", *_KINDS_OF_FORM),
+    *(parameter.name for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS)),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+)
+"""Fields beyond OpenAI's API. A name that is nearly one of them is a mistake."""
+_ALIKE = 0.8
+
+
+def ignored(
+    given: Mapping[str, Any], known: Collection[str], own: Collection[str] = OWN, *, generates: bool = True
+) -> tuple[str, ...]:
+    """Return the names of a body's fields that nobody knows.
+
+    Args:
+        given: the body.
+        known: the fields that are read.
+        own: fields of kvkeep there.
+        generates: whether the body asks for new tokens, which the fields of other routes would change.
+
+    Raises:
+        ParameterError: a field is known, and would change the answer; or its name is nearly one of kvkeep's.
+    """
+    found = []
+    for name, value in given.items():
+        if name in known or name in LABELS:
+            continue
+        if value is None or _asks_for_nothing(name, value):
+            continue
+        if name in _RENAMED:
+            raise ParameterError(name, f"is not built; give {_RENAMED[name][0]} in place of it")
+        if name in _UNBUILT:
+            raise ParameterError(name, f"cannot be {short(value)} here; leave it out")
+        if generates and (route := next((url for url, types in _TYPES.items() if name in types), None)):
+            raise ParameterError(name, f"is unknown here, as it belongs to {route}; leave it out")
+        if alike := difflib.get_close_matches(name[:80], own, 1, _ALIKE):
+            raise ParameterError(name[:80], f"is unknown; did you mean {alike[0]}?")
+        found.append(name)
+    return tuple(found)
+
+
+def _asks_for_nothing(name: str, value: object) -> bool:
+    """Tell whether a known field that is not read leaves the answer as it is."""
+    if name in _ANYWHERE:
+        neutral = _ELSEWHERE.get(name, ())
+    elif name in _RENAMED:
+        neutral = _RENAMED[name][1]
+    elif name in _UNBUILT:
+        neutral = _UNBUILT[name]
+    else:
+        return False
+    return value in ("", [], {}) or value in neutral
+
+
 _SAME = (
     "temperature",
     "repetition_penalty",
@@ -126,7 +298,11 @@ _SAME = (
     "budget",
     "guard",
 )
-_OPTIONS = {**{name: name for name in _SAME}, "ignore_eos": "ignore_end", "min_tokens": "min_new_tokens"}
+_OPTIONS = {
+    **{name: name for name in (*_SAME, "include_stop_str_in_output", "skip_special_tokens")},
+    "ignore_eos": "ignore_end",
+    "min_tokens": "min_new_tokens",
+}
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
 
@@ -146,6 +322,9 @@ class ParsedBody:
         tools: the tools that the model may call.
         begins_with_call: whether an answer is either a text or calls, and no text comes before them.
         form: the parameter that gives the answer its form, if one does.
+        template: how the chat template is filled in, by the arguments of `kvkeep.models.tokenization.encode_chat`.
+        truncate: the most tokens of a prompt, of which the last are kept; -1: as many as fit; ``None``: all.
+        ignored: fields that nobody knows.
     """
 
     url: str
@@ -158,6 +337,21 @@ class ParsedBody:
     tools: Tools | None = None
     begins_with_call: bool = False
     form: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    truncate: int | None = None
+    ignored: tuple[str, ...] = ()
+
+    def truncated(self, ids: list[int], most: int | None) -> list[int]:
+        """Return the last tokens of a prompt, as many as the body asks for.
+
+        Args:
+            ids: the whole prompt.
+            most: tokens of a prompt and its answer; ``None``: no limit.
+        """
+        if self.truncate is None:
+            return ids
+        room = len(ids) if most is None else max(1, most - self.options.get("max_new_tokens", 1))
+        return ids[-(room if self.truncate < 0 else self.truncate) :]
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
@@ -178,7 +372,7 @@ def read(
         use: how the model uses tools.
 
     Raises:
-        ParameterError: a parameter has another type, is unknown, or asks for something that kvkeep cannot do.
+        ParameterError: a parameter has another type, or asks for something that kvkeep cannot do.
         InputError: the route is unknown, or the body is no object.
     """
     if url not in _TYPES:
@@ -186,9 +380,12 @@ def read(
     if not isinstance(body, dict):
         raise InputError("the body is no JSON object")
     given = {name: value for name, value in body.items() if value is not None}
+    types = _TYPES[url]
+    unknown = ignored(given, types)
+    given = {name: value for name, value in given.items() if name in types}
     for name, value in given.items():
-        _check(name, value, _TYPES[url], honoured)
-    form, tools = form_of(given), tools_of(given, use) if url == CHAT else None
+        _check(name, value, types[name], honoured)
+    (named, form), tools = form_of(given), tools_of(given, use) if url == CHAT else None
     messages = messages_of(given, use) if url == CHAT else []
     told = tools.told(messages) if tools and tells and not use.by_template else messages
     prompts = (told,) if url == CHAT else _prompts(given)
@@ -200,16 +397,19 @@ def read(
     length, spelling = _length(given)
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
-    options = length | same | shares | _stop(given) | _biases(given) | _logprobs(url, given) | _pins(given)
-    structure = tools.structure(form) if tools else form
+    options = length | same | shares | _stops(given) | _biases(given) | _logprobs(url, given) | _pins(given)
+    structure = tools.structure(form, named) if tools else form
     if structure is not None:
         options["structured_outputs"] = structure
     begins = tools is not None and (tools.choice == "required" or form is not None)
     if "min_tokens" in given:
         spelling["min_new_tokens"] = "min_tokens"
-    names = ("structured_outputs", "response_format")
-    named = "tools" if tools else next((name for name in names if structure is not None and given.get(name)), None)
-    return ParsedBody(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, named)
+    return ParsedBody(
+        *(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, "tools" if tools else named),
+        template=_template(given),
+        truncate=_truncated(given),
+        ignored=unknown,
+    )
 
 
 def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
@@ -222,12 +422,8 @@ def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
     return InputError(text) if param is None else ParameterError(param, f"is refused: {text}")
 
 
-def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]], honoured: Collection[str]) -> None:
-    """Check that a parameter exists, has the right type, and asks for nothing that kvkeep cannot do."""
-    if name not in types:
-        alike = difflib.get_close_matches(name[:80], types, 1)
-        raise ParameterError(name[:80], f"is unknown; {f'perhaps {alike[0]}' if alike else 'leave it out'}")
-    wanted = types[name]
+def _check(name: str, value: object, wanted: tuple[type, ...], honoured: Collection[str]) -> None:
+    """Check that a parameter has the right type, and asks for nothing that kvkeep cannot do."""
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
         raise ParameterError(name, f"is {short(value)} and not {_IN_WORDS.get(wanted[-1], 'an object')}")
     if isinstance(value, int) and abs(value) >= 2**63:
@@ -266,13 +462,53 @@ def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     return {"max_new_tokens": given[names[0]]}, {"max_new_tokens": names[0]}
 
 
-def _stop(given: Mapping[str, Any]) -> dict[str, Any]:
-    if "stop" not in given:
-        return {}
-    texts = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ParameterError("stop", "has an entry that is no text, or empty")
-    return {"stop": [whole_text("stop", text) for text in texts]}
+def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options ``stop`` and ``stop_token_ids``."""
+    found: dict[str, Any] = {}
+    if "stop" in given:
+        texts = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ParameterError("stop", "has an entry that is no text, or empty")
+        found["stop"] = [whole_text("stop", text) for text in texts]
+    if "stop_token_ids" in given:
+        try:
+            found["stop_token_ids"] = list(stop_ids(given["stop_token_ids"]))
+        except InputError as error:
+            raise ParameterError("stop_token_ids", f"is refused: {error}") from error
+    return found
+
+
+def _template(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the chat template is filled in. vLLM takes two of its fields among the variables, too."""
+    variables = dict(given.get("chat_template_kwargs", {}))
+    flags = {}
+    for name in ("add_generation_prompt", "continue_final_message"):
+        value = variables.pop(name, given.get(name))
+        if value is not None and not isinstance(value, bool):
+            raise ParameterError(f"chat_template_kwargs.{name}", f"is {short(value)} and not true or false")
+        if value is not None:
+            flags[name] = value
+    if flags.get("continue_final_message") and flags.pop("add_generation_prompt", False):
+        raise ParameterError(
+            "add_generation_prompt", "begins a new answer, and continue_final_message none; give one of them"
+        )
+    if "reasoning_effort" in given:
+        variables.setdefault("reasoning_effort", given["reasoning_effort"])
+    try:
+        json.dumps(variables, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError("chat_template_kwargs", "has half of a character") from error
+    shown = {"chat_template_kwargs": variables} if variables else {}
+    plain = {"add_generation_prompt": True, "continue_final_message": False}
+    return {**shown, **{name: value for name, value in flags.items() if value is not plain[name]}}
+
+
+def _truncated(given: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a prompt."""
+    most: int | None = given.get(TRUNCATE_PROMPT_TOKENS.name)
+    if most is not None and (not most or not TRUNCATE_PROMPT_TOKENS.allows(most)):
+        raise ParameterError(TRUNCATE_PROMPT_TOKENS.name, f"is {short(most)}; give 1 or more tokens, or -1")
+    return most
 
 
 def _pins(given: Mapping[str, Any]) -> dict[str, Any]:

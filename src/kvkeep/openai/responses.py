@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from kvkeep.engine.request import Logprob, Result
@@ -81,7 +82,10 @@ def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
     """
     if asked.tools is None:
         return None
-    return ToolCallParser(f"{name}_{index}", asked.tools.use, asked.tools.names, anywhere=not asked.begins_with_call)
+    use = asked.tools.use
+    if not asked.options.get("skip_special_tokens", True):
+        use = replace(use, token=None)  # the text then shows the mark
+    return ToolCallParser(f"{name}_{index}", use, asked.tools.names, anywhere=not asked.begins_with_call)
 
 
 def reason_of(result: Result, calls: ToolCallParser | None) -> str:

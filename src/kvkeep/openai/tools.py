@@ -200,17 +200,20 @@ class Tools:
             return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
         return [{"role": "system", "content": text}, dict(first), *rest]
 
-    def structure(self, content: Structure | None) -> Structure:
+    def structure(self, content: Structure | None, name: str | None = None) -> Structure:
         """Build the structure of an answer that may call tools.
 
         Args:
             content: the form of an answer without; ``None``: any text.
+            name: the field that gives this form.
 
         Raises:
             ParameterError: calls cannot be told from such an answer.
         """
         if content is not None and content.kind != "json":
-            raise ParameterError("structured_outputs", "names a form that goes together with no tools; leave one out")
+            raise ParameterError(
+                name or "structured_outputs", "names a form that goes together with no tools; leave one out"
+            )
         form = self.use.form
         several = self.parallel and self.only is None and form.next is not None
         lines = ["%llguidance {}", *self._start(content)]

@@ -19,7 +19,7 @@ from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.generate_routes import GenerateRoutes
 from kvkeep.server.info_routes import InfoRoutes, add_page
 from kvkeep.server.metrics import Metrics
-from kvkeep.server.middleware import AuthMiddleware
+from kvkeep.server.middleware import IGNORED, AuthMiddleware
 from kvkeep.server.model import ServedModel
 from kvkeep.server.rate_limits import RateLimits
 from kvkeep.server.request_queue import RequestQueue
@@ -74,9 +74,11 @@ def make_app(
         add_page(app)
     for kind in (RefusalError, GoneError, ClientDisconnect, KVKeepError, HTTPException):
         app.add_exception_handler(kind, answer_to)
-    app.add_middleware(AuthMiddleware, settings=settings, limits=limits)
+    app.add_middleware(AuthMiddleware, settings=settings, limits=limits, origins=origins)
     if origins:  # added last, so it comes first: a browser's preflight has no key
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[IGNORED]
+        )
     return app
 
 

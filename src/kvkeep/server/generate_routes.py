@@ -254,7 +254,7 @@ class GenerateRoutes:
         if not parsed.echo:
             return []
         texts = [
-            prompt if isinstance(prompt, str) else self._served.text_of(ids)
+            prompt if isinstance(prompt, str) and parsed.parameters.truncate is None else self._served.text_of(ids)
             for prompt, ids in zip(parsed.parameters.prompts, parsed.prompts, strict=True)
         ]
         return [text for text in texts for _ in range(parsed.parameters.n)]

@@ -115,8 +115,10 @@ class InfoRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise InputError("Give either a prompt or messages.")
         if body.messages is not None:
-            (messages,) = openai.read(CHAT, {"messages": body.messages}, use=self._served.tool_use).prompts
-            return self._served.encode(messages, bounded=False)
+            given = body.model_dump(exclude={"model", "prompt", "add_special_tokens"}, exclude_none=True)
+            parsed = openai.read(CHAT, given, use=self._served.tool_use)
+            (messages,) = parsed.prompts
+            return self._served.encode(messages, tools=parsed.described, bounded=False, template=parsed.template)
         if not body.prompt:
             return []
         if body.add_special_tokens is False:

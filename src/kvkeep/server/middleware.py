@@ -1,11 +1,13 @@
-"""What every request passes before its route: the key and its limits, and a line in the log after it."""
+"""What every request passes before its route: where it comes from, the key and its limits; and a line in the log."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,19 +20,27 @@ from kvkeep.server.sse import ends, refused
 log = logging.getLogger("kvkeep.access")
 OPEN = ("/health",)
 """Routes that need no key."""
+IGNORED = "X-Kvkeep-Ignored"
+"""The header of an answer that names the fields of the request which nobody knows."""
+_MOST_NAMED, _MOST_TOLD, _LONGEST = 16, 1024, 80
+"""Fields that one header names, fields that the log names in all, and characters of a name."""
 
 
 class AuthMiddleware:
     """Lets requests with a key in that has not used all that it may, and logs each one without its text.
 
+    Requests of foreign web pages are refused: a browser sends them from a machine that may reach the server.
+
     Args:
         app: the application behind it.
         settings: of the server.
         limits: of keys.
+        origins: origins of web pages that may call the server.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, limits: RateLimits) -> None:
-        self._app, self._settings, self._limits = app, settings, limits
+    def __init__(self, app: ASGIApp, settings: ServerSettings, limits: RateLimits, origins: Sequence[str] = ()) -> None:
+        self._app, self._settings, self._limits, self._origins = app, settings, limits, origins
+        self._told: set[str] = set()
         self._open = (*OPEN, *PAGE_FILES) if settings.page else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,16 +54,20 @@ class AuthMiddleware:
         async def watched(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
+            self._name_ignored(message, scope)
             if meter is not None and (status >= 400 or ends(message)):
                 meter.end()  # first, so that a client who has the answer may begin the next request
             await send(message)
 
         owner, ended = EVERYBODY, threading.Event()
+        headers, state = Headers(scope=scope), scope.setdefault("state", {})
         try:
+            self._check_source(scope, headers)
             if scope["path"] not in self._open:
-                owner = self._settings.keys.owner(Headers(scope=scope).get("authorization"))
-            scope.setdefault("state", {}).update(owner=owner, ended=ended)
+                owner = self._settings.keys.owner(headers.get("authorization"))
+            state.update(owner=owner, ended=ended)
             _check_path(scope)
+            _check_body(scope, headers)
             meter = self._begun(scope, owner)
             await self._app(scope, receive, watched)
         except RefusalError as refusal:
@@ -69,6 +83,23 @@ class AuthMiddleware:
                 meter.end()
             _note(scope, owner, status, time.perf_counter() - start)
 
+    def _check_source(self, scope: Scope, headers: Headers) -> None:
+        """Refuse a request that a foreign web page may have sent. A router has checked those that it sends on."""
+        if "meter" not in scope["state"]:
+            self._settings.check_host(headers.get("host"), scope.get("server"))
+            _check_page(scope, headers, self._origins)
+
+    def _name_ignored(self, message: Message, scope: Scope) -> None:
+        """Name the fields that nobody knows in the answer's head, and those that are new in the log."""
+        ignored: Sequence[str] = scope["state"].get("ignored", ())
+        if not ignored or message["type"] != "http.response.start":
+            return
+        names = [quote(name[:_LONGEST], errors="replace") for name in ignored[:_MOST_NAMED]]
+        if len(self._told) < _MOST_TOLD and (new := [name for name in names if name not in self._told]):
+            self._told.update(new)
+            log.warning("Requests have fields that are unknown and ignored: %s.", ", ".join(new))
+        message["headers"] = [*message["headers"], (IGNORED.lower().encode(), ", ".join(names).encode())]
+
     def _begun(self, scope: Scope, owner: str) -> Meter | None:
         """Return a meter for a request that counts from now on. A request that a router sent has its own meter.
 
@@ -79,6 +110,48 @@ class AuthMiddleware:
             return None
         scope["state"]["meter"] = meter = self._limits.begin(owner)
         return meter
+
+
+def _check_page(scope: Scope, headers: Headers, origins: Sequence[str]) -> None:
+    """Refuse a request that a browser sends for a page of another origin.
+
+    Raises:
+        RefusalError: the page is a foreign one, and may not call the server.
+    """
+    origin, allowed = headers.get("origin"), "*" in origins
+    if allowed or (origin is not None and origin in origins):
+        return
+    opens = scope["method"] == "GET" and scope["path"] == "/" and headers.get("sec-fetch-mode") == "navigate"
+    foreign = origin is not None and not _same_origin(origin, headers.get("host"))
+    if foreign or (headers.get("sec-fetch-site") == "cross-site" and not opens):
+        shown = f"The web page {origin[:_LONGEST]}" if origin is not None else "A web page of another site"
+        raise RefusalError(
+            403, f"{shown} may not call this server. Name its origin with --allow-origin.", code="origin_not_allowed"
+        )
+
+
+def _same_origin(origin: str, host: str | None) -> bool:
+    """Tell whether a page comes from the server that its request goes to."""
+    scheme, _, place = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return place != "" and place.removesuffix(port) == (host or "").lower().removesuffix(port)
+
+
+def _check_body(scope: Scope, headers: Headers) -> None:
+    """Refuse a body that is not said to be JSON: a browser sends other types for any page, without asking first.
+
+    Raises:
+        RefusalError: it has another content type, or none.
+    """
+    if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
+        return
+    has_body = headers.get("content-length", "0").strip("0") != "" or "transfer-encoding" in headers
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if has_body and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        shown = f"is {kind[:_LONGEST]}" if kind else "has no content type"
+        raise RefusalError(
+            415, f"The body {shown}. Send JSON with the header Content-Type: application/json.", code="content_type"
+        )
 
 
 def _check_path(scope: Scope) -> None:

@@ -52,7 +52,13 @@ class ServedModel:
         return max(map(len, self.checkpoint.tokenizer.get_vocab()))
 
     def encode(
-        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = (), raw: bool = False, bounded: bool = True
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        raw: bool = False,
+        bounded: bool = True,
+        template: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt.
 
@@ -61,6 +67,7 @@ class ServedModel:
             tools: functions of which the chat template tells the model.
             raw: take a text as it is, without the chat template.
             bounded: refuse a prompt that is too long at a glance, before it is tokenized.
+            template: how the chat template is filled in, see `kvkeep.models.tokenization.encode_chat`.
 
         Raises:
             KVKeepError: the prompt cannot be encoded.
@@ -73,10 +80,11 @@ class ServedModel:
         if isinstance(prompt[0], int):
             return self.known([token for token in prompt if isinstance(token, int)])
         messages = [message for message in prompt if isinstance(message, dict)]
-        if self.checkpoint.tokenizer.chat_template is None and len(messages) == 1 and messages[0]["role"] == "user":
+        plain_text = self.checkpoint.tokenizer.chat_template is None and not template
+        if plain_text and len(messages) == 1 and messages[0]["role"] == "user":
             # as everywhere in kvkeep, a text without a template
             return self.encode(messages[0]["content"], bounded=bounded)
-        chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools)[0].tolist()
+        chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools, **(template or {}))[0].tolist()
         return chat
 
     def _check_length(self, prompt: Prompt) -> None:

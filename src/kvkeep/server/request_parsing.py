@@ -15,6 +15,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai import requests as openai
 from kvkeep.openai.messages import ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, ParsedBody, Prompt, in_words_of
+from kvkeep.parameters import TRUNCATE_PROMPT_TOKENS
 from kvkeep.pins import spans
 from kvkeep.server.schemas import CompletionBody, Generating, check_policy
 from kvkeep.server.settings import ServerSettings
@@ -35,7 +36,15 @@ class BodyEncoder(Protocol):
     def tool_use(self) -> ToolUse:
         """Return how the model uses tools."""
 
-    def encode(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = (), raw: bool = False) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        raw: bool = False,
+        bounded: bool = True,
+        template: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the token ids of a prompt."""
 
 
@@ -76,7 +85,13 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
     """
     parameters, echo, scores_only = _read(url, body, served)
     raw, told = url == COMPLETIONS, parameters.described
-    prompts = tuple(served.encode(prompt, tools=told, raw=raw) for prompt in parameters.prompts)
+    whole, how = parameters.truncate is None, parameters.template
+    prompts = tuple(
+        parameters.truncated(
+            served.encode(prompt, tools=told, raw=raw, bounded=whole, template=how), settings.max_model_len
+        )
+        for prompt in parameters.prompts
+    )
     defaults = sampling_of(parameters, settings)
     made: list[Request] = []
     for ids in prompts:
@@ -109,6 +124,9 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
     for name in ("policy", "budget", "keep_ratio"):
         if getattr(body, name) is not None:
             raise ParameterError(name, "belongs to the session; give it when the session is made")
+    for name in (*(parameters.template.keys() - {"chat_template_kwargs"}), TRUNCATE_PROMPT_TOKENS.name):
+        if getattr(body, name, None) is not None:
+            raise ParameterError(name, "belongs to a whole conversation, and a session has its beginning already")
     wishes = {**own_options(body, ()), **_conversation(parameters)}
     tokens = before + _counted(parameters, served, settings)
     sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
@@ -222,9 +240,11 @@ def sampling_request(
 
 def _conversation(parameters: ParsedBody) -> dict[str, Any]:
     """Return the messages of a turn, and the tools that the chat template describes."""
-    return {"messages": parameters.prompts[0], "tools": parameters.described}
+    return {"messages": parameters.prompts[0], "tools": parameters.described, **parameters.template}
 
 
 def _counted(parameters: ParsedBody, served: BodyEncoder, settings: ServerSettings) -> int:
     """Count the tokens of a turn's messages, or return 0 if the server has no limit."""
-    return len(served.encode(parameters.prompts[0], tools=parameters.described)) if settings.max_model_len else 0
+    if not settings.max_model_len:
+        return 0
+    return len(served.encode(parameters.prompts[0], tools=parameters.described, template=parameters.template))

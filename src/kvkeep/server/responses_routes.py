@@ -53,7 +53,8 @@ def parse_response_body(
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
     wishes = {"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p}
-    fields = {"messages": messages, "seed": body.seed, **wishes, **_form(body), **_tools(body)}
+    effort = {"reasoning_effort": (body.reasoning or {}).get("effort")}
+    fields = {"messages": messages, "seed": body.seed, **wishes, **effort, **_form(body), **_tools(body)}
     names = {"max_tokens": "max_output_tokens"}
     return sampling_request(served, fields, settings, names=names, own=own, before=before or 0)
 

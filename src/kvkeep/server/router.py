@@ -24,7 +24,7 @@ from kvkeep.errors import InputError
 from kvkeep.openai.messages import decoded
 from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.metrics import Refusals
-from kvkeep.server.middleware import AuthMiddleware
+from kvkeep.server.middleware import IGNORED, AuthMiddleware
 from kvkeep.server.rate_limits import Meter, RateLimits
 from kvkeep.server.replicas import (
     SESSION,
@@ -413,9 +413,11 @@ def make_router(
         app.add_exception_handler(kind, answer_to)
     app.state.limits = limits = RateLimits(settings.key_requests, settings.key_tokens)
     limits.refused.append(router.refusals.note)
-    app.add_middleware(AuthMiddleware, settings=settings, limits=limits)
+    app.add_middleware(AuthMiddleware, settings=settings, limits=limits, origins=origins)
     if origins:  # added last, so it comes first: a browser's preflight has no key
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[IGNORED]
+        )
     return app
 
 

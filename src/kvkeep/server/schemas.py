@@ -1,9 +1,8 @@
-"""The bodies of requests. Fields that are not named here are ignored, as clients of OpenAI's API expect."""
+"""The bodies of requests. Fields that nobody knows are ignored, as clients of OpenAI's API expect."""
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from kvkeep import parameters
 from kvkeep.errors import InputError, PolicyError, show_bytes
 from kvkeep.openai.messages import MAX_DEPTH, decoded
+from kvkeep.openai.requests import OWN, ignored
 from kvkeep.parameters import Parameter
 from kvkeep.policies.registry import available, parse
 from kvkeep.server.errors import RefusalError, parameter, refusal_of
@@ -79,10 +79,11 @@ Prompts = Annotated[
 ]
 """A text, token ids, or a list of either."""
 
+Form = Annotated[str | bool | list[Any] | dict[str, Any] | None, Field()]
+"""The form that an answer must have; see `kvkeep.openai.requests.form_of`."""
+
 
 Span = Annotated[list[int], Field(min_length=2, max_length=2)]
-OWN = ("budget", "policy", "keep_ratio", "pins", "guard", "session_id")
-"""Fields of kvkeep in the bodies of OpenAI's API."""
 
 
 def _within(least: int | float, most: int | float | None = None, description: str | None = None) -> Any:
@@ -101,6 +102,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
     own: ClassVar[tuple[str, ...]] = OWN
+    generates: ClassVar[bool] = False
 
 
 class StreamOptions(Body):
@@ -112,7 +114,7 @@ class StreamOptions(Body):
 class Generating(Body):
     """The fields that all bodies have that ask for new tokens."""
 
-    own: ClassVar[tuple[str, ...]] = (*OWN, "structured_outputs")
+    generates: ClassVar[bool] = True
     model: str | None = None
     max_tokens: int | None = _within(0, description="The most new tokens.")
     min_tokens: int | None = _within(0, description=parameters.MIN_NEW_TOKENS.help)
@@ -137,6 +139,19 @@ class Generating(Body):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="vLLM's: one of json, json_object, regex, choice and grammar."
     )
+    guided_json: Form = Field(None, description="A JSON schema.")
+    guided_json_object: Form = Field(None, description="Whether the answer is a JSON object.")
+    guided_regex: Form = Field(None, description="A regular expression.")
+    guided_choice: Form = Field(None, description="A list of texts.")
+    guided_grammar: Form = Field(None, description="A grammar in GBNF or Lark.")
+    json_schema: Form = Field(None, description="As guided_json.")
+    regex: Form = Field(None, description="As guided_regex.")
+    grammar: Form = Field(None, description="As guided_grammar.")
+    ebnf: Form = Field(None, description="As guided_grammar.")
+    stop_token_ids: list[int] | None = Field(None, description=parameters.STOP_TOKEN_IDS.help)
+    include_stop_str_in_output: bool | None = Field(None, description=parameters.INCLUDE_STOP_STR_IN_OUTPUT.help)
+    skip_special_tokens: bool | None = Field(None, description=parameters.SKIP_SPECIAL_TOKENS.help)
+    truncate_prompt_tokens: int | None = _described(parameters.TRUNCATE_PROMPT_TOKENS)
     budget: int | None = _described(parameters.BUDGET, "Tokens kept per layer and KV head.")
     keep_ratio: float | None = _described(parameters.KEEP_RATIO, "The budget as a share of the prompt, in (0, 1].")
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
@@ -148,18 +163,26 @@ class Generating(Body):
         return self.model_dump(exclude_none=True, exclude={"keep_ratio", "pins", "guard", "session_id"})
 
 
-class ChatBody(Generating):
+class Templated(Body):
+    """The fields that say how a chat template is filled in."""
+
+    messages: Messages = None
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=parameters.CHAT_TEMPLATE_KWARGS.help)
+    add_generation_prompt: bool | None = Field(None, description=parameters.ADD_GENERATION_PROMPT.help)
+    continue_final_message: bool | None = Field(None, description=parameters.CONTINUE_FINAL_MESSAGE.help)
+
+
+class ChatBody(Templated, Generating):
     """The body of a chat."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
-    messages: Messages = None
+    reasoning_effort: str | None = Field(None, description=parameters.REASONING_EFFORT.help)
     max_completion_tokens: int | None = _within(1)
     logprobs: bool | None = None
     top_logprobs: int | None = _within(0, 20)
-    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or a function.")
     parallel_tool_calls: bool | None = None
-    modalities: list[Any] | None = None
     session_id: str | None = Field(None, description="Continue the conversation of this session with new messages.")
 
 
@@ -171,16 +194,13 @@ class CompletionBody(Generating):
     logprobs: int | None = _within(0, 20)
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Templated):
     """A text or a conversation whose tokens are asked for."""
 
-    own: ClassVar[tuple[str, ...]] = ()
     model: str | None = None
     prompt: str | None = None
-    messages: Messages = None
     add_special_tokens: bool | None = None
 
 
@@ -228,6 +248,7 @@ class ResponseBody(Body):
     """The body of a response."""
 
     own: ClassVar[tuple[str, ...]] = ("budget", "policy", "guard", "pins")
+    generates: ClassVar[bool] = True
     model: str | None = None
     input: str | list[Any]
     instructions: str | None = None
@@ -244,6 +265,7 @@ class ResponseBody(Body):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     seed: int | None = None
+    reasoning: dict[str, Any] | None = Field(None, description="effort: for a chat template that reads it.")
     policy: str | None = None
     budget: int | None = None
     pins: list[Span] | None = None
@@ -255,7 +277,6 @@ class ResponseBody(Body):
 _B = TypeVar("_B", bound=Body)
 _LARGE = 2**18
 """Bytes of a body that is parsed in a thread of its own, so that other clients do not wait."""
-_ALIKE = 0.8
 
 
 async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *, empty: bool = False) -> _B:
@@ -275,9 +296,8 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
         raw = b"{}"
     # a large body is parsed in a thread, since other clients' streams stand still meanwhile
     fields = _fields(raw) if len(raw) < _LARGE else await asyncio.to_thread(_fields, raw)
-    for name in fields.keys() - kind.model_fields.keys():  # clients may send more, but not a misspelt name of kvkeep
-        if alike := difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE):
-            raise parameter(name[:80], f"is unknown; did you mean {alike[0]}?")
+    if unknown := ignored(fields, kind.model_fields, kind.own, generates=kind.generates):
+        request.state.ignored = unknown
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

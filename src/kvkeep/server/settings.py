@@ -34,6 +34,17 @@ PAGE_FILES = {
 """The files of the page at ``/``, which need no key: path → file and media type."""
 
 
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+"""The names of a server for clients on its own machine. A foreign web page has no address that begins with them."""
+
+
+def host_name(host: str) -> str:
+    """Return the name in a ``Host`` header, without the port."""
+    name, colon, port = host.strip().lower().rpartition(":")
+    whole = not colon or host.rstrip().endswith("]") or not port.isdecimal()
+    return (host.strip().lower() if whole else name).rstrip(".")
+
+
 def owner_of(key: str) -> str:
     """Return a name for the owner of a key. The name does not show the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -95,6 +106,8 @@ class ServerSettings:
         key_requests: requests of a key that may wait or run at once.
         key_tokens: tokens that a key may use per minute.
         page: whether there is a page at ``/``.
+        allowed_hosts: names of the server in ``Host`` headers, beside `LOOPBACK_HOSTS`; ``*``: any. With a name of its
+            own that leads to this machine, a web page could otherwise drive the server (DNS rebinding).
     """
 
     name: str
@@ -113,6 +126,31 @@ class ServerSettings:
     key_requests: int | None = KEY_REQUESTS.default
     key_tokens: int | None = KEY_TOKENS.default
     page: bool = PAGE.default
+    allowed_hosts: tuple[str, ...] = ()
+
+    def check_host(self, host: str | None, address: tuple[str, int | None] | None) -> None:
+        """Refuse a request that was sent to another name.
+
+        Args:
+            host: its ``Host`` header; programs of HTTP/1.0 send none.
+            address: where the connection arrived.
+
+        Raises:
+            RefusalError: the server does not have this name.
+        """
+        if host is None or "*" in self.allowed_hosts:
+            return
+        name = host_name(host)
+        if name in LOOPBACK_HOSTS or name in self.allowed_hosts:
+            return
+        if address is not None and name in (address[0], f"[{address[0]}]"):
+            return
+        raise RefusalError(
+            403,
+            f"The host {host[:80]!r} is none of this server's names. Use one of them, or start the server with "
+            "--allowed-host.",
+            code="host_not_allowed",
+        )
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model.
