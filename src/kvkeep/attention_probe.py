@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Mass
-from kvkeep.backends import choose, reference
+from kvkeep.backends import AttentionInputs, choose, reference
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import (
     BoundedLayer,
@@ -293,7 +293,7 @@ class AttentionSums:
         """
         query, options = step.query.float(), step.options
         backend = choose(query.device, query.dtype)
-        out, report = backend.attend(query, slots, now, statistic=_MASS, options=options)
+        out, report = backend.attend(AttentionInputs(query, slots, now, options, _MASS))
         self.mass = self._by_position(report.sums["mass"][0], slots)
         sees = reference.visible(now[:, -1:], slots.positions, options.window)
         row = reference.softmax(reference.logits(query[:, :, -1:], slots.keys, sees, options), options.sinks)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
@@ -14,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvkeep import budget as budgets
-from kvkeep.errors import InputError, KVKeepError, PolicyError
+from kvkeep.errors import InputError, KVKeepError, PolicyError, closest
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies._head_budgets import parsed as head_rule
 from kvkeep.policies.base import Policy
@@ -27,7 +26,7 @@ NAME = "kvkeep.toml"
 NOTES = "tuned"
 """A table about how the settings were found; nothing reads it."""
 
-_LARGEST = 2**20
+_LARGEST = 2**20  # bytes; the file has a line per setting
 _POSITIONS = ("true", "slot")
 
 
@@ -130,8 +129,8 @@ def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
+    close = closest(name.lower().replace("-", "_"), known)
+    return f" Did you mean {close!r}?" if close else f" There are: {', '.join(known)}."
 
 
 def _checked(name: str, value: Any, source: str) -> Any:

@@ -38,6 +38,7 @@ _SAME = {
 }
 """Facts about a model that have to agree with its configuration, as far as both sides know them, and their names."""
 _SCALE = 2**60
+"""Needs become whole numbers of this fineness, whose sums do not depend on their order."""
 _AGAIN = "kvkeep calibrate makes one."
 
 

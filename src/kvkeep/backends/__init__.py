@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from kvkeep.backends.base import Added, Backend, FusedStep, Repeat, Ring, SlotLimits
+from kvkeep.backends.base import Added, AttentionInputs, Backend, FusedStep, Repeat, Ring, SecondReading, SlotLimits
 from kvkeep.backends.copying import in_codes, in_pool
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.backends.native import layer_ops as layers
@@ -26,10 +26,12 @@ __all__ = [
     "KINDS",
     "SWITCH",
     "Added",
+    "AttentionInputs",
     "Backend",
     "FusedStep",
     "Repeat",
     "Ring",
+    "SecondReading",
     "SlotLimits",
     "choose",
     "in_codes",

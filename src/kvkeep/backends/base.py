@@ -20,6 +20,41 @@ from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, Row
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
+# What attention is given.
+
+
+class AttentionInputs(NamedTuple):
+    """What a backend attends with, and over. A new argument of attention is a field here.
+
+    Attributes:
+        query: new queries.
+        slots: keys, values and positions, unordered. With ``T == 1`` the query's own key is among the slots. With
+            ``T > 1`` the last ``T`` slots must be the queries' own, in their order, and keys and values of empty slots
+            must be finite. Positions may be those of one head if all heads agree.
+        now: true positions of the queries, -1 for padding.
+        options: scaling, window, soft cap and sinks of the model.
+        statistic: what to report to the policy.
+    """
+
+    query: Float[Tensor, "B Hq T D"]
+    slots: Slots
+    now: Int[Tensor, "B T"]
+    options: AttentionOptions
+    statistic: Statistic = Nothing()
+
+
+class SecondReading(NamedTuple):
+    """Where a prompt would be read again, see `Backend.reread`.
+
+    Attributes:
+        length: how many positions later the second reading comes.
+        rotation: turns the queries ahead; ``None`` if the model does not rotate them.
+    """
+
+    length: Int[Tensor, "B #Hk"]
+    rotation: Rotation | None = None
+
+
 # What a fused decode step needs beside attention: the slots that stay, and the policy's state that it updates.
 
 
@@ -133,36 +168,28 @@ LEAST_ROWS = 16
 """Query rows of the smallest block. With fewer of them the products of matrices take longer."""
 
 
-def turned(
-    query: Float[Tensor, "B Hq T D"], length: Int[Tensor, "B #Hk"], rotation: Rotation | None
-) -> Float[Tensor, "B Hq T D"]:
-    """Return the queries as they would be ``length`` positions later; unchanged if the model does not rotate them."""
+def turned(query: Float[Tensor, "B Hq T D"], again: SecondReading) -> Float[Tensor, "B Hq T D"]:
+    """Return the queries as the second reading has them; unchanged if the model does not rotate them."""
+    length, rotation = again
     if rotation is None:
         return query
     by = length.repeat_interleave(query.shape[1] // length.shape[1], dim=1)
     return rotation.ahead(query, by)
 
 
-def reread(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    length: Int[Tensor, "B #Hk"],
-    rotation: Rotation | None,
-    options: AttentionOptions,
-) -> Float[Tensor, "B Hk S"]:
+def reread(inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
     """See `kvkeep.backends.Backend.reread`. On a CPU one head of one row comes after the other."""
-    again, (B, Hk, S, _) = turned(query, length, rotation), slots.keys.shape
+    query, slots, now, options, _ = inputs
+    second, (B, Hk, S, _) = turned(query, again), slots.keys.shape
     if query.device.type != "cpu":
-        return _rate(query, again, slots, now, options)
+        return _rate(query, second, slots, now, options)
     G, found = query.shape[1] // Hk, query.new_empty((B, Hk, S), dtype=torch.float32)
     positions = slots.positions.expand(B, Hk, S)
     for row, head in itertools.product(range(B), range(Hk)):
         b, h, g = slice(row, row + 1), slice(head, head + 1), slice(head * G, head * G + G)
         mine = replace(options, sinks=None if options.sinks is None else options.sinks[g])
         held = Slots(slots.keys[b, h], slots.values[b, h], positions[b, h])
-        found[b, h] = _rate(query[b, g], again[b, g], held, now[b], mine)
+        found[b, h] = _rate(query[b, g], second[b, g], held, now[b], mine)
     return found
 
 
@@ -270,72 +297,35 @@ class Backend(abc.ABC):
     small: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """Attend over occupied slots and reduce the policy's statistic in the same pass.
 
-        Args:
-            query: new queries.
-            slots: keys, values and positions, unordered. With ``T == 1`` the query's own key is among the slots. With
-                ``T > 1`` the last ``T`` slots must be the queries' own, in their order, and keys and values of empty
-                slots must be finite. Positions may be those of one head if all heads agree.
-            now: true positions of the queries. Rows of padding (position -1) get an undefined, finite output.
-            statistic: what to report.
-            options: scaling, window, soft cap and sinks of the model.
-
         Returns:
-            The output in the query's dtype, and the report, its fields of shape ``(B, Hk, S)`` in float32.
+            The output in the query's dtype, and the report, its fields of shape ``(B, Hk, S)`` in float32. Rows of
+            padding get an undefined, finite output.
         """
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """Return the largest attention share that each key would get if the prompt were read again after itself.
 
         A query of the second reading attends to all occupied slots and to what it attended to in the first one. The
         first token's queries and those of padding do not count; sliding windows end in the first reading.
 
         Args:
-            query: the prompt's queries, as they were in the first reading.
-            slots: keys, values and positions, as in `attend`.
-            now: true positions of the queries.
-            length: how many positions later the second reading comes.
-            rotation: turns the queries ahead; ``None`` if the model does not rotate them.
-            options: scaling, window, soft cap and sinks of the model.
+            inputs: the first reading.
+            again: the second reading.
 
         Returns:
             Probabilities in float32; 0 for empty slots.
         """
-        return reread(query, slots, now, length=length, rotation=rotation, options=options)
+        return reread(inputs, again)
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
         """Return the results of `attend` and of `reread`. A kernel for both can reuse what each query saw first."""
-        out, report = self.attend(query, slots, now, statistic=statistic, options=options)
-        return out, report, self.reread(query, slots, now, length=length, rotation=rotation, options=options)
+        out, report = self.attend(inputs)
+        return out, report, self.reread(inputs, again)
 
     @abc.abstractmethod
     def append(
@@ -399,51 +389,29 @@ class AtRanks(Backend):
     def __init__(self, backend: Backend, rotation: Rotation):
         self.backend, self.rotation = backend, rotation
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `Backend.attend`; query and keys are unrotated."""
-        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
-        return self.backend.attend(query, slots._replace(keys=keys), now, statistic=statistic, options=options)
+        return self.backend.attend(self._rotated(inputs))
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """See `Backend.reread`; each head reads the tokens that it holds after themselves."""
-        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
-        held, there = (slots.positions >= 0).sum(dim=-1), slots._replace(keys=keys)
-        return self.backend.reread(query, there, now, length=held, rotation=self.rotation, options=options)
+        return self.backend.reread(self._rotated(inputs), self._after_held(inputs))
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
         """See `Backend.attend_twice` and `reread`."""
+        return self.backend.attend_twice(self._rotated(inputs), self._after_held(inputs))
+
+    def _rotated(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the same inputs with query and keys rotated to their ranks."""
+        query, slots, now, *_ = inputs
         query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
-        held, there = (slots.positions >= 0).sum(dim=-1), slots._replace(keys=keys)
-        return self.backend.attend_twice(
-            query, there, now, statistic=statistic, options=options, length=held, rotation=self.rotation
-        )
+        return inputs._replace(query=query, slots=slots._replace(keys=keys))
+
+    def _after_held(self, inputs: AttentionInputs) -> SecondReading:
+        """Return a second reading that follows the tokens that each head holds: their ranks are what it sees."""
+        return SecondReading((inputs.slots.positions >= 0).sum(dim=-1), self.rotation)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]

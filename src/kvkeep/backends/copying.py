@@ -5,12 +5,10 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Backend, SlotLimits
+from kvkeep.backends.base import AttentionInputs, Backend, SecondReading, SlotLimits
 from kvkeep.kv.pooled_store import PoolSlots
 from kvkeep.kv.slot_codec import CodedSlots, LazySlots, hadamard
-from kvkeep.rotary import Rotation
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
+from kvkeep.types import EMPTY, Budget, Report, Slots
 
 
 def append(
@@ -51,48 +49,19 @@ class Copying(Backend):
     def __init__(self, backend: Backend):
         self.backend = backend
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `Backend.attend`."""
-        return self.backend.attend(query, _copied(slots), now, statistic=statistic, options=options)
+        return self.backend.attend(_copied(inputs))
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """See `Backend.reread`."""
-        there = _copied(slots)
-        return self.backend.reread(query, there, now, length=length, rotation=rotation, options=options)
+        return self.backend.reread(_copied(inputs), again)
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
         """See `Backend.attend_twice`."""
-        there = _copied(slots)
-        return self.backend.attend_twice(
-            query, there, now, statistic=statistic, options=options, length=length, rotation=rotation
-        )
+        return self.backend.attend_twice(_copied(inputs), again)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
@@ -120,23 +89,15 @@ class Decoding(Copying):
 
     name = "decoding"
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `Backend.attend`."""
-        if isinstance(slots, CodedSlots):
-            query, slots = hadamard(query), slots.rotated()
-        return self.backend.attend(query, slots, now, statistic=statistic, options=options)
+        if isinstance(slots := inputs.slots, CodedSlots):
+            inputs = inputs._replace(query=hadamard(inputs.query), slots=slots.rotated())
+        return self.backend.attend(inputs)
 
 
-def _copied(slots: Slots) -> Slots:
-    """Return the slots side by side: from a pool in the pool's own form, from quantized slots as vectors."""
-    if isinstance(slots, PoolSlots):
-        return slots.laid
-    return slots.copied() if isinstance(slots, LazySlots) else slots
+def _copied(inputs: AttentionInputs) -> AttentionInputs:
+    """Return inputs with slots side by side: from a pool in the pool's own form, from quantized slots as vectors."""
+    if isinstance(slots := inputs.slots, PoolSlots):
+        return inputs._replace(slots=slots.laid)
+    return inputs._replace(slots=slots.copied()) if isinstance(slots, LazySlots) else inputs

@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import ProbabilityRows, Statistic
+from kvkeep.attention_stats import ProbabilityRows
 from kvkeep.backends import base
-from kvkeep.backends.base import Backend, SlotLimits
+from kvkeep.backends.base import AttentionInputs, Backend, SecondReading, SlotLimits
 from kvkeep.kv import ranking
-from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 
@@ -70,16 +69,9 @@ def probabilities(
     return ranking.only_top(p, key_positions == query_positions[:, :, None], options.top)
 
 
-def attend(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Return the attention output and the policy's report, in float64. For the arguments see `Backend.attend`."""
-    keys, values, positions = slots
+def attend(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    """Return the attention output and the policy's report, in float64."""
+    query, (keys, values, positions), now, options, statistic = inputs
     positions = positions.expand(keys.shape[:3])
     empty = (positions < 0)[..., None]
     p = probabilities(query, keys.masked_fill(empty, 0.0), now, positions, options)
@@ -87,21 +79,14 @@ def attend(
     return out, Report(statistic.reduce(ProbabilityRows(p, statistic.selects(now), now, positions)))
 
 
-def reread(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    length: Int[Tensor, "B #Hk"],
-    rotation: Rotation | None,
-    options: AttentionOptions,
-) -> Float[Tensor, "B Hk S"]:
+def reread(inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
     """Compute `Backend.reread` with whole matrices, in float64."""
+    query, slots, now, options, _ = inputs
     keys, positions = slots.keys.double(), slots.positions.expand(slots.keys.shape[:3])
     keys = keys.masked_fill((positions < 0)[..., None], 0.0)
     there = (positions >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
     first = logits(query.double(), keys, visible(now, positions, options.window), options)
-    second = logits(base.turned(query, length, rotation).double(), keys, there, options)
+    second = logits(base.turned(query, again).double(), keys, there, options)
     total = torch.cat([first, second], dim=-1)
     if options.sinks is not None:
         sinks = options.sinks.double().view(total.shape[1:3])[None, :, :, None, None].expand(*total.shape[:-1], 1)
@@ -116,31 +101,14 @@ class ReferenceBackend(Backend):
 
     name = "reference"
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `attend` of this module. Padded rows give zeros."""
-        out, report = attend(query, slots, now, statistic=statistic, options=options)
-        return out.to(query.dtype), Report({name: sums.float() for name, sums in report.sums.items()})
+        out, report = attend(inputs)
+        return out.to(inputs.query.dtype), Report({name: sums.float() for name, sums in report.sums.items()})
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """See `reread` of this module."""
-        return reread(query, slots, now, length=length, rotation=rotation, options=options).float()
+        return reread(inputs, again).float()
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]

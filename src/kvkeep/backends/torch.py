@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep.attention_stats import ProbabilityRows, Statistic
-from kvkeep.backends.base import Backend, SlotLimits
+from kvkeep.backends.base import AttentionInputs, Backend, SlotLimits
 from kvkeep.kv import ranking
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
@@ -39,18 +39,9 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `Backend.attend`."""
-        keys, values, key_positions = slots
-        query_positions = now
+        query, (keys, values, key_positions), query_positions, options, statistic = inputs
         B, Hq, T, D = query.shape
         Hk, S = keys.shape[1:3]
         grouped = query.reshape(B, Hk, Hq // Hk, T, D)

@@ -242,7 +242,7 @@ COMPLETION = "completion"
 """The field of an output line that holds the completion."""
 
 _EXAMPLE = '{"prompt": "…"}'
-_MAX_REASON = 300
+_MAX_REASON = 300  # characters: a reason may quote the line
 _APART = 2**40  # more than a file has lines: what the choices of a line are drawn by is no other line's number
 
 

@@ -283,6 +283,7 @@ class OutputFile:
                 return set(self.done)
             self._sync()
         found = OutputFile(self._file, self.name)
+        # lines that cannot be read back are not there
         with contextlib.suppress(OSError, InputError), self._path.open("rb") as file:
             found._take_up(file)
         return {number for number, digest in found.done.items() if self.done.get(number) == digest}
@@ -312,7 +313,7 @@ class OutputFile:
         """Turn a failed write into an `InputError`."""
         try:
             yield
-        except BrokenPipeError:
+        except BrokenPipeError:  # whoever read the output wants no more; the command ends without a word
             raise
         except OSError as error:
             raise InputError(

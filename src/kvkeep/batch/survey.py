@@ -153,7 +153,7 @@ class Pace:
 # The survey.
 
 _BAD_FIELDS = {"line", "reason", "text"}
-_MOST_MODELS, _MOST_IGNORED = 3, 16
+_MOST_MODELS, _MOST_IGNORED = 3, 16  # names in a note
 
 
 class Shape(NamedTuple):
@@ -306,6 +306,7 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
         own["structured_outputs"] = shape.structure
+        # which tokens a prompt has was checked when its line was read
         engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
         return reason_of(error)
@@ -329,7 +330,7 @@ def _key(custom_id: str) -> bytes:
 
 def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: bool) -> dict[str, Any]:
     """Build the entry of a line without an answer: in OpenAI's format, or as its number, the reason and its text."""
-    with suppress(ValueError, RecursionError, KVKeepError):
+    with suppress(ValueError, RecursionError, KVKeepError):  # a line that cannot be read has the other kind of entry
         if batch_input.is_batch_line(fields := decoded(raw)):
             name = batch_input.custom_id_of(fields)
             return batch_input.error_line(number, digest(raw), name, reason, failed=failed, param=param)

@@ -174,6 +174,7 @@ class BoundedCache(PhasedCache):
         rest, real = padded(history.rest_of(rows_of(ids, attention_mask), tokenizer))
         history.records, history.prompt_columns = True, held + rest.shape[1]
         all_real = torch.cat([history.table()[1].cpu(), real], dim=1) if held else real
+        # padding has no position, and 0 is one that every model has
         places = (all_real.cumsum(dim=1) - 1).clamp(min=0)[:, held:]
         inputs = {"input_ids": rest, "attention_mask": all_real.long(), "position_ids": places}
         return BatchEncoding({**inputs, usual(): self}).to(device_of(ids, self._device))
@@ -332,8 +333,10 @@ class BoundedCache(PhasedCache):
         )
         layers = list(cache.bounded_layers().values())
         for row, snapshot in enumerate(snapshots):
+            # rows of one cache may differ in their budgets, and in nothing else
             snapshot.fingerprint.check(replace(made, budget=snapshot.fingerprint.budget))
             check_has_layers(layers)
+            # `config` may be that of another model than the one that the snapshots name
             snapshot.fingerprint.check(cache.row_snapshots.fingerprint(layers[0], row))
         cache.row_snapshots.put(layers, cache._states(), dict(enumerate(snapshots)), len(snapshots))
         return cache

@@ -1,7 +1,7 @@
 """The path of a decode step: the last step again with other tokens, one fused call, or one operator after the other.
 
-`DecodePaths` is the one place that chooses among the three. `DecodePaths.path` and `DecodePaths.why` say which one a
-layer's last decode step has taken, and why it was no faster one.
+`Layer.step` and `Layer._decode` take the first one that can be taken. `DecodePaths` says what speaks against each;
+`DecodePaths.path` and `DecodePaths.why` say which one the last step has taken, and why it was no faster one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DecodePath(enum.Enum):
 
 
 class DecodePaths:
-    """Chooses the path of each decode step of one layer.
+    """What a layer knows of the paths of its decode steps: what speaks against each, and which one it took.
 
     Each ``why_not`` method returns the reason against a path, or ``None`` if it may be tried. A backend may still
     decline; then nothing has changed, and the next path is tried.

@@ -1,4 +1,7 @@
-"""The only place that fills slots, empties them or moves them: tokens come in, and the weakest are evicted."""
+"""Fill slots, empty them or move them: tokens come in, and the weakest are evicted.
+
+`kvkeep.cache.shared_budget` does it for a budget that all layers share.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[T
         return asked
     asked = view.heads.all(asked)
     needed = _needed(policy, view, asked.sum(dim=-1, keepdim=True) // asked.shape[1])
+    # pins come first; what they leave goes to heads by what they ask for beyond their pins
     above = (asked - needed).clamp(min=0)
     free = (asked - needed).sum(dim=-1, keepdim=True).clamp(min=0)
     shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)  # float32 counts to 2^24 only
@@ -143,6 +147,7 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
     if policy.tally is None:
         assert policy.sums is not None
         score = policy.sums.score
+        # the backend takes the first sum for the score
         names = sorted(policy.slots, key=lambda name: name != score)
         return Added(tuple(state[name] for name in names), score is not None, lost=lost)
     *words, mass, due = (state[name] for name in policy.slots)
@@ -170,7 +175,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     if policy.bursts is not None and policy.bursts.waits and not backend.is_over(held, view.budget):
         return False
     stays = limit(policy, view, block.state, window=window)
-    at_hand = policy.slots and policy.bursts is None and not policy.stochastic  # a score that costs nothing
+    # sums at hand are a score that costs nothing: the backend then finds out itself which rows are over
+    at_hand = policy.slots and policy.bursts is None and not policy.stochastic
     if not at_hand and not backend.is_over(held, stays):
         return False
     if policy.bursts is not None:
@@ -209,6 +215,7 @@ def cut(
         block.spread(head_budgets(policy, view, state))
         view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
     stays = kept(policy, view, state, _scores(policy, view, state), window=window)
+    # numbers of heads have no slot to move to, so they are written as they are
     of_slots = {name: x for name, x in state.items() if name not in block.heads}
     settle(block, view, stays, of_slots, used=used, chunk=chunk, tokens=tokens)
     block.remember({name: x for name, x in state.items() if name in block.heads})
@@ -332,6 +339,7 @@ def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> N
         return  # the usual case, without the operators below
     room = torch.as_tensor(block.budget, device=needed.device).expand_as(needed)
     endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
+    # the first one is enough for a message
     for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
         n, budget = int(needed[row, head]), int(room[row, head])
         raise CapacityError(

@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Backend, Repeat
+from kvkeep.backends.base import AttentionInputs, Backend, Repeat, SecondReading
 from kvkeep.budget import Number
 from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
@@ -123,28 +122,21 @@ def for_prompt(
     return replace(view, queries=Queries(plain, positions))
 
 
-def read(  # noqa: PLR0913  the arguments of attention
-    policy: Policy,
-    backend: Backend,
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    length: Int[Tensor, "B 1"],
-    rotation: Rotation | None,
+def read(
+    policy: Policy, backend: Backend, inputs: AttentionInputs, again: SecondReading
 ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Run attention for a prompt's chunk, and a second pass for a policy that `rereads`. Return output and report.
+    """Run attention for a prompt's chunk, and a second reading for a policy that `rereads`. Return output and report.
 
-    The arguments are those of `kvkeep.backends.Backend.attend_twice`.
+    Args:
+        policy: the policy that gets the report.
+        backend: attends.
+        inputs: the chunk's queries, and what they attend over.
+        again: where the second reading comes.
     """
     if not policy.rereads:
-        return backend.attend(query, slots, now, statistic=statistic, options=options)
-    out, report, again = backend.attend_twice(
-        query, slots, now, statistic=statistic, options=options, length=length, rotation=rotation
-    )
-    return out, Report({**report.sums, "again": again})
+        return backend.attend(inputs)
+    out, report, shares = backend.attend_twice(inputs, again)
+    return out, Report({**report.sums, "again": shares})
 
 
 class Layer:
@@ -211,6 +203,7 @@ class Layer:
                 policy.check(number)
         self.window, self._prefill_chunk = window, chunk_size(prefill_chunk)
         self.budgets: tuple[Number, ...] = tuple(budgets.at_most(number, window) for number in numbers)
+        # a policy that never evicts has room for its pins wherever it has room for its tokens
         pins = pins if policy.evicts else ()
         check_pins(policy, [budgets.smallest(number) for number in self.budgets], pins, window=window)
         self.policy, self.paths = policy, DecodePaths(policy)
@@ -517,9 +510,11 @@ class Layer:
         view = self._view(slots, new=fresh, phase=Phase.DECODE)
         if (focus := self.policy.focuses) is not None:
             options = replace(options, top=focus.top(self.policy, view))
-        out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
+        out, report = backend.attend(AttentionInputs(query, slots, positions, options, self.policy.wants(view)))
         self.block.remember(self.policy.observe(self.state, view, report))
+        # later layers ask for the state of all tokens that this layer has attended, the next victim among them
         self._hand_on(slots.positions, self.state)
+        # tokens that the window has passed are not lost by the policy; asked before the eviction empties more slots
         among = None if self.window is None else ranking.expire(slots.positions, self.seen, self.window) >= 0
         evict(self.policy, self.block, view, window=self.window, backend=backend)
         lost_mass.count(self.block.lost, report, self.store.positions >= 0, phase=Phase.DECODE, among=among)
@@ -539,14 +534,16 @@ class Layer:
         self.columns += query.shape[2]
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, new)
+        # `Fresh` tells the backend that a causal mask is enough, without a look at the positions
         chunk = (Fresh if real is None else Slots)(keys, values, new.to(torch.int32)[:, None])
         slots, state = beside(self.block, chunk, starts=self.policy.slots, used=used)
         left = slots.positions if self.window is None else ranking.expire(slots.positions, self.seen, self.window)
+        # to the policy an expired token is gone already, so it takes no slot from another one
         view = self._view(at(slots, left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
         view, turn = for_prompt(self.policy, view, query, new, options.output), self._rotation or self.rotary
         attended, wanted = slots if used else chunk, self.policy.wants(view)
-        given, length = (self.policy, self._backend, query, attended, new), self.seen[:, None]
-        out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
+        inputs = AttentionInputs(query, attended, new, options, wanted)
+        out, report = read(self.policy, self._backend, inputs, SecondReading(self.seen[:, None], turn))
         state = self.policy.observe(state, view, report)
         self._hand_on(left, state)
         if self._together is not None:
@@ -569,9 +566,11 @@ class Layer:
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, now)
         probes = Slots(keys, values, now.to(torch.int32)[:, None])
+        # probes get no state of the policy, since they are never stored
         slots, _ = beside(self.block, probes, starts={}, used=held)
         view = self._view(self.store.slots(), new=(now >= 0).sum(dim=1), phase=Phase.PROBE)
-        out, report = self._backend.attend(query, slots, now, statistic=self.policy.wants(view), options=options)
+        out, report = self._backend.attend(AttentionInputs(query, slots, now, options, self.policy.wants(view)))
+        # the policy has no place for what probes have received themselves
         mine = Report({name: tensor[..., :held] for name, tensor in report.sums.items()})
         self.block.remember(self.policy.observe(self.state, view, mine))
         return out
@@ -633,7 +632,10 @@ def _hand_on(first: Block, positions: Int[Tensor, "B S"], state: State) -> None:
 
 def _look_up(held: Int[Tensor, "B N"], wanted: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
     """Return the place of each wanted token among those that are held, and whether it is there."""
+    # empty slots lie behind all tokens, so a search never finds one
     tokens, order = held.long().masked_fill(held < 0, _LATER).sort(dim=1)
+    # torch warns of a search in another order of memory, and copies as well
     wanted = wanted.long().contiguous()
+    # a token beyond the last one is not there; the clamped index is only one that can be read
     at = torch.searchsorted(tokens, wanted).clamp(max=tokens.shape[1] - 1)
     return order.gather(1, at), (tokens.gather(1, at) == wanted) & (wanted >= 0)

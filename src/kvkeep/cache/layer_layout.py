@@ -120,6 +120,7 @@ class Layout:
                 layer_budget=asked,
                 split=heads != ALONE,
             )
+            # scores divide the budget of all layers at once, so a rule for layers would have no effect
             how = "uniform"
         return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits, heads)
 
@@ -270,7 +271,7 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
     return {
         i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         for i, layer in enumerate(layers)
-        if type(layer) in _WITH_KEYS
+        if type(layer) in _WITH_KEYS  # not isinstance: a subclass may hold something else than keys of tokens
     }
 
 

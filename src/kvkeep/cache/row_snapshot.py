@@ -90,6 +90,7 @@ class CacheSettings:
             return self.budgets[0]
         if not layer.moves:
             return self.budgets[row]
+        # selected rows have taken their budgets along, by whose sum each of them is recognised
         heads, sum_of_row = layer.store.positions.shape[1], layer.block.budget_of(row)
         sums = map(sum, by_head(layer.budgets, heads))
         candidates = {budget for budget, total in zip(self.budgets, sums, strict=True) if total == sum_of_row}
@@ -149,6 +150,7 @@ class RowSnapshots:
         """
         heads = layers[0].heads
         snapshots = {row: replace(copy, contents=mine(copy.contents, heads)) for row, copy in snapshots.items()}
+        # asked first, since it depends on what the rows have seen until now
         ids = self._ids_after(layers[0], snapshots, rows)
         try:
             made = next(iter(snapshots.values())).fingerprint
@@ -162,11 +164,13 @@ class RowSnapshots:
         columns = max(snapshots[row].seen if row in snapshots else seen[row] for row in range(rows))
         for layer, block in zip(layers, blocks, strict=True):
             layer.hold(block, columns=columns)
+            # layers that do not agree on their moves count as left half way
             layer.mend(layers[0].moves)
         for row, snapshot in snapshots.items():
             put(snapshot.contents, blocks, row, states=states)
         self._history.begin_again(ids, columns=columns, device=blocks[0].seen.device)
         self._history.prompt_columns = columns + max(snapshot.pending for snapshot in snapshots.values())
+        # no model has fed the cache yet, or it is gone; the next one is checked when it comes
         if self.weights is None or self.weights() is None:
             known = (snapshot.fingerprint.weights for snapshot in snapshots.values())
             self.awaited = next(filter(None, known), self.awaited)
@@ -268,7 +272,7 @@ def checked_row(row: object, rows: int) -> int:
     try:
         number = operator.index(row)  # type: ignore[arg-type]
     except TypeError:
-        number = -1
+        number = -1  # refused below, with the same message
     if not 0 <= number < rows:
         raise InputError(f"row={row!r:.40} is not one of the cache's rows, 0 to {rows - 1}.")
     return number
@@ -283,7 +287,7 @@ def ids_of_row(tokens: Any) -> Tensor:
     try:
         (row,) = rows_of(tokens, None)
     except (InputError, ValueError):
-        row = torch.tensor([-1])
+        row = torch.tensor([-1])  # refused below, with the same message
     if bool(((row < 0) | (row >= 2**31)).any()):
         raise InputError(f"tokens={tokens!r:.60} are not the token ids of one row.")
     return row.int()
@@ -298,7 +302,7 @@ def identities(sequences: Sequence[int]) -> list[int]:
     try:
         numbers = list(map(operator.index, sequences))
     except TypeError:
-        numbers = [2**63]
+        numbers = [2**63]  # refused below, with the same message
     if not all(-(2**63) <= number < 2**63 for number in numbers):
         raise InputError(f"sequences={sequences!r:.60} is no list of whole numbers below 2^63, one per row.")
     return numbers
@@ -375,6 +379,7 @@ def blocks_for(
         if not layer.allocated:
             blocks.append(new_block(layer, copies, rows, dtype=dtype))
             continue
+        # + 1: a decode step writes its token before it evicts another one
         if any(max(copy.used, copy.most + 1) > layer.block.store.capacity for copy in copies):
             _widen(layer.block, layer, copies)
         blocks.append(layer.block)

@@ -52,7 +52,9 @@ class Waiting:
         if width > WORTH * stays.shape[-1]:
             return self
         gone = ~stays & (self.view.positions >= 0)
+        # `settle` will not see these tokens, so they are counted as lost now
         lost_mass.count(block.lost, self.report, torch.zeros_like(stays), phase=Phase.PREFILL, among=gone)
+        # a stable sort brings the tokens that stay to the front, in their order
         index = (~stays).int().argsort(dim=-1, stable=True)[..., :width]
         there = stays.gather(-1, index)
         positions = self.view.positions.gather(-1, index).masked_fill(~there, EMPTY)
@@ -108,6 +110,7 @@ class SharedBudget:
             UnsupportedOperationError: the layer is not like the first one.
         """
         number = self._layers.index(layer)
+        # layer 0 comes first: its call allocates anew, and the other layers join
         if number == 0 or self._whole is None:
             self._whole = JointBlock(keys, values, layers=len(self._layers), **given)
         part = self._whole.layer(number)
@@ -139,6 +142,7 @@ class SharedBudget:
         if len(self._blocks) < len(self._layers):
             self._thin(policy, block)
             return
+        # forgotten before anything can fail: the next prompt must not find the steps of this one
         waiting, blocks = self._waiting, self._blocks
         self.clear()
         divide(blocks, shared_budgets(policy, [(step.view, step.score) for step in waiting]))

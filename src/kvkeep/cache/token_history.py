@@ -13,7 +13,10 @@ from torch import Tensor
 from kvkeep.errors import InputError, ShapeError
 
 _MOST_PIECES = 256
+"""Pieces of a history before they are joined: a token per step would make a list of very many."""
+
 _SHOWN_TOKENS = 6
+"""Tokens on either side of a difference that a message shows."""
 
 Ids: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
 """Token ids: of one row, of several rows, or a tokenizer's output with ``input_ids``."""

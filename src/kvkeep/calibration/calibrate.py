@@ -55,7 +55,7 @@ def documents(checkpoint: Checkpoint, *, n: int, questions: int, tokens: int, se
         return []
     options = Options(seed=seed, facts=FACTS, ask="later", contexts=(tokens,))
     asked = ask(checkpoint, options, tokens, n * questions, documents=n)
-    return [list(group) for _, group in groupby(asked, key=lambda one: one.document)]
+    return [list(group) for _, group in groupby(asked, key=lambda question: question.document)]
 
 
 def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> list[Passage]:
@@ -68,12 +68,12 @@ def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> li
     """
     replies, wording = _replies(writer, asked), wording_of(writer.checkpoint)
     known = [
-        (one.ids, torch.tensor(reply))
-        for one, reply in zip(asked, replies, strict=True)
-        if reply and right(wording, one.question, writer.text_of(reply))
+        (question.ids, torch.tensor(reply))
+        for question, reply in zip(asked, replies, strict=True)
+        if reply and right(wording, question.question, writer.text_of(reply))
     ]
     if not together:
-        return [_passage([one], len(one[0]) - 1) for one in known]
+        return [_passage([passage], len(passage[0]) - 1) for passage in known]
     return [_passage(known, asked[0].first)] if known else []
 
 
@@ -92,8 +92,8 @@ def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
     ends = ends_of(writer.model)
     most = NEW_TOKENS[wording_of(writer.checkpoint)]
     replies: list[list[int]] = []
-    for at in batches([len(one.ids) for one in asked]):
-        prompts = [one.ids for one in asked[at]]
+    for at in batches([len(question.ids) for question in asked]):
+        prompts = [question.ids for question in asked[at]]
         drive = Drive(writer, parse("full"), [max(map(len, prompts)) + most] * len(prompts))
         logits = drive.feed(*left_padded(prompts), last_only=True)
         replies += decode_greedily(drive, logits, most, ends)
@@ -146,6 +146,7 @@ class CalibrationFile:
         with ExitStack() as held:
             with _writing(path):
                 file = held.enter_context(rows.locked())
+            # the other run may have removed the file between its opening and its locking here
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 raise InputError(f"Another run has just finished and removed {path}. Look at what it wrote first.")
             part = cls(rows)
@@ -161,7 +162,7 @@ class CalibrationFile:
         Raises:
             InputError: the file holds another calibration.
         """
-        wanted = json.loads(json.dumps(finite(dict(run))))
+        wanted = json.loads(json.dumps(finite(dict(run))))  # tuples as lists, for example, as they are read back
         if not self._rows:
             self.add(_RUN, wanted)
             return

@@ -77,7 +77,7 @@ def _row(line: str) -> tuple[float, ...] | None:
     """Read the numbers of a line; ``None`` if it holds something else."""
     try:
         found = [float(word) for word in line.split()]
-    except ValueError:
+    except ValueError:  # a word is no number
         return None
     return None if any(map(math.isnan, found)) else tuple(min(1.0, max(0.0, value)) for value in found)
 
@@ -116,7 +116,7 @@ def _sizes(file: Path) -> dict[str, int]:
         found = parse(_read(file))
         sizes = {name: found[name] for name in _DEFAULT}
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
+        if isinstance(error, InputError):  # of `_read`, a ValueError that says already what happened
             raise
         raise InputError(f"{file} does not say {' and '.join(_DEFAULT)} of the pattern.") from error
     if not all(type(size) is int and 0 <= size <= MOST // 2 for size in sizes.values()) or not any(sizes.values()):

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_probe import LayerStep, OnePass, probe_cache
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import choose, reference
+from kvkeep.backends import AttentionInputs, choose, reference
 from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.evals import task
@@ -163,7 +162,7 @@ def _full(
     B, t = query.shape[0], query.shape[2]
     slots = Slots(keys, values, places.expand(B, 1, -1))
     now = places[-t:].expand(B, -1)
-    out, _ = choose(query.device, query.dtype).attend(query, slots, now, statistic=Nothing(), options=options)
+    out, _ = choose(query.device, query.dtype).attend(AttentionInputs(query, slots, now, options))
     return out
 
 
@@ -264,7 +263,7 @@ class LossMeter:
         for passage in self.texts:
             (rows,), self.heads = read(self.model, passage, self.near)
             self._texts.append(rows[0])
-        if any(bool(found.isnan().any()) for found in (*self._answers, *self._texts)):
+        if any(bool(losses.isnan().any()) for losses in (*self._answers, *self._texts)):
             raise InputError(
                 "The model's next-token probabilities are no numbers on these texts, so no head can be compared. Try "
                 "another dtype (float16 overflows first), or look whether the weights are damaged."
@@ -295,7 +294,7 @@ class LossMeter:
             layer: torch.tensor([[(layer, head) in chosen for head in range(n)] for chosen in sets])
             for layer, n in self.heads.items()
         }
-        lost, distance = [torch.zeros(len(sets), 0)], torch.zeros(len(sets))
+        lost, distance = [torch.zeros(len(sets), 0)], torch.zeros(len(sets))  # there may be no question
         for passage, full in zip(self.asked, self._answers, strict=True):
             logits, _ = read(self.model, passage, self.near, limited)
             lost.append((1 - (_log_probabilities(passage, logits) - full).exp()).clamp(min=0).cpu())

@@ -32,7 +32,7 @@ _FEW = 8
 _ENOUGH = 12
 """Questions that say something."""
 
-_SMALL = 0.005
+_SMALL = 0.005  # shown as 0.00
 
 
 def show(request: CalibrateOptions, profile: Profile) -> None:
@@ -101,7 +101,7 @@ def _facts(request: CalibrateOptions, profile: Profile) -> dict[str, str]:
 
 
 EMBEDDED = "the embedded model"
-DEFAULT_CONTEXT = 1024
+DEFAULT_CONTEXT = 1024  # tokens of a text; fewer if the model was trained for fewer
 
 
 def serve(request: CalibrateOptions) -> None:

@@ -24,8 +24,9 @@ VARIABLE = "KVKEEP_SESSIONS"
 """The environment variable that names the folder of saved conversations."""
 
 _MEMORY, _BEFORE = "memory.kvkeep", "before.kvkeep"
+# of the form of a temporary file, so that `remove_leftovers` knows it
 _LINK = f".{_BEFORE}.linkfile.new"
-_MOST_OF_A_SECOND = 1000
+_MOST_OF_A_SECOND = 1000  # conversations that begin within a second, which names them
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ChatFolder:
 
     def names(self) -> Iterator[str]:
         """Yield the names of all saved conversations, in order."""
-        with suppress(OSError):
+        with suppress(OSError):  # there is no folder yet
             yield from sorted(folder.name for folder in self.path.iterdir() if (folder / _MEMORY).is_file())
 
     def file_of(self, name: str) -> Path:
@@ -145,7 +146,7 @@ class ChatPlace:
 
         try:
             found = Snapshot.load(self._before)
-        except KVKeepError:
+        except KVKeepError:  # there is none, or it is damaged: the last turn cannot be taken back
             return None
         return found if _precedes(found, snapshot) else None
 
@@ -178,7 +179,7 @@ class ChatPlace:
 
     def leave(self) -> None:
         """Let others use the conversation. Its folder goes if nothing was saved."""
-        with suppress(OSError):
+        with suppress(OSError):  # something was saved
             self.file.parent.rmdir()
         self.lock.release()
 
@@ -198,7 +199,7 @@ class _TakenError(InputError):
 
 
 def complete_names(incomplete: str) -> list[tuple[str, str]]:
-    """Names of saved conversations, for shells."""
+    """Return the names of saved conversations, for shells."""
     return [(name, "") for name in ChatFolder.of(None).names() if name.startswith(incomplete)]
 
 

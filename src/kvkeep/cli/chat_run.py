@@ -18,12 +18,13 @@ from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
-from kvkeep.cli.chat_sessions import MOST_BACK, ChatSession
+from kvkeep.cli.chat_sessions import ChatSession
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
+from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint
@@ -76,7 +77,8 @@ def _help(talk: ChatSession) -> None:
             {
                 "/help": "this list",
                 "/memory": "what the conversation holds, and its size",
-                "/rewind [N]": f"take back the last turn, or the last N; {MOST_BACK} at most, 1 of an earlier run",
+                "/rewind [N]": f"take back the last turn, or the last N; {MOST_TURNS_BACK} at most, "
+                "1 of an earlier run",
                 "/fork [NAME]": "go on under another name; the conversation so far stays as it is",
                 "/quit": "end; Ctrl-D does the same",
                 "Ctrl-C": "stop an answer",
@@ -106,7 +108,7 @@ def _show_memory(talk: ChatSession) -> None:
 
 def _rewind(talk: ChatSession, turns: str = "1") -> None:
     if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
-        raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_BACK}.")
+        raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_TURNS_BACK}.")
     with Uninterrupted():
         talk.rewind(int(turns))
     console.note(f"took back {console.count(int(turns), 'turn')}; {console.count(talk.turns, 'turn')} left")
@@ -134,7 +136,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 # The user's lines: from a line editor on a terminal, otherwise from standard input.
 
 PROMPT = "> "
-_MOST_SAID = 500
+_MOST_SAID = 500  # lines that the arrow keys bring back
 
 
 class Lines:
@@ -154,7 +156,7 @@ class Lines:
 
     def __enter__(self) -> Lines:
         if self.on_terminal:
-            with suppress(ImportError):
+            with suppress(ImportError):  # Windows
                 import readline
 
                 self._editor = readline

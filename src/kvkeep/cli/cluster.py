@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.cli import console
+from kvkeep.cli.options import ModelOptions
 from kvkeep.scale.cluster import LostClusterError, Need, check_room, check_versions, nodes, own_cpus, share
+from kvkeep.scale.driver import ModelRecipe
 
 PROCESS_BYTES = 400 * 10**6
 """Main memory of a worker beside weights and caches: Python, torch, buffers."""
@@ -58,11 +60,23 @@ def whole(name: str | None) -> str | None:
     """Return a file's or folder's full path, since workers run in other folders. A hub name stays as it is."""
     if name is None:
         return None
-    with suppress(OSError):
+    with suppress(OSError):  # no file has such a name: it is too long, for example
         path = Path(name).expanduser()
         if path.exists():
             return str(path.resolve())
     return name
+
+
+def model_recipe(request: ModelOptions, device: str) -> ModelRecipe:
+    """Return the model of a command's options, as a worker loads it on its device."""
+    return ModelRecipe(
+        model=whole(request.model),
+        dtype=request.dtype,
+        device=device,
+        load_in=request.load_in,
+        threads=request.threads,
+        allow_pickle=request.allow_pickle,
+    )
 
 
 @contextmanager

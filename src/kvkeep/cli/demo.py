@@ -45,6 +45,7 @@ ANSWER_TOKENS = 8
 KEEP_RATIO = 0.2
 DISTANCE_TOKENS = 1500
 PROMPT_TOKENS = 1990
+"""With the answer, and what the chat template adds, not more than the 2048 that the model was trained for."""
 KINDS = {
     "keep everything": ("full", "topk_dynamic"),
     "see the question": (

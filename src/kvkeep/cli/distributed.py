@@ -72,7 +72,7 @@ def quiet_followers(words: Sequence[str]) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception):  # else it has been told, or is Ctrl-C
                 traceback.print_exc()
             if not isinstance(error, SystemExit) or error.code:
                 sys.stderr.flush()

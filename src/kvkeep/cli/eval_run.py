@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, ended_with_its_cluster, interruptible, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, ended_with_its_cluster, interruptible, model_recipe, room_for, whole
 from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.progress import EvalBar, eval_progress
@@ -30,8 +30,8 @@ from kvkeep.evals.recipes import find as find_recipe
 from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders
 from kvkeep.evals.records import read as read_folders
-from kvkeep.evals.report import grouped
-from kvkeep.evals.run import CellPiece, CellQueue, CellRunner, Grid, PartSource, as_planned, lay_out, manifest, run
+from kvkeep.evals.results import grouped
+from kvkeep.evals.run import CellRunner, Grid, PartSource, cells_to_run, lay_out, manifest, run
 from kvkeep.evals.task import Options
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
@@ -49,7 +49,7 @@ from kvkeep.scale.worker_pool import Item, WorkerPool, WorkResult
 
 # ``kvkeep eval --dry-run``: what a grid costs, before weights are read.
 
-_MOST_SHOWN = 20
+_MOST_SHOWN = 20  # cases of a table
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
 
 def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
     """Print the largest cell of each case, the memory and time of the whole grid, and what else there is to say."""
-    found = expect(grid, dtype)
+    expected = expect(grid, dtype)
     screen = console.out()
     table = console.table("case", "cells", "rows", "tokens", "at once", "caches", "full caches")
     for column in table.columns[1:]:
         column.justify = "right"
-    cases = grouped(found, lambda expected: f"{expected.planned.cell.task} {expected.planned.cell.case}")
+    cases = grouped(expected, lambda cost: f"{cost.planned.cell.task} {cost.planned.cell.case}")
     for case in list(cases)[:_MOST_SHOWN]:
         table.add_row(*_line(case, cases[case]))
     screen.print(table)
@@ -118,15 +118,14 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
     screen.print()
     console.progress("measuring the memory of this machine …")
     speed = measure_bandwidth(parse_device(device)).best
-    decoded = sum(expected.decode_bytes for expected in found)
     screen.print(
         console.facts(
             {
                 **about,
-                "cells": str(len(found)),
-                "tokens to read": f"{sum(sum(expected.planned.lengths) for expected in found):,}",
-                "peak memory": f"{show_bytes(max(expected.peak_bytes for expected in found))}, weights included",
-                "decoding": f"{_time(decoded / speed)} at {speed / 1e9:.3g} GB/s",
+                "cells": str(len(expected)),
+                "tokens to read": f"{sum(sum(cost.planned.lengths) for cost in expected):,}",
+                "peak memory": f"{show_bytes(max(cost.peak_bytes for cost in expected))}, weights included",
+                "decoding": f"{_time(sum(cost.decode_bytes for cost in expected) / speed)} at {speed / 1e9:.3g} GB/s",
             }
         )
     )
@@ -138,12 +137,12 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
 
 def _line(case: str, own: Sequence[Expected]) -> list[str]:
     first = own[0]
-    bounded = [expected for expected in own if expected.planned.policy.evicts] or own
+    bounded = [cost for cost in own if cost.planned.policy.evicts] or own
     return [
         console.visible(case),
         *(str(len(own)), str(len(first.planned.lengths)), str(first.tokens), str(first.rows)),
-        show_bytes(max(expected.cache_bytes for expected in bounded)),
-        show_bytes(max(expected.full_bytes for expected in own)),
+        show_bytes(max(cost.cache_bytes for cost in bounded)),
+        show_bytes(max(cost.full_bytes for cost in own)),
     ]
 
 
@@ -161,11 +160,11 @@ _GAP = 2
 """Spaces between two columns."""
 
 
-def parts(found: reports.Table, width: int) -> Iterator[Table]:
+def parts(source: reports.Table, width: int) -> Iterator[Table]:
     """Yield one table, or several tables if its columns do not fit beside each other."""
-    names = [console.visible(policy) for policy in found.rows]
+    names = [console.visible(policy) for policy in source.rows]
     longest = min(max(map(len, ("policy", *names))), width // 2)
-    columns = list(zip(map(console.visible, found.columns), *found.rows.values(), strict=True))
+    columns = list(zip(map(console.visible, source.columns), *source.rows.values(), strict=True))
     for some in _fitting(columns, width - longest - _GAP):
         part = console.table("policy", *(column[0] for column in some))
         part.columns[0].overflow, part.columns[0].max_width = "fold", longest
@@ -204,9 +203,9 @@ def _recipe_facts(name: str | None) -> dict[str, str]:
 def _show_recipe(name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print the paper's figures beside ours, and what keeps them apart."""
     recipe, screen = find_recipe(name), console.out()
-    found = recipe.table(rows)
-    screen.print(console.visible(found.title), style="bold")
-    for part in parts(found, screen.width):
+    compared = recipe.table(rows)
+    screen.print(console.visible(compared.title), style="bold")
+    for part in parts(compared, screen.width):
         screen.print(part)
     for note in recipe.notes(rows):
         screen.print(f"  {console.visible(note)}", style="dim")
@@ -248,7 +247,7 @@ def serve(request: EvalOptions) -> None:
             _run_here(grid, request, records, todo)
             _show(request, records)
         else:
-            _show(request, records, workers=run_on_ray(grid, request, records))
+            _show(request, records, workers=run_on_ray(grid, request, records, todo))
 
 
 def _run_here(grid: Grid, request: EvalOptions, records: Records, todo: int) -> None:
@@ -365,16 +364,16 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
     screen = console.out()
     if request.recipe is not None:
         _show_recipe(request.recipe, records.rows)
-    for table in [
-        *reports.tables(records.rows, confidence.of_cell),
-        *confidence.share_tables(records.rows),
-        *confidence.difference_tables(records.rows),
+    for tabled in [
+        *reports.tables(records.rows),
+        *reports.share_tables(records.rows),
+        *reports.difference_tables(records.rows),
     ]:
-        screen.print(console.visible(table.title), style="bold")
-        for part in parts(table, screen.width):
+        screen.print(console.visible(tabled.title), style="bold")
+        for part in parts(tabled, screen.width):
             screen.print(part)
         screen.print()
-    for note in confidence.notes(records.rows):
+    for note in reports.notes(records.rows):
         console.note(note)
     console.err().print(console.facts(_places(request, pictures)))
 
@@ -425,8 +424,14 @@ class CellRecipe:
         return CellRunner(self.model.load(), self.name, self.sources)
 
 
-def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
+def run_on_ray(grid: Grid, request: EvalOptions, records: Records, todo: int) -> int:
     """Run every cell without a row on workers; return their number.
+
+    Args:
+        grid: the grid.
+        request: the options of the command.
+        records: the folder for the rows.
+        todo: the number of cells without a row.
 
     Raises:
         KeyboardInterrupt: the user ended it; what is finished is written.
@@ -434,7 +439,6 @@ def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
             cannot be run.
     """
     assert request.workers is not None
-    todo = sum(planned.cell not in records.done for planned in grid.planned)
     size = pool_size(request.workers, todo, piece="cell", tell=console.note)
     console.progress(f"starting {console.count(size, 'worker')} …")
     with (
@@ -460,27 +464,20 @@ def _pool(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]
     need, device = room_for(
         size, _bytes(grid, request), device=request.device, threads=request.threads, address=request.ray_address
     )
-    model = ModelRecipe(
-        model=whole(request.model),
-        dtype=request.dtype,
-        device=device,
-        load_in=request.load_in,
-        threads=request.threads,
-        allow_pickle=request.allow_pickle,
-    )
     sources = tuple(
         PartSource(type(part.task), replace(part.options, data=_folder(part.options.data)), part.task.settings())
         for part in grid.parts
     )
-    return WorkerPool(CELLS, CellRecipe(model=model, name=grid.name, sources=sources), size, need, tell=console.note)
+    recipe = CellRecipe(model=model_recipe(request, device), name=grid.name, sources=sources)
+    return WorkerPool(CELLS, recipe, size, need, tell=console.note)
 
 
 def _bytes(grid: Grid, request: EvalOptions) -> int:
     """Main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
     with suppress(KVKeepError):
         less = request.load_in is not None  # nobody knows how many bytes these weights have
-        found = [expected.peak_bytes - less * expected.weight_bytes for expected in expect(grid, request.dtype)]
-        return PROCESS_BYTES + max(found, default=0)
+        peaks = [cost.peak_bytes - less * cost.weight_bytes for cost in expect(grid, request.dtype)]
+        return PROCESS_BYTES + max(peaks, default=0)
     return 0
 
 
@@ -491,36 +488,25 @@ def _folder(data: str | None) -> str | None:
 def _fill(
     grid: Grid, records: Records, pool: WorkerPool[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]
 ) -> None:
-    """Run the cells without a row, write the rows as they come, and put them into the grid's order at the end."""
+    """Run the cells without a row, and write the rows as they come."""
     about = pool.facts.about
-    cells = dict(enumerate(grid.planned, start=1))
+    with cells_to_run(grid, records, about) as queue:
 
-    def write(answer: WorkResult) -> str | None:
-        if answer.whole["dtype"] != about["dtype"]:
-            return f"A worker computes in {answer.whole['dtype']}, others in {about['dtype']}. Give `dtype`."
-        planned = cells[answer.number]
-        records.append(as_planned(answer.whole, planned))
-        bar.end(planned)
-        return None
+        def take(worker: int) -> Item | None:
+            if (item := queue.take(worker)) is None:
+                return None
+            number, piece = item
+            planned = replace(piece.planned, setup=_with_whole_path(piece.planned.setup))
+            return number, replace(piece, planned=planned)
 
-    with records.locked():
-        records.open({**manifest(grid), **about})
-        outcome = run_pieces(pool, _handing(CellQueue(grid, records.done)), write, stopped)
-        records.arrange([planned.cell for planned in grid.planned])
-    outcome.check(lambda failed: _unfinished(failed, cells))
-
-
-def _handing(queue: CellQueue) -> Callable[[int], Item | None]:
-    """Return a function that returns the next cell for a worker."""
-
-    def take(worker: int) -> Item | None:
-        if (number := queue.take(worker)) is None:
+        def write(answer: WorkResult) -> str | None:
+            if answer.whole["dtype"] != about["dtype"]:
+                return f"A worker computes in {answer.whole['dtype']}, others in {about['dtype']}. Give `dtype`."
+            bar.end(queue.write(answer.number, answer.whole))
             return None
-        planned = queue.cells[number]
-        setup = _with_whole_path(planned.setup)
-        return number, CellPiece(queue.parts[number], planned.cell, setup, planned.budgets, planned.lengths)
 
-    return take
+        outcome = run_pieces(pool, take, write, stopped)
+    outcome.check(lambda failed: _unfinished(failed, queue.cells))
 
 
 def _with_whole_path(setup: Setup) -> Setup:

@@ -57,7 +57,7 @@ def _shaded(tokens: list[str], run: PolicyRun) -> Text:
     """Return the text and the answer, with each token shaded by the share of heads that keep it."""
     shares = (run.ledger.dropped < 0).float().mean(dim=0).tolist()
     shaded = Text()
-    for token, share in zip([*tokens, *run.answer], shares, strict=False):
+    for token, share in zip([*tokens, *run.answer], shares, strict=False):  # shares have room for the longest answer
         text = console.printable(token)
         level = 0 if share == 0 else 1 + min(3, int(share * 3.999))
         shaded.append(_dots(text) if level == 0 else text, _STYLES[level])

@@ -467,6 +467,7 @@ def _near(job: _Job, budget: int) -> None:
     writer = _load(job.request, job.checkpoint, job.output, job.settings)
     job.output.show = show_with(writer)
     engine = _engine(writer, job, budget=budget)
+    # anew, since the engine has chosen the layout only now
     job.output.agree({**job.output.own, LAYOUT: chosen(writer.model)})
     _remark(job.survey, job.checkpoint, job.request.model or "embedded")
     memory = job.survey.memory

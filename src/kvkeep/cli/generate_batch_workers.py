@@ -186,7 +186,7 @@ def _meanwhile(work: Callable[[], object]) -> Iterator[None]:
     """Do some work in another thread during this block. Whoever needs it later says why it fails, if it does."""
 
     def quietly() -> None:
-        with suppress(Exception):
+        with suppress(Exception):  # see above
             work()
 
     thread = threading.Thread(target=quietly, name="kvkeep-meanwhile")

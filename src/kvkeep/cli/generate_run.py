@@ -156,9 +156,9 @@ def with_file_settings(request: GenerateOptions) -> GenerateOptions:
     found = Config.read(file).settings()
     if isinstance(weights := found.get("layer_budget"), tuple):
         found["layer_budget"] = list(weights)
-    if "kv_bits" in found:
+    if "kv_bits" in found:  # a number or a word in the file, a word on the command line
         found["kv_bits"] = str(found["kv_bits"])
-    if request.keep_ratio is not None:
+    if request.keep_ratio is not None:  # a share, which the user has given as the budget
         found.pop("budget", None)
     named = request.names_policy or "policy" in found
     return replace(
@@ -212,6 +212,7 @@ class PreparedRequest:
         """Return the prompt as a request to an engine."""
         schema = self.request.json_schema
         form = None if schema is None else json_structure(schema)
+        # without a memory the engine was made with the policy, and the prompt is token ids already
         if self.memory is None:
             return engines.Request(prompt=self.prompt, sampling=self.sampling, pins=self.pins, structured_outputs=form)
         return engines.Request(
@@ -219,7 +220,7 @@ class PreparedRequest:
             raw=self.request.raw,
             sampling=self.sampling,
             snapshot=self.memory.snapshot,
-            policy=self.policy,
+            policy=self.policy,  # the engine would not load a policy's module because a snapshot names it
             structured_outputs=form,
         )
 

@@ -181,21 +181,21 @@ class CommandOptions:
 
     @classmethod
     def prepare(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what typer has read, before texts become values.
+        """Return what typer has read, before texts become values. A command overrides this to check or add to it.
 
         Args:
             given: the values by the names of typer's parameters.
 
         Raises:
-            InputError: something that the command needs is not there.
+            InputError: in a command that overrides this: something that it needs is not there.
         """
         return given
 
     def checked(self) -> CommandOptions:
-        """Return the options, after all checks that concern several of them.
+        """Return the options, after all checks that concern several of them; a command with such checks overrides it.
 
         Raises:
-            InputError: they exclude each other, or one is missing.
+            InputError: in a command that overrides this: they exclude each other, or one is missing.
         """
         return self
 
@@ -250,7 +250,7 @@ def _parameters(options: type[CommandOptions]) -> Iterator[_Parameter]:
 # Options that several commands share.
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-_MAX_BYTES = 2**63 - 1
+_MAX_BYTES = 2**63 - 1  # torch counts bytes in 64 bits
 _BYTES: dict[str, int] = {
     "B": 1,
     **{f"{prefix}B": 1000**power for prefix, power in (("k", 1), ("K", 1), ("M", 2), ("G", 3), ("T", 4))},
@@ -559,7 +559,7 @@ class CacheOptions(ModelOptions):
 
 # ``--ray-workers`` and ``--ray-address``: how many workers of Ray share the work of a command, and where they run.
 
-MOST_WORKERS = 1024
+MOST_WORKERS = 1024  # each is a process with the whole model; more are a mistake
 
 
 def check_address(text: str | None, what: str, *, asked: bool) -> None:

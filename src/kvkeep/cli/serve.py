@@ -47,7 +47,7 @@ ENVIRONMENT = "KVKEEP"
 """What the names of environment variables begin with."""
 
 
-MOST_REPLICAS = 1024
+MOST_REPLICAS = 1024  # each is a process with the whole model; more are a mistake
 
 
 def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | None:
@@ -63,7 +63,7 @@ def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | N
     numbers = [first, last] if dash else [first, first]
     if not all(number.isascii() and number.isdecimal() for number in numbers):
         raise InputError(f"--ray-replicas {text!r:.40} is not a number; give 2, or the least and the most: 1-4.")
-    least, most = (int(number[:9]) for number in numbers)
+    least, most = (int(number[:9]) for number in numbers)  # Python reads no number of thousands of digits
     if not 1 <= least <= most <= MOST_REPLICAS:
         raise InputError(
             f"--ray-replicas {text:.40} is out of range; give 1 to {MOST_REPLICAS}, the smaller one first."

@@ -21,7 +21,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, model_recipe, room_for
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
@@ -53,6 +53,7 @@ from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of
 
 # ``kvkeep serve --ray-replicas``: engines are replicas on Ray Serve, and this process is the router before them.
 
+# an error of kvkeep in the traceback of a replica, which Ray Serve hands on as text
 _OURS = re.compile(r"kvkeep\.errors\.\w+: (.+)")
 
 
@@ -141,15 +142,7 @@ def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> Rep
     options = engine_options(request)
     del options["session_dir"]
     return ReplicaRecipe(
-        model=whole(request.model),
-        settings=settings,
-        engine=options,
-        dtype=request.dtype,
-        device=device,
-        load_in=request.load_in,
-        threads=request.threads,
-        allow_pickle=request.allow_pickle,
-        tool_form=request.tool_form,
+        model=model_recipe(request, device), settings=settings, engine=options, tool_form=request.tool_form
     )
 
 
@@ -209,7 +202,7 @@ async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
 # API keys from a file and from the environment.
 
 VARIABLE = "KVKEEP_API_KEY"
-_SHORTEST = 8
+_SHORTEST = 8  # characters of a key; a shorter one is guessed
 
 
 def read_keys(file: str | None) -> ApiKeys:

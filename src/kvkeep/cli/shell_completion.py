@@ -50,7 +50,7 @@ def models(incomplete: str) -> list[Completion]:
     """Complete a model: folders with a model, below the typed folder, and hub models in the local cache."""
     typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
     found: list[Completion] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # there is no such folder: nothing to propose
         inside = [path for path in sorted(typed.expanduser().iterdir()) if path.is_dir()]
         for path in (folder for top in inside for folder in (top, *_folders(top))):
             if (path / "config.json").is_file():
@@ -63,7 +63,7 @@ def snapshots(incomplete: str) -> list[Completion]:
     """Complete a snapshot file: files of saved memory in the typed folder, and folders to go on in."""
     typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
     found: list[Completion] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # there is no such folder: nothing to propose
         for path in sorted(typed.expanduser().iterdir()):
             if path.suffix == ".kvkeep" or (path.is_dir() and not path.name.startswith(".")):
                 found.append((_as_typed(path, incomplete) + "/" * path.is_dir(), ""))
@@ -162,7 +162,7 @@ def _short(remark: str) -> str:
 
 
 def _folders(path: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a folder of somebody else
         return [entry for entry in sorted(path.iterdir()) if entry.is_dir()]
     return []
 
@@ -170,7 +170,7 @@ def _folders(path: Path) -> list[Path]:
 def _as_typed(path: Path, incomplete: str) -> str:
     """Return a path in the form in which the user has begun to write it."""
     if incomplete.startswith("~"):
-        with contextlib.suppress(ValueError, RuntimeError):
+        with contextlib.suppress(ValueError, RuntimeError):  # somebody else's home, or the user has none
             return f"~/{path.relative_to(Path.home())}"
     return f"./{path}" if incomplete.startswith("./") else str(path)
 

@@ -33,7 +33,7 @@ def given(param: Any, words: Sequence[str], ctx: Any) -> str:
 
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""The base of typer's errors about words of the command line."""
+"""The base of typer's errors about words of the command line, which typer itself does not export."""
 
 _BREAKS = ("–", "—", "−")
 """Dashes that word processors write for two hyphens."""

@@ -52,8 +52,12 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
         CapacityError: there are too few slots.
         BudgetError: the policy protects more than a layer's budget.
     """
-    policy, room = layout.policy, layout.room(budget)
-    if room is None or (policy.evicts and not policy.grows):
+    policy = layout.policy
+    if policy.evicts and not policy.grows:
+        layout.slots(budget)  # refuses a budget that the policy cannot work with
+        return
+    room = layout.room(budget)
+    if room is None:
         return
     kept = min(prompt_tokens, room - policy.grows.room) if policy.grows else prompt_tokens
     needed = kept + new_tokens - 1
@@ -86,6 +90,7 @@ def free_bytes(device: torch.device) -> int | None:
 def _limits(root: Path, groups: Path) -> Iterator[int]:
     """Yield the bytes that each control group (v2) of this process still allows, swap aside. There may be none."""
     try:
+        # the line of version 2, which has one hierarchy for everything
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
         folder = None if own is None else root / own.strip("/")
         for group in [] if folder is None else (folder, *folder.parents):
@@ -93,9 +98,10 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
                 return
             limit = _read(group / "memory.max")
             if limit.isdecimal():
+                # pages of files count as used, and the kernel gives these back when memory runs short
                 cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
                 yield max(0, int(limit) - int(_read(group / "memory.current") or 0) + int(cached[1] if cached else 0))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # the system has no control groups, or another layout of their files
         return
 
 
@@ -304,6 +310,7 @@ class Admission:
         self.grammars = Grammars(tokenizer, self._vocabulary, self._end_ids)
         self.words = PromptEncoder(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: self.identity.checked(Layout.of(model.config, policy, **options))}
+        self._layouts[policy].slots(budget)  # checked and spread now, so that no request waits for it
 
     def check(self, request: Request, number: int, past: ConversationHistory | None = None) -> Sequence:
         """Return the beginning of a request's generation.
@@ -344,7 +351,7 @@ class Admission:
         keeps = request.include_stop_str_in_output
         tail = StopText(decode, request.stop, keeps=keeps) if self._tokenizer else None
         load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
-        bound = self.grammars.constraint(request)
+        bound = None if request.structured_outputs is None else self.grammars.constraint(request)
         found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
         if past is not None:
             found.held, found.held_pins = len(past.ids), past.pins
@@ -396,7 +403,7 @@ class Admission:
         """
         pins, n = cast(Spans, request.pins), len(cast(GenericSequence[int], request.prompt))
         before = len(past.ids)
-        if end(pins) > n:
+        if pins and end(pins) > n:
             raise InputError(
                 f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of the prompt only."
             )
@@ -405,7 +412,8 @@ class Admission:
                 f"The pins begin at position {pins[0][0]}, and the memory has read {before} tokens already, of "
                 "which some may be gone. Pin later tokens, or pin these when the memory is made."
             )
-        self.check_pins(policy, budget, spans((*past.pins, *pins)) if pins else ())
+        if pins:
+            self.check_pins(policy, budget, spans((*past.pins, *pins)))
         if request.guard is None:
             return ()
         if before:
@@ -474,6 +482,7 @@ class Admission:
                 f"and {count} of them do not fit into the {show_bytes(free)} that are free. Use fewer rows or a "
                 "smaller `budget`."
             )
+        # rows on a device take no main memory
         beside, pinned = 0 if free is None else count, self._staging is not None
         check_host_rows(self._host_rows, rows.row_bytes, beside=beside, pinned=pinned)
         rows.allocate(count, most_bytes=self._bytes_of_rows(rows, count))
@@ -525,6 +534,7 @@ class Admission:
             layout = Layout.of(self._model.config, policy, **self._options)
             layout.slots(self._budget)  # its rows are made for the engine's budget
             if self._kv_memory is not None:
+                # refuses a policy under which not one row fits
                 self._rows_that_fit(KVManager(self._model, policy, self._budget, **self._options))
             if len(self._layouts) >= MOST_POLICIES:
                 self._layouts.clear()

@@ -92,11 +92,6 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def measure(sequence: Sequence, rows: KVManager, row: int) -> None:
-    """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
-    sequence.memory_usage, sequence.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
-
-
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     """Return the budgets among which a request chooses, in order: those that hold what is protected and pinned.
 
@@ -106,7 +101,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     found = []
     for share in SHARES:
         number = max(1, budget // share)
-        with suppress(BudgetError):
+        with suppress(BudgetError):  # a share that has no room for what is pinned or protected is no level
             layout.check_pins(number, pins)
             found.append(number)
     found = sorted({*found, budget})
@@ -128,7 +123,7 @@ def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
         held: the budgets of its layers.
     """
     for number in (budget, *(max(1, budget // share) for share in SHARES)):
-        with suppress(BudgetError):
+        with suppress(BudgetError):  # a share that the policy refuses was not given
             if _totals(layout, held) == _totals(layout, layout.slots(number)):
                 return number
     return budget
@@ -228,7 +223,7 @@ class Trial:
     """Watches a batch of prompts in every layer, and reduces its guarded rows afterwards.
 
     Args:
-        batch: whole prompts.
+        batch: whole prompts, of which some have a budget to choose: see `InputBatch.chooses_budgets`.
         rows: the rows of the engine.
     """
 
@@ -241,11 +236,6 @@ class Trial:
         }
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._rated: dict[tuple[int, int], list[Rated]] = {}
-
-    @classmethod
-    def of(cls, batch: InputBatch, rows: KVManager) -> Trial | None:
-        """Return the trial of a batch; ``None`` if no row of it has a budget to choose."""
-        return cls(batch, rows) if batch.fresh and any(sequence.levels for sequence in batch.requests) else None
 
     def watch(self, layer: int, segment: Segment, policy: Policy) -> Policy:
         """Return the policy of some rows of a layer, which notes the cuts of smaller budgets when asked for scores."""
@@ -261,7 +251,9 @@ class Trial:
         Raises:
             PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.
         """
+        # heads share a smaller budget in other parts, so that its tokens need not be among those of a larger one
         last = _kept(policy, view, after)[1] if policy.spreads is None else None
+        # from large to small, so that each cut is compared with the next larger one
         for place in reversed(range(len(SHARES))):
             numbers = [self._number(row, place, layer) for row in range(segment.start, segment.stop)]
             column = torch.tensor(numbers, device=view.seen.device)[:, None]
@@ -311,6 +303,7 @@ class Trial:
     def _reduce(self, row: int, sequence: Sequence) -> None:
         """Reduce a row to the tokens of the budget that was chosen."""
         cuts = [cut for _, cut in self._of(row, sequence.levels.index(sequence.budget))]
+        # read first: new budgets divide a pool anew, and its slots lose their content
         held = [Reduced.of(block, cut) for block, cut in zip(self._rows.blocks_of(row), cuts, strict=True)]
         self._rows.limit_row(row, sequence.policy, sequence.budget)
         blocks = self._rows.blocks_of(row)

@@ -27,6 +27,7 @@ class TextPieces:
         """Return the text that one more token makes final: often a word, sometimes nothing."""
         self._ids.append(token_id)
         piece = self._pending()
+        # the bytes of a character may lie in several tokens
         if not piece or piece.endswith(_REPLACEMENT):
             return ""
         self._start, self._done = self._done, len(self._ids)

@@ -86,8 +86,9 @@ class FairLock:
             self._waiting.append(gate)
         try:
             gate.acquire()  # until it is opened by the thread that had the turn before
-        except BaseException:
+        except BaseException:  # Ctrl-C, for example
             with self._inner:
+                # the turn may have been handed to this thread in the moment of its interruption
                 given = gate not in self._waiting
                 if not given:
                     self._waiting.remove(gate)
@@ -258,6 +259,7 @@ class Dispatcher:
         """
         box.open.add(number)
         self._boxes[number] = box
+        # a single listener that blocks steps by itself while it waits
         if self._thread is None and (not box.blocks or any(listener is not box for listener in self._boxes.values())):
             thread = threading.Thread(target=self._serve, args=(step,), name="kvkeep-engine", daemon=True)
             thread.start()
@@ -327,9 +329,8 @@ class Dispatcher:
                 yield from self.events(box, step)
         finally:  # a caller that stops listening wants no more tokens
             self.leave(box)
-            if not (
-                self.turn.mine or self.turn.lost
-            ):  # otherwise it was collected in the middle of a step, which sweeps at its end
+            # with the turn, it was collected in the middle of a step, which sweeps at its end
+            if not (self.turn.mine or self.turn.lost):
                 with Uninterrupted(), self.turn:
                     self.sweep(end)
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as GenericSequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kvkeep.config import Config
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.budget_guard import measure
 from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Guard, Uninterrupted
 from kvkeep.engine.host_copies import staging_for
 from kvkeep.engine.kv_blocks import keeps_states
@@ -25,14 +24,16 @@ from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.prefix_cache import PrefixCache, begin, check_prefix_memory
 from kvkeep.engine.request import Asked, Event, Result, check_numbers, listed, request_of, usable
 from kvkeep.engine.sampler import Sampler, whole
-from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.scheduler import DuplicatePrompts, ModelRun, Scheduler, most_mixed_tokens, pace
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import Parked, SessionStore
-from kvkeep.engine.swapping import Swapper
+from kvkeep.engine.swapping import MOST_HOST_ROWS, Swapper, hosted_memory
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError
+from kvkeep.head_sharding import sharing
+from kvkeep.kv import lost_mass
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
@@ -150,20 +151,23 @@ class Engine:
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget, "kv_bits": kv_bits}
         settings = {**spread, **numbers, "policy": self.policy, "budget": budget, "prefix_memory": prefix_memory}
         settings |= {"prompts_first": prompts_first, "positions": positions}
-        self._agreement = EngineAgreement(self.model.config, device, settings)
-        has_states, alone = keeps_states(self.model), self._agreement.together.ranks == 1
+        together = sharing(self.model.config)
+        alone = together.ranks == 1
+        self._agreement = None if alone else EngineAgreement(together, device, settings)
+        has_states = keeps_states(self.model)
         graphs = not has_states and (alone and device.type == "cuda" if graphs is None else graphs)
         options = {**spread, "positions": positions}
         if has_states:  # such a model reads prompts whole, and its layers with slots take the chunks
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
+        self._host_rows = whole_within("host_rows", host_rows, 0, MOST_HOST_ROWS)
         staging = staging_for(device) if host_rows else None
-        self._swapper = Swapper(host_rows, staging)
-        room: dict[str, Any] = {"rows": rows, "kv_memory": kv_memory, "host_rows": self._swapper.host_rows}
+        self._swapper = Swapper(self._host_rows, staging) if host_rows else None
+        room: dict[str, Any] = {"rows": rows, "kv_memory": kv_memory, "host_rows": self._host_rows}
         rules: dict[str, Any] = {"staging": staging, "chunk": prefill_chunk, "options": options, "guard": guard}
         self._admission = Admission(self.model, tokenizer, policy=self.policy, budget=budget, **room, **rules)
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, self._admission.weights_hash)
         self._runner = ModelRunner(self.model, graphs=graphs)
-        self._sampler = Sampler(self._agreement.together)
+        self._sampler = Sampler(None if alone else together)
         self._pacing: dict[str, Any] = {"decode_every": decode_every or pace(device), "prompts_first": prompts_first}
         self._pacing |= {"mixed_tokens": 0 if graphs else most_mixed_tokens(device), "chunk": prefill_chunk}
         self._dispatcher, self._duplicates = Dispatcher(), DuplicatePrompts()
@@ -191,7 +195,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Return whether fewer requests wait than there are rows, so that it is time to add more."""
-        return len(self._scheduler.waiting) < max(1, self.rows) + self._swapper.host_rows and not self._duplicates.full
+        return len(self._scheduler.waiting) < max(1, self.rows) + self._host_rows and not self._duplicates.full
 
     @property
     def row_bytes(self) -> int:
@@ -220,7 +224,10 @@ class Engine:
 
     def memory_usage(self) -> MemoryUsage:
         """Return the bytes of all rows, of sequences in main memory and of copies on their way, all of real tensors."""
-        return self._kv.memory() + self._swapper.memory(self._scheduler.waiting)
+        waiting = self._scheduler.waiting
+        # without swapping, too: a duplicate of a prompt that has been read waits with the memory of the prompt
+        beside = hosted_memory(waiting) if self._swapper is None else self._swapper.memory(waiting)
+        return self._kv.memory() + beside
 
     def generate(self, requests: Asked | Iterable[Asked], sampling: SamplingParams | None = None) -> list[Result]:
         """Run requests or texts to their ends and return their results in order; a single one gives a list of one.
@@ -410,7 +417,9 @@ class Engine:
         yield from self._dispatcher.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
     def _add(self, asked: Asked, sampling: SamplingParams | None, box: Box | None = None) -> int:
-        request = self._admission.grammars.prepared(request_of(asked, sampling))
+        request = request_of(asked, sampling)
+        if request.structured_outputs is not None:
+            self._admission.grammars.constraint(request)  # compiled outside of the lock, since it may take seconds
         with Uninterrupted(), self._dispatcher.turn:
             self._check_open()
             sequence = self._admission.check(request, self._count)
@@ -448,9 +457,10 @@ class Engine:
 
     def _step(self) -> None:
         """Give free rows away, run the model, and choose the next tokens; a failure ends the requests it touched."""
-        with Uninterrupted(), self._dispatcher.turn, self._swapper:
+        with Uninterrupted(), self._dispatcher.turn, self._swapper or nullcontext():
             self._dispatcher.sweep(self.cancel)
-            self._agreement.check(self._sequences.values())
+            if self._agreement is not None:
+                self._agreement.check(self._sequences.values())
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
             runs = self._scheduler.plan()
@@ -460,12 +470,14 @@ class Engine:
                     self._sample(run, logits)
                 self._dispatcher.wake()
             self._settle(wait=0.0 if runs else _A_MOMENT)
+            # requests whose listeners have gone while the step ran
             self._dispatcher.sweep(self.cancel)
 
     def _settle(self, *, wait: float) -> None:
         """Report the turns whose memories are on the disk, or cannot be written; see `Parked.ready`."""
-        for sequence, event in self._parked.ready(wait):
-            self._conclude(sequence, event)
+        if self._parked.turns:
+            for sequence, event in self._parked.ready(wait):
+                self._conclude(sequence, event)
 
     def _report(self, event: Event) -> None:
         """Hand an event to the listener of its request; without one the next `step` returns it."""
@@ -477,12 +489,14 @@ class Engine:
         while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._kv.policy):
             with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
                 self._runner.forget()  # recorded steps and staged copies hold the memory that the new rows need
-                self._swapper.clear()
+                if self._swapper is not None:
+                    self._swapper.clear()
                 self._use(self._admission.replace(self._kv, turn), self._scheduler.waiting)
         for sequence in self._scheduler.admit(self._kv.takes):
             with self._guarded(sequence):
                 begin(sequence, cast(int, sequence.row), self._kv, self._prefix_cache)
-        self._swapper.turn(self._scheduler, self._kv, self._prefix_cache, self._guarded)
+        if self._swapper is not None:
+            self._swapper.turn(self._scheduler, self._kv, self._prefix_cache, self._guarded)
         while (gap := self._scheduler.gap()) is not None:
             with self._guarded(gap.sequence):
                 self._kv.move(gap.source, gap.target)
@@ -530,8 +544,10 @@ class Engine:
         ]
         places = [*(place for place, *_ in twins), *(place for place, _ in ready)]
         sequences = [*(twin for *_, twin in twins), *(sequence for _, sequence in ready)]
+        # logits of a whole batch are not copied
         chosen = logits if len(sequences) == len(logits) and not twins else logits[places]
         tokens = self._sampler.draw(chosen, sequences)
+        # taken before any request gets its token: one that ends with it loses its row
         contents = {reader.id: self._kv.take(cast(int, reader.row)) for _, reader, _ in twins}
         for n, (_, reader, twin) in enumerate(twins):
             with self._guarded(twin):
@@ -553,7 +569,7 @@ class Engine:
         self._duplicates.leave(twin)
         twin.begin_prefilled(contents, reader.budget)
         unknown = twin.memory_usage, twin.lost
-        measure(twin, self._kv, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
+        self._measure(twin, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
         self._append(twin, token)
         if twin.status is SequenceStatus.PREFILLED:
             twin.memory_usage, twin.lost = unknown
@@ -580,13 +596,17 @@ class Engine:
         pending = None
         try:
             if sequence.row is not None:
-                measure(sequence, self._kv, sequence.row)
+                self._measure(sequence, sequence.row)
             if sequence.keep and sequence.row is not None:
                 pending = sequence.keep(sequence, self._kv.take(sequence.row))
-        except Exception as error:
+        except Exception as error:  # of a callback, or a full memory: one request must not end the others
             sequence.finish("error", reason_of(error))
         self._free(sequence)
         return pending
+
+    def _measure(self, sequence: Sequence, row: int) -> None:
+        """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
+        sequence.memory_usage, sequence.lost = self._kv.memory_of(row), lost_mass.mean(self._kv.lost_of(row))
 
     def _conclude(self, sequence: Sequence, event: Event) -> None:
         """Forget a request, and report its last event with its result."""
@@ -603,7 +623,7 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         """Forget a request, and free its row or its place in the queue."""
-        self._free(sequence)
+        self._free(sequence)  # does nothing if the request has ended in a row, which was freed then
         if self._sequences.pop(sequence.id, None) is not None and sequence.left:
             sequence.left(sequence)
 
@@ -616,13 +636,14 @@ class Engine:
         """Give up all memory."""
         self._runner.forget()
         self._prefix_cache.clear()
-        self._swapper.clear()
+        if self._swapper is not None:
+            self._swapper.clear()
         self._kv.allocate(0)
         self._admission.grammars.close()
 
     def _recover(self, error: BaseException, touched: GenericSequence[Sequence]) -> None:
         """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
-        if self._agreement.together.ranks > 1 and not isinstance(error, KVKeepError):
+        if self._agreement is not None and not isinstance(error, KVKeepError):
             raise error  # the other processes may not have failed, and would wait for ever
         self._kv.renew()  # a layer that was left half way refuses to go on
         failed = [sequence for sequence in touched if sequence.id in self._sequences]

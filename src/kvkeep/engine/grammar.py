@@ -63,6 +63,7 @@ class Constraint:
             self.error = self._matcher.get_error()
             words.zero_()
             return
+        # where nothing but an end may follow, it may follow after all
         before = words.clone() if self._avoided else words
         for token in self._avoided:
             words[token // _BITS] &= ~_bit(token)
@@ -160,15 +161,6 @@ class Grammars:
         self._tried = 0
         weakref.finalize(self, self._worker.end)
 
-    def prepared(self, request: Request) -> Request:
-        """Return a request after its grammar was compiled, which may take seconds.
-
-        Raises:
-            FormError: see `constraint`.
-        """
-        self.constraint(request)
-        return request
-
     def constraint(self, request: Request) -> Constraint | None:
         """Return what a request's next token may be, at its beginning; ``None`` if it may be any.
 
@@ -182,8 +174,10 @@ class Grammars:
         matcher = self._kept(asked)
         if matcher is None:
             with self._place(), self._compiling:
+                # another thread may have compiled it in the meantime
                 matcher = self._kept(asked) or self._compile(asked)
             self._keep(asked, matcher)
+        # a copy, since the kept matcher stays at the beginning of an answer
         return Constraint(matcher.deep_copy(), self._known.vocab_size, self._ends if request.ignore_end else ())
 
     def close(self) -> None:

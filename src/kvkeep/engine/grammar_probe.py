@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from kvkeep.models.sandbox_limits import limit_memory, serve
 
-_TOKENIZER_BYTES = 2**31
+_TOKENIZER_BYTES = 2**31  # far more than the tables of a vocabulary take
 _FOUND: list[LLTokenizer] = []
 
 
@@ -48,7 +48,7 @@ def _answer(line: str, memory_bytes: int) -> Mapping[str, object]:
         matcher = LLMatcher(_FOUND[0], grammar, log_level=0)
         matcher.compute_logit_bias()
         return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
-    except Exception as error:
+    except Exception as error:  # of the parser, whose errors have no common class
         return {"error": str(error) or type(error).__name__}
 
 

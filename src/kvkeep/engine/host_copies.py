@@ -95,9 +95,9 @@ class CudaCopyQueue:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
-                for one in (source, target):
-                    if one.is_cuda:
-                        one.record_stream(self._stream)
+                for block in (source, target):
+                    if block.is_cuda:  # else torch could give its memory away before the copy has ended
+                        block.record_stream(self._stream)
                 target.copy_(source, non_blocking=True)
             ended: torch.cuda.Event = self._stream.record_event()
         return ended
@@ -169,6 +169,7 @@ class _Layout:
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._starts:
             self._starts[storage.data_ptr()] = self.nbytes
+            # the whole storage, once, however many of the tensors are views of it
             whole = x.as_strided((storage.nbytes() // x.element_size(),), (1,), 0).view(torch.uint8)
             self.storages.append((self.nbytes, whole))
             self.nbytes += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
@@ -213,7 +214,7 @@ class Pinned:
             try:
                 self._queue.hold(self.staged[1])
                 return self._layout.over(self.staged[0])
-            except Exception as error:
+            except Exception as error:  # the device has no memory left, for example; the copy below still is there
                 _log.debug("A sequence comes from main memory after all.", exc_info=error)
                 self.staged = None
         self._written.synchronize()
@@ -281,7 +282,7 @@ class Staging:
         """
         try:
             found = self._leave(rows, row, memory)
-        except Exception as error:
+        except Exception as error:  # staging is for speed alone
             _log.debug("A sequence leaves without staging.", exc_info=error)
             found = None
         return rows.take(row) if found is None else found
@@ -321,8 +322,9 @@ class Staging:
                 return False
             self._coming = weakref.ref(pinned)
             self._arrived = pinned.stage()
-        except Exception as error:
+        except Exception as error:  # to bring it early is for speed alone
             _log.debug("A sequence is not brought to the device ahead of its turn.", exc_info=error)
+            # so that it is not tried again in each step
             pinned.stays = True
         return True
 
@@ -334,7 +336,7 @@ class Staging:
         try:
             if self._arrived is not None:
                 self._arrived.synchronize()
-        except Exception as error:
+        except Exception as error:  # an error of the device, which its next use raises again
             _log.debug("A copy may not have arrived.", exc_info=error)
         self._coming = self._arrived = None
 

@@ -89,7 +89,7 @@ class Blocks:
     ) -> None:
         self._policies, self._like, self._kv_bits, self.version = policies, like, kv_bits, 0
         self._among = among
-        if len({_kinds(one) for one, policy in zip(like, policies, strict=True) if policy.shares_layers}) > 1:
+        if len({_kinds(slots) for slots, policy in zip(like, policies, strict=True) if policy.shares_layers}) > 1:
             raise UnsupportedOperationError(
                 "`head_budget=global` needs layers with heads of one shape and dtype on one device, and those of this "
                 "model differ. Use `head_budget=ada` or a profile."
@@ -190,13 +190,14 @@ class Blocks:
         for stack in self._stacks:
             block, mine, rows = stack.block, [budgets[layer] for layer in stack.layers], stack.of(row)
             if isinstance(block.budget, int) and any(budget != block.budget for budget in mine):
-                self.version += 1
+                self.version += 1  # layers over parts of the block hold the budget as one number
                 block.budget = block.seen.new_full((len(block.seen), 1), block.budget)
                 self._divide()
             if isinstance(block.budget, Tensor):
                 each = [[budget] if isinstance(budget, int) else budget for budget in mine]
                 if isinstance(block, JointBlock):
-                    each = [[one for layer in by_head(mine, block.lost.shape[1] // block.layers) for one in layer]]
+                    per_layer = by_head(mine, block.lost.shape[1] // block.layers)
+                    each = [[head_budget for layer in per_layer for head_budget in layer]]
                 block.budget[rows] = block.budget.new_tensor(each)
                 if isinstance(block.store, PooledStore):
                     block.store.divide(block.budget[rows] + 1, rows)

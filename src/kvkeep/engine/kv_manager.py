@@ -128,7 +128,7 @@ class KVManager:
     """
 
     def __init__(self, model: Model, policy: Policy, budget: int, **options: Any) -> None:
-        self._config = model.config
+        self._config, self._latent = model.config, caches_latents(model.config)
         self._budget, self._options = budget, options
         self._layouts: dict[Policy, Layout] = {}
         self.policy = policy = self.ruled(policy)
@@ -154,7 +154,6 @@ class KVManager:
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
         """Allocate ``count`` empty rows. Policies with more state may add to them, up to ``most_bytes`` in all."""
         self.renew()
-        self._layers.clear()
         self.count = count
         self._most_bytes = most_bytes
         self._owners = [None] * count
@@ -164,6 +163,8 @@ class KVManager:
         except BaseException:
             self.count = 0
             raise
+        if count:
+            self._layers_of(self.policy)  # now, so that the first request does not wait for them
 
     def takes(self, policy: Policy) -> bool:
         """Tell whether a sequence under this policy can have a row while other rows run under other policies."""
@@ -325,9 +326,11 @@ class KVManager:
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
         """Return some rows of all layers as a cache for the model."""
+        # rows with a state run alone, so it is the only row
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
-        shared = {segment: SharedBudget.by_layer(self._layout(segment.owner.policy).sharing) for segment in parts}
+        sharing = {segment: self._layout(segment.owner.policy).sharing for segment in parts}
+        shared = {segment: SharedBudget.by_layer(numbers) if numbers else {} for segment, numbers in sharing.items()}
         before: dict[Segment, Layer] = {}
         for i, (index, window) in enumerate(self._windows.items()):
             before = {
@@ -337,7 +340,7 @@ class KVManager:
             steps = joined(list(before.items()))
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
-        cache.latent = caches_latents(self._config)
+        cache.latent = self._latent
         return cache
 
     def _layer(
@@ -351,16 +354,21 @@ class KVManager:
     ) -> Layer:
         """Return some rows of one layer, for one owner."""
         policy = segment.owner.policy
-        if policy not in self._layers:
-            _make_room(self._layers)
-            self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
         block = self._blocks[index].under(policy.slots, policy.summaries).part(segment.start, segment.stop)
         if not segment.owner.pinned:
+            # fused and recorded steps know nothing of pins, so rows without any show none
             block.pins = None
-        layer = self._layers[policy][index].over(block, columns=columns, before=before, together=shared)
+        layer = self._layers_of(policy)[index].over(block, columns=columns, before=before, together=shared)
         if watch is not None:
             layer.policy = watch(index, segment, layer.policy)
         return layer
+
+    def _layers_of(self, policy: Policy) -> list[Layer]:
+        """Return the layers with slots under a policy, without blocks: rows step through copies of them."""
+        if policy not in self._layers:
+            _make_room(self._layers)
+            self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
+        return self._layers[policy]
 
     def _new_own(self, policy: Policy) -> RecurrentState | None:
         """Return the state that a new sequence has beside its slots under a policy, or ``None`` if it has none."""

@@ -121,6 +121,7 @@ class ModelRunner:
             )
         keeps = known.get("logits_to_keep")
         self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
+        # the annotation says whether the model takes the places of tokens, or only how many of the last ones
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
         self.graphs = Graphs(model, self._options) if graphs else None
 
@@ -130,7 +131,7 @@ class ModelRunner:
         graphs = self.graphs if len(run.batches) == 1 else None
         if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
             return logits
-        trials = [Trial.of(batch, rows) for batch in run.batches]
+        trials = [Trial(batch, rows) if batch.chooses_budgets else None for batch in run.batches]
         caches = [_part(batch, rows, trial) for batch, trial in zip(run.batches, trials, strict=True)]
         given = [_Input.of(batch, device_of(self._model)) for batch in run.batches]
         last = self._last(given, caches, run if is_scored(run) else None)

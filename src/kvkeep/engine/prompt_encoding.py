@@ -19,7 +19,7 @@ from kvkeep.pins import Spans
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
 
-_LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1  # token id: files hold them in 32 bits
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ class PromptEncoder:
             tokenization.encode_next(checkpoint, past.messages, new, request.tools, **request.templated)[0].tolist()
         )
         if past.messages and past.pending and past.pending[-1] in self._ends:
+            # the new ids begin with the end of the last answer, as the template writes it
             before = before[:-1]
         return before + ids
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.engine.sampling_params import SamplingParams, whole_within
+from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Span, spans
@@ -74,11 +74,13 @@ def token_ids(prompt: object) -> tuple[int, ...]:
     ids = tuple(found)
     if not ids:
         raise InputError("The prompt has no tokens.")
+    # the usual case, checked without a call for each token
     if set(map(type, ids)) == {int}:
         return ids
+    # tensors and arrays without an axis are numbers, though they have an __iter__
     if isinstance(ids[0], Iterable) and not isinstance(ids[0], str | Mapping) and getattr(ids[0], "ndim", None) != 0:
         raise InputError("The prompt is a batch of texts; give one request for each, for example prompt=input_ids[0].")
-    return tuple(whole_within("A token id of the prompt", token, -(2**63), 2**63 - 1) for token in ids)
+    return tuple(whole("A token id of the prompt", token) for token in ids)  # admission knows the vocabulary
 
 
 def stop_texts(stop: object) -> tuple[str, ...]:
@@ -215,6 +217,7 @@ def compact(schema: object, **options: object) -> dict[str, Any]:
         InputError: the schema is no JSON object or text of one.
     """
     try:
+        # dumped and loaded: a copy of plain types that the caller cannot change
         found = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"The JSON schema cannot be read ({error!s:.80}); give a schema such as {_SCHEMA}.") from error
@@ -609,6 +612,7 @@ def usable(policy: object) -> Policy:
     except Exception:  # a class may raise anything there
         tells = False
     fields = {field.name for field in dataclasses.fields(found)}
+    # what is no option may decide without being compared, and two policies would count as one
     others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
     if not tells or others:
         raise PolicyError(

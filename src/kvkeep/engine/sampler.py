@@ -21,7 +21,7 @@ from kvkeep.engine.sampling_params import Biases, SamplingParams
 from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.errors import KVKeepError, NoNumbersError
-from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.head_sharding import Heads
 from kvkeep.noise import spread, uniform
 
 # Changes of logits that depend on the tokens of a row: a bias, and penalties for tokens that occurred before.
@@ -75,6 +75,7 @@ def _repetition(logits: Float[Tensor, "n V"], generations: GenericSequence[Seque
     used = torch.stack([_used(sequence, logits) for sequence in rows])
     factors = logits.new_tensor([sequence.request.sampling.repetition_penalty for sequence in rows])[:, None]
     part = logits[index]
+    # both make a token less likely: a negative logit is multiplied, a positive one divided
     lowered = torch.where(part < 0, part * factors, part / factors)
     return logits.index_copy(0, index, torch.where(used, lowered, part))
 
@@ -118,11 +119,11 @@ class Sampler:
     """Turns logits into tokens.
 
     Args:
-        heads: the processes that share the model; all take the tokens that the first one has drawn.
+        together: the processes that the model is split over, if any; all take the tokens that the first one has drawn.
     """
 
-    def __init__(self, heads: Heads = ALONE) -> None:
-        self._heads = heads
+    def __init__(self, together: Heads | None = None) -> None:
+        self._together = together
 
     def draw(self, logits: Float[Tensor, "n V"], sequences: GenericSequence[Sequence]) -> list[int | None]:
         """Return the next token of every row; ``None`` where no token can be drawn.
@@ -134,7 +135,9 @@ class Sampler:
             sequences: the requests. Their `logprobs` get an entry for each token, if asked for.
         """
         logits = logits.float()
-        penalised = masked(changed(logits, sequences), [sequence.constraint for sequence in sequences])
+        penalised = changed(logits, sequences)
+        if any(sequence.constraint is not None for sequence in sequences):
+            penalised = masked(penalised, [sequence.constraint for sequence in sequences])
         best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
         drawn = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
         if drawn:
@@ -144,7 +147,8 @@ class Sampler:
             streams = torch.tensor([sequence.request.sequence for sequence in chosen], device=logits.device)
             samplings = [sequence.request.sampling for sequence in chosen]
             tokens[index] = choose(penalised[index], samplings, steps ^ spread(streams))
-        found: list[int] = self._heads.first(tokens.masked_fill_(~best.isfinite(), -1)).tolist()
+        tokens = tokens.masked_fill_(~best.isfinite(), -1)
+        found: list[int] = (tokens if self._together is None else self._together.first(tokens)).tolist()
         _note(logits, found, sequences)
         return [None if token < 0 else token for token in found]
 
@@ -195,6 +199,7 @@ def choose(
     seeds = torch.tensor([s.seed for s in samplings], dtype=torch.int64, device=logits.device)
     u = uniform(0, seeds, steps).double()[:, None]
     total = logits.softmax(dim=-1).double().cumsum(dim=-1)
+    # float32 probabilities do not sum to 1 exactly; their own sum takes its place
     return (total > u * total[:, -1:]).int().argmax(dim=-1)
 
 

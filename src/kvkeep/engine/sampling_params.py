@@ -28,7 +28,7 @@ from kvkeep.parameters import (
 )
 
 _MOST_BIASES = 1024
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
 
 
 Biases: TypeAlias = tuple[tuple[int, float], ...]
@@ -133,7 +133,7 @@ def whole(name: str, value: object) -> int:
         InputError: the value is not a whole number; ``True`` and ``False`` are none.
     """
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool):  # an int to Python
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
     except Exception:  # an array of several numbers, for example

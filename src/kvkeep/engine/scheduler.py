@@ -53,6 +53,11 @@ class InputBatch:
         """Return the sequences that are fed to the model."""
         return [sequence for sequence in self.rows if sequence is not None]
 
+    @property
+    def chooses_budgets(self) -> bool:
+        """Return whether a request gets its budget when its prompt has been read, see `kvkeep.engine.budget_guard`."""
+        return self.fresh and any(sequence.levels for sequence in self.requests)
+
     def commit(self) -> list[tuple[int, Sequence]]:
         """Note that the model has seen the tokens.
 
@@ -335,6 +340,7 @@ class Scheduler:
         is_turn = not steps or self._owed < self._decode_every
         prompts = self._feed(self._most_tokens(waited_for=bool(steps))) if is_turn else []
         read = sum(len(tokens) for batch in prompts for tokens in batch.tokens)
+        # prompt tokens that were read while rows ran; a token of all running rows pays for `decode_every` of them
         self._owed = max(0, self._owed + read - self._decode_every * len(steps)) if steps else 0
         if self._alone:
             return [ModelRun([batch]) for batch in [*prompts, *steps]]
@@ -347,6 +353,7 @@ class Scheduler:
             sequence if sequence is not None and sequence.status is SequenceStatus.DECODE else None
             for sequence in self._rows
         ]
+        # rows behind the last running one cost nothing; free rows before it are padding
         while decoding and decoding[-1] is None:
             decoding.pop()
         groups = (
@@ -379,7 +386,7 @@ class Scheduler:
         for sequence in sorted(prompts, key=lambda sequence: sequence.id):
             stop = len(sequence.prompt) if self._chunk is None else sequence.fed + self._chunk
             tokens = sequence.prompt[sequence.fed : stop]
-            if not chosen or len(tokens) <= most:
+            if not chosen or len(tokens) <= most:  # the oldest prompt never waits for room
                 most -= len(tokens)
                 chosen.append(PromptChunk(cast(int, sequence.row), sequence, tokens))
         return [_batch(pieces) for pieces in _neighbours(sorted(chosen))]

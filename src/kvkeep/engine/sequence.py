@@ -169,7 +169,7 @@ class Sequence:
         requests get in the future belongs to them, unless it is named in `_FREE`.
         """
         budget = self.levels[-1] if self.levels else self.budget
-        others = (getattr(self.request, one.name) for one in fields(self.request) if one.name not in _FREE)
+        others = (getattr(self.request, field.name) for field in fields(self.request) if field.name not in _FREE)
         return self.policy, budget, self.request.sequence if self.policy.stochastic else None, *others
 
     @property
@@ -252,7 +252,7 @@ class Sequence:
         """Return the finished request as the user gets it."""
         assert self.finish_reason is not None
         at, n, guard = self.times, len(self.token_ids), self.request.guard
-        started = at.get("started", at["last"])
+        started = at.get("started", at["last"])  # a request may end before it has had a row
         return Result(
             id=self.id,
             token_ids=tuple(self.token_ids),
@@ -260,7 +260,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached,
-            logprobs=tuple(self.logprobs[:n]),
+            logprobs=tuple(self.logprobs[:n]),  # one more is there if its token could not be added
             prompt_logprobs=tuple(self.prompt_logprobs),
             queued_s=started - at["added"],
             ttft_s=at["first"] - at["added"] if n else None,

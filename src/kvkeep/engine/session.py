@@ -93,6 +93,7 @@ class SessionMemory:
             KVKeepError: the engine cannot run it.
         """
         past, (policy, budget) = self.state.past, self._settled
+        # each turn draws other random numbers, though its tokens are counted from 0 again
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
         request = asked.request.replaced(policy=policy, budget=budget, sequence=sequence, pins=spans(pins))
@@ -112,6 +113,7 @@ class SessionMemory:
         if (kept := self.state.kept) is None:
             return None
         snapshot = self._store.load(kept)
+        # the model's weights may have changed since the last turn
         snapshot.fingerprint.check(self._fingerprint)
         return snapshot.contents
 
@@ -330,6 +332,7 @@ class Session:
         """
         while True:
             with Uninterrupted(), self._host.dispatcher.turn:
+                # a turn that has ended since the last look has left another memory
                 if (move := self._memory.write()) is None:
                     return
             move.writing.join()  # others step the engine meanwhile
@@ -407,7 +410,9 @@ class Session:
 
     def _enqueue(self, asked: Turn, sampling: SamplingParams | None, box: Box, *, reads: bool = False) -> int:
         """Start a turn, or let it wait for the one that runs, and return its number."""
-        request = self._host.admission.grammars.prepared(turn_of(asked, sampling))
+        request = turn_of(asked, sampling)
+        if request.structured_outputs is not None:
+            self._host.admission.grammars.constraint(request)  # compiled outside of the lock: it may take seconds
         with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             sequence = Sequence(self._host.new_number(), request, self.policy, self.budget, frozenset())
@@ -439,6 +444,65 @@ class Session:
                 self._start(self._memory.turn(waiting))
             except Exception as error:  # what the user did wrong; or a tokenizer that fails
                 self._host.refuse(waiting, error)
+
+
+# The turns of a session that can be taken back.
+
+MOST_TURNS_BACK = 8
+"""Turns that can be taken back."""
+MOST_STATE_BYTES = 2**30
+"""Bytes that the memories before these turns may take, of all sessions together; one turn can always be taken back."""
+
+
+class TurnStates:
+    """The memories of a session after its last turns, to which it can go back with `Session.rewind`.
+
+    Args:
+        first: the memory with which the session begins; ``None``: it has not read anything.
+    """
+
+    def __init__(self, *first: Snapshot | None) -> None:
+        self._states = deque[Snapshot | None](first, maxlen=MOST_TURNS_BACK + 1)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, index: int) -> Snapshot | None:
+        """Return a state, the oldest first."""
+        return self._states[index]
+
+    @property
+    def turns(self) -> int:
+        """Return how many turns can be taken back."""
+        return max(0, len(self._states) - 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all states."""
+        return sum(state.nbytes for state in self._states if state is not None)
+
+    def add(self, state: Snapshot | None) -> None:
+        """Add the memory after a turn. The oldest one goes if there are too many."""
+        self._states.append(state)
+
+    def add_oldest(self, state: Snapshot) -> None:
+        """Add the memory before the oldest one, if there is room for it."""
+        if len(self._states) <= MOST_TURNS_BACK:
+            self._states.appendleft(state)
+
+    def drop_oldest(self) -> int:
+        """Forget the oldest memory, and return its bytes."""
+        state = self._states.popleft()
+        return 0 if state is None else state.nbytes
+
+    def take_back(self, turns: int) -> None:
+        """Forget the memories after the last turns."""
+        for _ in range(turns):
+            self._states.pop()
+
+    def replace_last(self, state: Snapshot | None) -> None:
+        """Put a memory in the place of the one after the last turn."""
+        self._states[-1] = state
 
 
 # The sessions of an engine, found by their names.

@@ -113,7 +113,7 @@ class SnapshotFolder:
 
 def remove(path: Path) -> None:
     """Remove a file, if it is there."""
-    with suppress(OSError):
+    with suppress(OSError):  # also where it cannot be removed: nobody reads it any more
         path.unlink()
 
 
@@ -383,24 +383,28 @@ def check_name(name: object) -> str:
 
 
 class Parked:
-    """Turns whose memories are on their way to the disk, in the order of their ends."""
+    """Turns whose memories are on their way to the disk, in the order of their ends.
+
+    Attributes:
+        turns: each with its last event and what it waits for, by the number of its request.
+    """
 
     def __init__(self) -> None:
-        self._turns: dict[int, tuple[Sequence, Event, Pending]] = {}
+        self.turns: dict[int, tuple[Sequence, Event, Pending]] = {}
 
     def __contains__(self, number: int) -> bool:
-        return number in self._turns
+        return number in self.turns
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self.turns)
 
     def add(self, sequence: Sequence, event: Event, pending: Pending) -> None:
         """Let the last event of a turn wait for the disk."""
-        self._turns[sequence.id] = sequence, event, pending
+        self.turns[sequence.id] = sequence, event, pending
 
     def drop(self, number: int) -> None:
         """Forget a turn that is cancelled; its memory is not taken over."""
-        self._turns.pop(number, None)
+        self.turns.pop(number, None)
 
     def ready(self, wait: float) -> Iterator[tuple[Sequence, Event]]:
         """Yield the turns whose memories are taken over now, or could not be written, with their last events.
@@ -408,14 +412,14 @@ class Parked:
         Args:
             wait: most seconds to wait for the oldest turn; ``inf``: for all.
         """
-        for sequence, event, pending in list(self._turns.values()):
+        for sequence, event, pending in list(self.turns.values()):
             pending.writing.join(None if wait == math.inf else wait)
-            wait = wait if wait == math.inf else 0.0
+            wait = wait if wait == math.inf else 0.0  # only the oldest one is waited for
             if pending.writing.is_alive():
                 return
-            del self._turns[sequence.id]
+            del self.turns[sequence.id]
             try:
                 pending.finish()
-            except Exception as error:
+            except Exception as error:  # a full disk, for example: one turn must not end the others
                 sequence.finish("error", reason_of(error))
             yield sequence, event

@@ -17,7 +17,6 @@ from kvkeep.engine.dispatcher import Guard
 from kvkeep.engine.host_copies import Pinned, Staging
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.prefix_cache import PrefixCache, begin
-from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.scheduler import Scheduler, Swap
 from kvkeep.engine.sequence import Hosted, Sequence
 from kvkeep.types import MemoryUsage
@@ -41,7 +40,7 @@ class Swapper:
     """Decides when a sequence gives up its row. It is entered around every step, and measures the step.
 
     Args:
-        host_rows: the most sequences that may wait in main memory after they have begun; 0: rows are never given up.
+        host_rows: the most sequences that may wait in main memory after they have begun.
         staging: copies beside the steps; ``None``: steps wait for all copies.
 
     Attributes:
@@ -51,8 +50,8 @@ class Swapper:
         swaps: the number of sequences that have given up their rows.
     """
 
-    def __init__(self, host_rows: int = 0, staging: Staging | None = None) -> None:
-        self.host_rows = whole_within("host_rows", host_rows, 0, MOST_HOST_ROWS)
+    def __init__(self, host_rows: int, staging: Staging | None = None) -> None:
+        self.host_rows = host_rows
         self.staging = staging
         self.copied_s = self.worked_s = 0.0
         self.swaps = 0
@@ -85,7 +84,7 @@ class Swapper:
                     self.leave(swap, scheduler, rows)
                 if swap.coming.row is not None:
                     begin(swap.coming, swap.row, rows, prefixes)
-        if self.host_rows and self.staging is not None:
+        if self.staging is not None:
             self._prefetch(self.staging, scheduler, rows)
 
     def _prefetch(self, staging: Staging, scheduler: Scheduler, rows: KVManager) -> None:
@@ -99,7 +98,7 @@ class Swapper:
 
     def due(self, scheduler: Scheduler, rows: KVManager) -> Swap | None:
         """Return the sequence whose slice is over, and the one that takes its row; ``None``: nobody moves."""
-        if not self.host_rows or not scheduler.waiting or self._saved_s < self._cost_s:
+        if not scheduler.waiting or self._saved_s < self._cost_s:
             return None
         return scheduler.swap(rows.takes, self.host_rows, least=LEAST)
 

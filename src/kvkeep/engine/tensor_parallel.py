@@ -21,7 +21,7 @@ import torch
 
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError, UnsupportedOperationError
-from kvkeep.head_sharding import sharing
+from kvkeep.head_sharding import Heads, sharing
 from kvkeep.snapshot.snapshot import Snapshot
 
 Description: TypeAlias = dict[str, Any]
@@ -55,18 +55,14 @@ class EngineAgreement:
     """The processes whose engines run one model together, and what each of them is about to run.
 
     Args:
-        config: the model's configuration.
+        together: the processes; more than one, since an engine that is alone has nobody to agree with.
         device: of the model.
         settings: options of the engine, by name.
-
-    Attributes:
-        together: the processes.
     """
 
-    def __init__(self, config: Any, device: torch.device, settings: Mapping[str, object]) -> None:
-        self.together, self._device = sharing(config), device
-        alone = self.together.ranks == 1
-        self._settings = {} if alone else {name: _shown(value) for name, value in settings.items()}
+    def __init__(self, together: Heads, device: torch.device, settings: Mapping[str, object]) -> None:
+        self._together, self._device = together, device
+        self._settings = {name: _shown(value) for name, value in settings.items()}
         self._known: list[_DescribedRequest] = []
 
     def check(self, live: Iterable[Sequence]) -> None:
@@ -77,12 +73,10 @@ class EngineAgreement:
         Raises:
             InputError: they differ, or other processes have ended.
         """
-        if self.together.ranks == 1:
-            return
         try:
-            if not self.together.alike(self._digest(live), self._device):
+            if not self._together.alike(self._digest(live), self._device):
                 mine = json.dumps({"engine": self._settings, "requests": self._requests()})
-                found = [json.loads(text) for text in self.together.texts(mine, self._device)]
+                found = [json.loads(text) for text in self._together.texts(mine, self._device)]
                 raise InputError(f"{difference(found)} {_REMEDY}")
         except RuntimeError as error:
             raise InputError(
@@ -92,9 +86,10 @@ class EngineAgreement:
 
     def _digest(self, live: Iterable[Sequence]) -> int:
         """Return a hash of the engine's settings, its requests, and how far these have got."""
-        known = {one.of.id: one for one in self._known}
-        self._known = [_known(one, known.get(one.id)) for one in live]
-        told = (repr(self._settings).encode(), *(part for one in self._known for part in (one.digest, one.reached)))
+        before = {request.of.id: request for request in self._known}
+        self._known = [_known(sequence, before.get(sequence.id)) for sequence in live]
+        parts = (part for request in self._known for part in (request.digest, request.reached))
+        told = (repr(self._settings).encode(), *parts)
         return int.from_bytes(hashlib.blake2b(b"".join(told), digest_size=8).digest(), "big", signed=True)
 
     def _requests(self) -> dict[int, Description]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvkeep.evals.confidence import Interval, of_mean, of_share
-from kvkeep.evals.report import (
+from kvkeep.evals.results import (
     FULL,
     MEASURES,
     Row,
@@ -17,15 +17,15 @@ from kvkeep.evals.report import (
     Spread,
     by_budget,
     by_case,
-    by_name,
+    by_policy,
     by_seed,
+    case_title,
     grouped,
     is_full,
     of_task,
     over,
     percent,
     seeds,
-    shown,
 )
 from kvkeep.evals.task import TENTHS
 from kvkeep.plots import Heat, Panel, Series, draw
@@ -38,6 +38,7 @@ HIDDEN = ("needle", "passkey", "kv_retrieval", "conversation")
 
 _DEPTHS = 5
 _SHARES = (-3.0, 103.0)
+"""Range of an axis in percent, with room for markers at 0 and 100."""
 
 
 Point: TypeAlias = tuple[float, float, Interval]
@@ -56,8 +57,8 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     Raises:
         InputError: matplotlib is missing, or a picture cannot be written.
     """
-    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))
-    drawn = [draw(folder / name, found) for name, found in panels.items() if found]
+    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))  # the last one is no panel
+    drawn = [draw(folder / name, figures) for name, figures in panels.items() if figures]
     return [*drawn, *([draw(folder / PICTURES[-1], maps)] if (maps := heat(rows)) else [])]
 
 
@@ -65,17 +66,17 @@ def heat(rows: Sequence[Row]) -> list[Heat]:
     """Map the hidden facts found by depth and context: one map per task, protocol, policy and budget."""
     groups = grouped(
         [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
-        lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_name([row]))), str(row["budget"])),
+        lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_policy([row]))), str(row["budget"])),
     )
     return [
-        _map(f"{name} at {budget}\n{shown(task, ','.join(filter(None, (task, how))))}", own)
+        _map(f"{name} at {budget}\n{case_title(task, ','.join(filter(None, (task, how))))}", own)
         for (task, how, name, budget), own in groups.items()
     ]
 
 
 def _map(title: str, rows: Sequence[Row]) -> Heat:
     by = grouped(rows, lambda row: row["case"].partition(",")[0].partition("=")[2])
-    lengths = sorted(by, key=lambda text: (len(text), text))
+    lengths = sorted(by, key=lambda text: (len(text), text))  # numbers as texts, in the order of numbers
     values = [
         [_share([row["score"]["by_depth"][tenth] for row in by[length]]) for length in lengths]
         for tenth in range(TENTHS)
@@ -95,16 +96,16 @@ def quality(rows: Sequence[Row]) -> list[Panel]:
         _titled(
             cases,
             Panel(
-                title=f"{measure.title}\n{shown(measure.task, case)}",
+                title=f"{measure.title}\n{case_title(measure.task, case)}",
                 x_label="budget, % of the text",
-                series=[_curve(name, group, measure) for name, group in by_name(cases).items()],
+                series=[_curve(name, group, measure) for name, group in by_policy(cases).items()],
                 log_x=True,
                 log_y=measure.key == "perplexity",
                 y_range=_SHARES if measure.key == "accuracy" else (None, None),
             ),
         )
         for measure in MEASURES
-        if measure.key not in ("kl", "regret")
+        if measure.key not in ("kl", "regret")  # they rank policies much as agreement and mass do, which are drawn
         for case, cases in by_case(of_task(rows, measure.task)).items()
     ]
 
@@ -123,14 +124,14 @@ def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure)
 
 
 def depth(rows: Sequence[Row]) -> list[Panel]:
-    """Recall over the depth of the asked fact, all contexts together; one panel per budget."""
+    """Plot recall over the depth of the asked fact, all contexts together, in one panel per budget."""
     return [
         _titled(
             group,
             Panel(
                 title=f"recall at {name}, % right",
                 x_label="depth of the asked fact, % of the text",
-                series=[_depth_curve(policy, part) for policy, part in by_name(group).items()],
+                series=[_depth_curve(policy, part) for policy, part in by_policy(group).items()],
                 y_range=_SHARES,
             ),
         )
@@ -157,7 +158,7 @@ def kept(rows: Sequence[Row]) -> list[Panel]:
             Panel(
                 title=f"kept tokens at {name}, %",
                 x_label="position in the prompt, %",
-                series=[_kept_curve(policy, part) for policy, part in by_name(group).items()],
+                series=[_kept_curve(policy, part) for policy, part in by_policy(group).items()],
                 y_range=(0.0, None),
             ),
         )

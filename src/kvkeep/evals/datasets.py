@@ -100,9 +100,10 @@ def _loaded(package: Any, place: HubDataset) -> list[dict[str, Any]]:
 def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
     try:
         return work()
-    except MemoryError:
+    except MemoryError:  # says nothing about the data
         raise
     except Exception as error:  # the package, Arrow and the hub's client have no common class of errors
+        # the package has a class of its own for HF_HUB_OFFLINE, and not always in the same place
         if isinstance(error, ConnectionError) or "OfflineModeIsEnabled" in f"{error!r}":
             raise InputError(
                 f"{UNREACHABLE}, and the local cache of the package datasets has no {name}. {otherwise}"
@@ -115,7 +116,7 @@ def _package(why: str, otherwise: str) -> Any:
     if find_spec("datasets") is None:
         raise InputError(f"{why}, which is not installed: {pip_install('datasets')}. {otherwise}")
     package = import_module("datasets")
-    with suppress(ValueError):
+    with suppress(ValueError):  # a version that is no number may be an old one, too
         if int(str(package.__version__).partition(".")[0]) >= _OLDEST:
             return package
     raise InputError(
@@ -132,6 +133,7 @@ HUB = "hub"
 _Read = TypeVar("_Read")
 _MANY = {"Line": "lines", "Entry": "entries", "Row": "rows"}
 _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+"""What a reader raises for a row of another form."""
 
 
 @dataclass(frozen=True)

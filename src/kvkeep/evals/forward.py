@@ -156,6 +156,7 @@ class Drive:
         other.cache = BoundedCache.from_snapshots(self.model.config, copied, policy=self.cache.policy)
         seen = torch.tensor([memory.seen for memory in copied], device=self.model.device)
         width = int(seen.max())
+        # rows of different lengths are padded on the left
         other._real = torch.arange(width, device=seen.device) >= width - seen[:, None]
         return other
 

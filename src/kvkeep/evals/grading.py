@@ -77,7 +77,7 @@ def rouge_l_of_sentences(reply: str, answer: str) -> float:
     of each text.
     """
     own, right = _sentences(reply), _sentences(answer)
-    found = {word for one in right for other in own for word in _common_words(one, other)}
+    found = {word for answer in right for other in own for word in _common_words(answer, other)}
     recall, precision = (len(found) / len({*chain(*said)}) if said else 0.0 for said in (right, own))
     return 2 * precision * recall / (precision + recall + 1e-8)
 
@@ -139,7 +139,7 @@ def code_similarity(reply: str, answer: str) -> float:
     percent.
     """
     lines = reply.lstrip("\n").split("\n")
-    line = next((one for one in lines if not ("`" in one or "#" in one or "//" in one)), "")
+    line = next((text for text in lines if not ("`" in text or "#" in text or "//" in text)), "")
     if line == answer:
         return 1.0
     return round(100 * 2 * _common(line, answer) / (len(line) + len(answer))) / 100
@@ -229,4 +229,4 @@ def scores(replies: Sequence[str], answers: Sequence[str]) -> dict[str, list[flo
     check()
     scorer: Any = import_module("rouge_score.rouge_scorer").RougeScorer(list(KINDS), use_stemmer=True)
     found = [scorer.score(answer, reply) for reply, answer in zip(replies, answers, strict=True)]
-    return {kind: [float(one[kind].fmeasure) for one in found] for kind in KINDS}
+    return {kind: [float(score[kind].fmeasure) for score in found] for kind in KINDS}

@@ -72,12 +72,12 @@ class GridArguments:
 
     def pairs(self) -> list[tuple[Policy, RequestedBudget, Setup]]:
         """Return the combinations to run. A policy that never evicts runs once, as it keeps all tokens anyway."""
-        found = []
+        combinations = []
         for policy, bits in itertools.zip_longest(self.policies, self.kv_bits):
             setup = replace(self.setup if policy.evicts else PLAIN, kv_bits=check_bits(bits or self.setup.kv_bits))
             budgets = dict.fromkeys(self.budgets) if policy.evicts else (EVERYTHING,)
-            found += [(policy, asked, setup) for asked in budgets]
-        return found
+            combinations += [(policy, budget, setup) for budget in budgets]
+        return combinations
 
 
 @dataclass(frozen=True)
@@ -179,17 +179,17 @@ def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -
     """
     planned = []
     for case, lengths in task.cases().items():
-        for policy, asked, setup in wanted.pairs():
-            others = setup.differences(checkpoint, policy)
-            cell = Cell(task.name, case, spec(policy), str(asked), seed, others)
-            planned.append(Planned(cell, policy, setup, _numbers(task, policy, asked, lengths), tuple(lengths)))
+        for policy, budget, setup in wanted.pairs():
+            differences = setup.differences(checkpoint, policy)
+            cell = Cell(task.name, case, spec(policy), str(budget), seed, differences)
+            planned.append(Planned(cell, policy, setup, _numbers(task, policy, budget, lengths), tuple(lengths)))
             _check(checkpoint, planned[-1], task.new_tokens)
     return planned
 
 
-def _numbers(task: Task, policy: Policy, asked: RequestedBudget, lengths: Sequence[int]) -> tuple[int, ...]:
+def _numbers(task: Task, policy: Policy, budget: RequestedBudget, lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the budget of each row in tokens; one that holds all tokens if nothing is evicted."""
-    return tuple(asked.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
+    return tuple(budget.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
 
 
 def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
@@ -209,11 +209,11 @@ def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
 
 
 def notes(planned: Sequence[Planned]) -> list[str]:
-    """Notes about budgets under which nothing is evicted."""
-    found = {
+    """Return notes about budgets under which nothing is evicted."""
+    texts = {
         f"{plan.cell.task} {plan.cell.case}: nothing is evicted at {plan.cell.budget}: the budget of "
         f"{max(plan.budgets)} is not smaller than the {max(plan.lengths)} tokens of the text."
         for plan in planned
         if plan.policy.evicts and not plan.evicts
     }
-    return sorted(found)
+    return sorted(texts)

@@ -76,9 +76,9 @@ class Replies:
 
 def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
     """Read each prompt with its question, cut it and decode replies of at most ``most`` tokens."""
-    for at in batches([len(prompt.ids) for prompt in prompts]):
-        part = prompts[at]
-        bounded = drive(range(len(prompts))[at], at.start)
+    for batch in batches([len(prompt.ids) for prompt in prompts]):
+        part = prompts[batch]
+        bounded = drive(range(len(prompts))[batch], batch.start)
         kept = read(bounded, part)
         yield Replies(texts(writer, bounded, part, most), kept, bounded.cache.memory())
 
@@ -86,15 +86,16 @@ def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) ->
 def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
     """Read each text once, cut it, and ask all its questions in copies of that memory."""
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
-    for at in batches([prompts[i].first for i in heads]):
-        bounded = drive(heads[at], at.start)
-        kept = read(bounded, [prompts[i] for i in heads[at]])
-        row = {prompts[i].document: place for place, i in enumerate(heads[at])}
+    for batch in batches([prompts[i].first for i in heads]):
+        bounded = drive(heads[batch], batch.start)
+        kept = read(bounded, [prompts[i] for i in heads[batch]])
+        row = {prompts[i].document: place for place, i in enumerate(heads[batch])}
         part = [prompt for prompt in prompts if prompt.document in row]
-        for few in batches([max(bounded.budgets) + len(prompt.ids) - prompt.first for prompt in part]):
-            rows = [row[prompt.document] for prompt in part[few]]
+        # a copy takes the memory of its budget and of the question, not of the text
+        for questions in batches([max(bounded.budgets) + len(prompt.ids) - prompt.first for prompt in part]):
+            rows = [row[prompt.document] for prompt in part[questions]]
             copies = bounded.copies(rows)
-            yield Replies(texts(writer, copies, part[few], most), kept[rows], copies.cache.memory())
+            yield Replies(texts(writer, copies, part[questions], most), kept[rows], copies.cache.memory())
 
 
 def in_turns(
@@ -111,24 +112,24 @@ def in_turns(
         due: of each prompt, the number of turns after which it is asked.
     """
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
-    for at in batches([prompts[i].first for i in heads]):
-        bounded, first = drive(heads[at], at.start), [prompts[i] for i in heads[at]]
+    for batch in batches([prompts[i].first for i in heads]):
+        bounded, first = drive(heads[batch], batch.start), [prompts[i] for i in heads[batch]]
         row = {prompt.document: place for place, prompt in enumerate(first)}
-        mine = [i for i, prompt in enumerate(prompts) if prompt.document in row]
-        found: dict[int, str] = {}
+        asked = [i for i, prompt in enumerate(prompts) if prompt.document in row]
+        replies: dict[int, str] = {}
         for turn in range(1, turns + 1):
             edges = [(prompt.first * (turn - 1) // turns, prompt.first * turn // turns) for prompt in first]
             pieces = [prompt.ids[start:stop] for prompt, (start, stop) in zip(first, edges, strict=True)]
             bounded.feed(*left_padded(pieces), last_only=True)
-            if now := [i for i in mine if due[i] == turn]:
-                copies, part = bounded.copies([row[prompts[i].document] for i in now]), [prompts[i] for i in now]
-                found |= zip(now, texts(writer, copies, part, most), strict=True)
-        kept = _kept(bounded, first)[[row[prompts[i].document] for i in mine]]
-        yield Replies([found[i] for i in mine], kept, bounded.cache.memory())
+            if due_now := [i for i in asked if due[i] == turn]:
+                copies = bounded.copies([row[prompts[i].document] for i in due_now])
+                replies |= zip(due_now, texts(writer, copies, [prompts[i] for i in due_now], most), strict=True)
+        kept = _kept(bounded, first)[[row[prompts[i].document] for i in asked]]
+        yield Replies([replies[i] for i in asked], kept, bounded.cache.memory())
 
 
 def read(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
-    """Feed the first part of each prompt, which is then cut; returns where in it the kept tokens stand."""
+    """Feed the first part of each prompt, which is then cut; return where in it the kept tokens stand."""
     drive.feed(*left_padded([prompt.ids[: prompt.first] for prompt in prompts]), last_only=True)
     return _kept(drive, prompts)
 
@@ -149,7 +150,7 @@ def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) ->
 
 
 def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
-    """Greedy replies of at most ``most`` tokens; a row that has ended is fed nothing more.
+    """Decode greedy replies of at most ``most`` tokens; a row that has ended is fed nothing more.
 
     Args:
         drive: the model and its cache, after the prompts.
@@ -162,7 +163,7 @@ def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, end
     for step in range(most):
         best = logits[:, -1].argmax(dim=-1).cpu()
         for row in running.nonzero().flatten().tolist():
-            replies[row].append(int(best[row]))
+            replies[row].append(int(best[row]))  # the ending token as well: `text_of` leaves it out
         running &= torch.tensor([int(token) not in ends for token in best])
         if step == most - 1 or not running.any():
             break
@@ -294,7 +295,7 @@ class QATask(Task):
 
     @property
     def notes(self) -> list[str]:
-        """Notes about texts that were cut, left out, or longer than the model was trained for."""
+        """Return notes about texts that were cut, left out, or longer than the model was trained for."""
         return list(self.notes_)
 
     def run(
@@ -318,7 +319,7 @@ class QATask(Task):
         return [made.grade(prompt.item, text) for prompt, text in zip(made.prompts, texts, strict=True)]
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Further numbers of a case's score, from all replies together."""
+        """Return further numbers of a case's score, from all replies together."""
         return {}
 
     def _ask(
@@ -332,7 +333,7 @@ class QATask(Task):
 
 
 def _score(prompts: Sequence[ItemPrompt], grades: Sequence[float]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    score: dict[str, Any] = {
         "score": sum(grades) / len(grades),
         "n": len(grades),
         "grades": [round(grade, 4) for grade in grades],
@@ -340,9 +341,9 @@ def _score(prompts: Sequence[ItemPrompt], grades: Sequence[float]) -> dict[str, 
     by_depth = [[0.0, 0] for _ in range(task.TENTHS)]
     for prompt, grade in zip(prompts, grades, strict=True):
         if prompt.item.depth is not None:
-            place = by_depth[task.tenth_of(prompt.item.depth)]
-            place[0], place[1] = round(place[0] + grade, 4), place[1] + 1
-    return found | ({"by_depth": by_depth} if any(n for _, n in by_depth) else {})
+            tally = by_depth[task.tenth_of(prompt.item.depth)]
+            tally[0], tally[1] = round(tally[0] + grade, 4), tally[1] + 1
+    return score | ({"by_depth": by_depth} if any(n for _, n in by_depth) else {})
 
 
 class TooShortError(InputError):
@@ -357,11 +358,12 @@ def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> It
     ids = tokens_of(checkpoint, item)
     if ask != "later":
         return ItemPrompt(item, ids, len(ids) - 1, document)
+    # tokens that do not depend on the question: a tokenizer may join the text's end with what follows
     other = encode(checkpoint, f"{item.text} ;", raw=not item.chat)[0]
     size = min(len(ids), len(other))
     differs = (ids[:size] != other[:size]).nonzero()
     same = int(differs[0]) if len(differs) else size
-    return ItemPrompt(item, ids, max(1, min(same, len(ids) - 1)), document)
+    return ItemPrompt(item, ids, max(1, min(same, len(ids) - 1)), document)  # a token to cut, and one to ask with
 
 
 def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
@@ -391,10 +393,10 @@ def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, leas
         raise TooShortError(
             f"{about} cannot be made: its shortest prompt has {size} tokens, and {max(0, room)} are left for it."
         )
-    step = max(1, least, math.ceil(room / 64))
+    step = max(1, least, math.ceil(room / 64))  # doubled until it is too long, then halved: encoding is what costs
     while len(tokens_of(checkpoint, make(high + step))) <= room:
         high, step = high + step, 2 * step
-        if step > _MOST * room:
+        if step > _MOST * room:  # more parts make it no longer: a single document
             return make(high)
     low, high = high, high + step
     while high - low > 1:

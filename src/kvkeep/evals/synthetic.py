@@ -25,6 +25,7 @@ _LISTS = (resources.files("kvkeep.evals") / "synthetic_words.txt").read_text(enc
 ADJECTIVES, NOUNS = (tuple(part.split()) for part in _LISTS)
 
 _LONGEST = 60
+"""Words of a sentence; a longer one would leave few places for needles."""
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's noise."""
@@ -52,7 +53,7 @@ def words(drawn: random.Random, n: int) -> list[str]:
     single = sorted({*ADJECTIVES, *NOUNS})
     if n <= len(single):
         return drawn.sample(single, n)
-    pairs = [f"{one}-{other}" for one in ADJECTIVES for other in NOUNS]
+    pairs = [f"{adjective}-{other}" for adjective in ADJECTIVES for other in NOUNS]
     return drawn.sample([*single, *pairs], n) if n <= len(single) + len(pairs) else values("uuids", drawn, n)
 
 
@@ -90,6 +91,8 @@ def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float])
 # Needles of RULER: special magic numbers, words and UUIDs in a haystack.
 
 _DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]
+"""RULER's: 40 whole percents from 0 to 100."""
+
 _TEXT = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the {kind} afterwards.\n{context}"
@@ -137,10 +140,10 @@ def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int]
         drawn = random.Random(seed)
         keys = values(task.keys, drawn, task.n_keys)
         held = {key: values(task.values, drawn, task.n_values) for key in keys}
-        needles = [_said(task, key, one) for key in keys for one in held[key]]
+        needles = [_said(task, key, value) for key in keys for value in held[key]]
         asked = keys[: task.n_queries]
         context, depths = _context(task, haystack, needles, n, drawn)
-        answers = tuple(one for key in asked for one in held[key])
+        answers = tuple(value for key in asked for value in held[key])
         single = len(answers) == 1
         return _item(task, context, _listed(asked), answers, depths[0] if single else None)
 
@@ -158,7 +161,7 @@ def _context(
     else:
         return planted(haystack.first(n), drawn.sample(needles, len(needles)), depths), depths
     places = [round(depth * n) for depth in depths]
-    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
+    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):  # from the end: no place moves
         hay.insert(place, needle)
     return "\n".join(hay), depths
 
@@ -186,7 +189,7 @@ def _item(task: Needles, context: str, query: str, answers: tuple[str, ...], dep
     templates, kind = (_TEXT, _QUESTION, _LEAD), task.values
     if len(answers) == 1:
         kind = kind.removesuffix("s")
-        changed = [("Some", "A"), ("are all", "is"), ("are", "is")]
+        changed = [("Some", "A"), ("are all", "is"), ("are", "is")]  # as RULER does, in its order
         for before, after in changed:
             templates = tuple(template.replace(before, after) for template in templates)  # type: ignore[assignment]
     text, question, lead = (part.format(kind=kind, context=context, query=query) for part in templates)
@@ -258,7 +261,7 @@ _Flat = tuple[str, str, str, tuple[str, ...]]
 
 def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     """Read SQuAD. The authors' file is one object of articles with paragraphs; the hub has a row per question."""
-    asked = [one for row in rows for one in row]
+    asked = [question for row in rows for question in row]
     numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
     about: dict[str, set[int]] = {}
     for article, said, _, _ in asked:
@@ -266,7 +269,7 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     questions = [
         SyntheticQuestion(question, answers, (numbers[said],), tuple(sorted(about[article] - {numbers[said]})))
         for article, said, question, answers in asked
-        if answers
+        if answers  # SQuAD 2.0 also has questions without any
     ]
     return Library(tuple(numbers), tuple(questions))
 
@@ -289,9 +292,9 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
 def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
     context = text(paragraph, "context")
     yield article, context, "", ()
-    for one in paragraph["qas"]:
-        answers = [] if one.get("is_impossible", False) else [answer["text"] for answer in one["answers"]]
-        yield article, context, text(one, "question"), _different(answers)
+    for entry in paragraph["qas"]:
+        answers = [] if entry.get("is_impossible", False) else [answer["text"] for answer in entry["answers"]]
+        yield article, context, text(entry, "question"), _different(answers)
 
 
 def _different(answers: Any) -> tuple[str, ...]:
@@ -359,7 +362,7 @@ _COMMON = 10
 _SHORT = 4096
 """Contexts below this length have fewer repetitions, as in RULER."""
 
-_ZETA_2 = 1.6449340668482264
+_ZETA_2 = 1.6449340668482264  # π² / 6: the sum of 1 / rank² over all ranks
 
 _CHAIN_TEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
 _CHAIN_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."
@@ -400,12 +403,13 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
     names: dict[str, None] = {}
     while len(names) < _HOPS + 1:
         names["".join(drawn.choices(string.ascii_uppercase, k=letters))] = None
+    # RULER's own number below 99999, and its own blank after each assignment but the first
     found, number = list(names), str(drawn.randint(10000, 99998))
     said = [f"VAR {found[0]} = {number}"]
     said += [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(found)]
     lines = [NOISE] * n
     for i, place in enumerate(sorted(drawn.choices(range(n + 1), k=len(said)))):
-        lines.insert(place + i, said[i])
+        lines.insert(place + i, said[i])  # places count lines of noise; i lines were inserted before
     return Item(
         text=_CHAIN_TEXT.format(context="\n".join(lines)),
         question=_CHAIN_QUESTION.format(query=number),
@@ -416,6 +420,7 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
 
 def common(seed: str, context: int) -> Callable[[int], Item]:
     """Makes a list in which ten words come back often and this many others seldom, after a solved example."""
+    # RULER's: repetitions of common and of other words; and the words of the example, with theirs
     often, seldom, example = (6, 1, (20, 3, 1)) if context < _SHORT else (30, 3, (40, 10, 3))
 
     def make(n: int) -> Item:
@@ -439,14 +444,14 @@ def _numbered(drawn: random.Random, n: int, often: int, seldom: int) -> tuple[st
 
 def coded(seed: str, room: int) -> Callable[[int], Item]:
     """Makes a text of about this many coded words, whose counts follow a zeta distribution with exponent 2."""
-    size = max(6, room // 50)
+    size = max(6, room // 50)  # RULER's vocabulary; three words are asked for
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
         codes: dict[str, None] = {}
         while len(codes) < size:
             codes["".join(drawn.choices(string.ascii_lowercase, k=6))] = None
-        vocabulary = ["...", *list(codes)[1:]]
+        vocabulary = ["...", *list(codes)[1:]]  # the most frequent one is noise, as in RULER
         counts = [int(n / _ZETA_2 / rank**2) for rank in range(1, size + 1)]
         text = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
         drawn.shuffle(text)

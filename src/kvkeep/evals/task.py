@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import difflib
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, closest
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import STYLES
@@ -194,8 +193,8 @@ def chosen(task: str, wanted: Sequence[str], known: Sequence[str], default: Sequ
     for name in wanted:
         own = {part for part in known if part == name or (name.endswith("*") and part.startswith(name[:-1]))}
         if not own:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            close = closest(name, known)
+            hint = f" Did you mean {close!r}?" if close else ""
             raise InputError(f"`parts`: {task} has no part {name!r}.{hint} Known: {', '.join(known)}.")
         found |= own
     return [part for part in known if part in (found or set(default))]
@@ -287,8 +286,21 @@ def best_static(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[
 SHORTEST = 16
 """Tokens of the shortest text that says anything."""
 
+_SEEDS_APART = 1_000_003
+"""Distance of the first texts of two seeds, more than a run has texts. Another number would change all results."""
+
 _FILLER_PER_FACT = 3
 _FACTS = 16
+"""Sentences before each fact of the package's own text, and facts that take turns; other numbers change results."""
+
+
+ITEMS_APART = 1009
+"""Distance of the first items of two seeds where a run has few of them; another number would change results."""
+
+
+def text_seed(seed: int, number: int) -> int:
+    """Return the seed of a text by its number, so that no text of one seed of the user is one of another."""
+    return seed * _SEEDS_APART + number
 
 
 def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int) -> Int[Tensor, "rows length"]:
@@ -306,7 +318,7 @@ def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int)
     begin = _begin(checkpoint)
     body = length - len(begin)
     if options.text is None:
-        texts = [_own_tokens(checkpoint, options.seed * 1_000_003 + row, body) for row in range(rows)]
+        texts = [_own_tokens(checkpoint, text_seed(options.seed, row), body) for row in range(rows)]
     else:
         texts = _cut(_tokens(checkpoint, options.text), rows, body, options.seed)
     return torch.stack([torch.cat([begin, text]) for text in texts])
@@ -342,7 +354,7 @@ def own_sentences(seed: int) -> Iterator[str]:
 
 def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, " length"]:
     sentences = own_sentences(seed)
-    text = " ".join(islice(sentences, 1 + length // 4))
+    text = " ".join(islice(sentences, 1 + length // 4))  # nearly always enough: few sentences have so few tokens
     while len(ids := _tokens(checkpoint, text)) < length:
         text = " ".join([text, *islice(sentences, 1 + length // 8)])
     return ids[:length]

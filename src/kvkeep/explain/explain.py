@@ -30,9 +30,11 @@ CHUNK = 64
 """Tokens of the prompt in one moment."""
 NEW_TOKENS = 32
 MOST_NEW_TOKENS = 54
-MOST_POLICIES = 6
+"""What is left of the page's moments when the prompt has 200 of them."""
+
+MOST_POLICIES = 6  # columns of the page
 _MOST_CHUNKS = MOST_MOMENTS - MOST_NEW_TOKENS
-_MOST_TOKENS = 2**17
+_MOST_TOKENS = 2**17  # a browser gets an element and numbers for each
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,12 @@ def explain(  # noqa: PLR0913  the choices of a user
         prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
         slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)
-        rooms = [_room(one, slots, prompt) for one in asked.policies]
+        rooms = [_room(policy, slots, prompt) for policy in asked.policies]
         work = runs.WorkDone(found, prompt, rooms, progress)
         with enough_memory(found.device):
             ledgers = [
-                runs.bounded(found, one, room, prompt, work) for one, room in zip(asked.policies, rooms, strict=True)
+                runs.bounded(found, policy, room, prompt, work)
+                for policy, room in zip(asked.policies, rooms, strict=True)
             ]
             answer, missed = runs.full(found, prompt, ledgers, work)
         ids, tokens = prompt.ids.tolist(), checkpoint.tokenizer
@@ -140,13 +143,13 @@ def check(
     """
     if isinstance(policies, str) or not policies:
         raise PolicyError('`policies` is a list of one to six policies, e.g. ["h2o", "snapkv"].')
-    made = [parse(one) if isinstance(one, str) else one for one in policies]
-    if any(not isinstance(one, Policy) for one in made):
-        raise PolicyError(f"{next(one for one in made if not isinstance(one, Policy))!r:.80} is no policy.")
-    if len(made) > MOST_POLICIES or len({str(one) for one in made}) < len(made):
+    made = [parse(policy) if isinstance(policy, str) else policy for policy in policies]
+    if any(not isinstance(policy, Policy) for policy in made):
+        raise PolicyError(f"{next(policy for policy in made if not isinstance(policy, Policy))!r:.80} is no policy.")
+    if len(made) > MOST_POLICIES or len({str(policy) for policy in made}) < len(made):
         raise InputError(f"`policies` names {len(made)}; give up to {MOST_POLICIES} different ones.")
     if isinstance(budget, float):
-        budgets.from_ratio(budget, 1)
+        budgets.from_ratio(budget, 1)  # checks it
     else:
         budget = budgets.check_one(budget)
     chunk = budgets.check_one(prefill_chunk, "prefill_chunk")
@@ -180,7 +183,8 @@ def _joined(text: str, question: str) -> str:
     if not text.strip():
         raise InputError("The text is empty. Give some text to read.")
     if "\0" in text:
-        raise InputError(f"The text has a zero byte at character {text.index(chr(0))}: a binary file. Give plain text.")
+        place = text.index("\0")
+        raise InputError(f"The text has a zero byte at character {place}: a binary file. Give plain text.")
     return text if not question.strip() else f"{text}{SEPARATOR}{question}"
 
 
@@ -212,6 +216,7 @@ def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
         return asked.budget
     slots = share = budgets.from_ratio(asked.budget, tokens)
     for policy in asked.policies:
+        # again and again, since what a policy protects may grow with its budget
         while policy.evicts and (protected := int(sum(policy.protected(slots)))) > slots:
             slots = protected
     if slots > share:
@@ -239,7 +244,7 @@ def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
 
 def _call(name: str, question: str, asked: ExplainArguments) -> str:
     model = None if name == "the embedded model" else name
-    chosen = [str(one) for one in asked.policies]
+    chosen = [str(policy) for policy in asked.policies]
     return f"kvkeep.explain({model!r}, text, question={question!r}, policies={chosen}, budget={asked.budget})"
 
 

@@ -81,6 +81,7 @@ def _table(kind: str, values: Tensor) -> dict[str, Any]:
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("colours.css", "tokens.css", "page.css")
 _SCRIPTS = ("tokens.js", "parts.js", "strip.js", "data.js", "columns.js", "panels.js", "answers.js", "page.js")
+# a text with </script> would end the script that holds the data
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -130,7 +131,7 @@ def check(folder: Path, *, overwrite: bool) -> None:
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
-    above = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+    above = next(ancestor for ancestor in (folder, *folder.absolute().parents) if os.path.lexists(ancestor))
     if not above.is_dir():
         raise InputError(f"{above} is no folder, so it has no room for plots. Give another name.")
     if not os.access(above, os.W_OK):

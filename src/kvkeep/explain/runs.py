@@ -104,13 +104,13 @@ class Ledger:
         self.mass.append(received[:, :last].mean(dim=0))
         held = torch.cat([watch.held for watch in watches.values()]).cpu()
         gone = (self.dropped == HELD) & ~held
-        gone[:, last:] = False
+        gone[:, last:] = False  # not read yet
         self.dropped[gone] = self.moments - 1
         scores, free = self._compared(watches, heard)
         self.scores[gone] = scores[gone]
         standing = scores.masked_fill(~(held & free) | scores.isnan(), torch.inf)
         lowest = standing.amin(dim=-1)
-        there = lowest < torch.inf
+        there = lowest < torch.inf  # else all that the head holds is protected
         self.rivals.append(torch.where(there, (standing == lowest[:, None]).int().argmax(dim=-1), -1))
         self.rival_scores.append(lowest.masked_fill(~there, torch.nan))
 
@@ -128,6 +128,7 @@ class Ledger:
             heads = watch.held.shape[0]
             table, open_ = torch.full((heads, length + 1), torch.nan), torch.zeros(heads, length + 1, dtype=torch.bool)
             if (found := heard.get(number)) is not None:
+                # the last column takes the empty slots (-1), and is left out
                 places = found.positions.cpu().long().expand(heads, -1) % (length + 1)
                 table.scatter_(-1, places, found.scores.cpu())
                 open_.scatter_(-1, places, ~found.protected.cpu())
@@ -181,6 +182,7 @@ class WorkDone:
         end = 0
         for piece in prompt.chunks():
             size, end = len(piece), end + len(piece)
+            # 2: as in `bounded`, where attention is computed twice
             self._all += self._of(size, end) + sum(self._of(size, 2 * min(end, room + size)) for room in rooms)
 
     def _of(self, tokens: int, seen: int) -> int:
@@ -281,7 +283,7 @@ def full(
         logits = cache.feed(torch.tensor(own[-1:]), Phase.DECODE)
     found = []
     for ledger, lost in zip(ledgers, begun, strict=True):
-        cache.go_back(len(prompt.ids))
+        cache.go_back(len(prompt.ids))  # each answer follows the prompt alone
         found.append(_followed(cache, first, ledger, lost))
     return own, found
 
@@ -364,6 +366,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
         text = _decoded(tokenizer, before + waiting).removeprefix(_decoded(tokenizer, before))
         if text.endswith(_HALF) and len(waiting) < _LONGEST:
             continue
+        # the last token stays in front of the next one, as white space may depend on it
         found[index], before, waiting = text, waiting[-1:], []
     if waiting:
         found[-1] = _decoded(tokenizer, waiting)

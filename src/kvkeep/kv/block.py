@@ -136,6 +136,7 @@ class Block:
             self.divide()
         else:
             self.budget = budgets.per_row(numbers, B, device)
+            # + 1: a new token is written and attended before another one is evicted
             self.store = store(keys, values, capacity=budgets.largest(numbers) + 1)
         self.state = {name: self.store.numbers(start) for name, start in starts.items()}
         self.state |= empty(heads, keys, values)
@@ -432,6 +433,7 @@ def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) 
     if not used:
         return new, state | heads
     found = {name: _joined(block.state[name], chunk, used) for name, chunk in state.items()} | heads
+    # attention reads such slots where they lie, so they are not copied in front of the chunk
     if (held := block.store.lying(used)) is not None:
         return Beside.of(held, new), found
     copies = block.store.beside(new.keys, new.values, used=used)
@@ -467,6 +469,7 @@ def settle(
         return
     capacity = block.store.capacity
     index = _sources(stays, 0 if chunk is None else used, capacity)
+    # -1 marks a slot that stays empty; 0 is only an index that can be read
     there, index = index >= 0, index.clamp(min=0)
     kept = view.positions.gather(-1, index).masked_fill(~there, EMPTY)
     block.store.take(tokens or block.store.tokens(view, used=used), kept, index)
@@ -482,6 +485,7 @@ def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State
     slots.positions[..., used:] = EMPTY
     for name, numbers in state.items():
         block.state[name][..., :used] = numbers[..., :used]
+    # a head that keeps fewer tokens than others has its last ones beyond the slots that stay in use
     _close_gaps(block, stays.sum(dim=-1, keepdim=True), state)
     at, of = _pairs(slots.positions < 0, coming, used)
     slots.keys[at] = chunk.keys[of]
@@ -506,6 +510,7 @@ def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
 def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], used: int) -> tuple[_Index, _Index]:
     """Pair slots with the chunk's tokens that they get, as two matching indices."""
     stop = used + coming.shape[-1]
+    # the usual case, a first prompt within the budget: slices copy faster than indices
     if stop <= free.shape[-1] and not free[..., :used].any() and coming.all():
         return (*_ALL, slice(used, stop)), _ALL
     chosen = free & (free.cumsum(dim=-1) <= coming.sum(dim=-1, keepdim=True))
@@ -520,6 +525,7 @@ def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Ten
     coming = stays & ~nn.functional.pad(held[..., :used], (0, S - used))
     free = held.int().argsort(dim=-1, stable=True)  # the empty slots first
     nth = (coming.cumsum(dim=-1) - 1).clamp(min=0, max=capacity - 1)
+    # tokens that are not coming go to a slot behind the last one, which is cut off below
     target = free.gather(-1, nth).masked_fill(~coming, capacity)
     found = nn.functional.pad(torch.where(held, places[:capacity], -1), (0, 1))
     return found.scatter(-1, target, places[:S].expand_as(target))[..., :capacity]

@@ -99,6 +99,7 @@ def keep(
         A mask with ``min(n, occupied)`` true entries per row and head.
     """
     S = positions.shape[-1]
+    # sorted by age first, so that the stable sort by score breaks ties in favour of newer tokens
     by_age = positions.argsort(dim=-1, stable=True)
     occupied = positions >= 0
     ranked = scores.masked_fill(~occupied, -torch.inf).gather(-1, by_age).argsort(dim=-1, stable=True)
@@ -154,12 +155,14 @@ def pooled(
         found = avg_pool1d(ordered.masked_fill(~inside, 0.0), kernel, stride=1, padding=kernel // 2)
         if kind == "mean":
             share = avg_pool1d(inside.to(values.dtype), kernel, stride=1, padding=kernel // 2)
+            # half of the smallest share there is: nothing is divided by 0 where no value counts
             found = found / share.clamp(min=0.5 / kernel)
     return torch.empty_like(values).scatter_(-1, order, found.masked_fill(~inside, 0.0))
 
 
 def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tensor, "B n"]:
     """Round shares so that they add up to the total. The largest remainders go up; among equals, the first."""
+    # 1e-9: a share that is a whole number may have come out just below it
     whole = (shares + 1e-9).floor().long()
     missing = total - whole.sum(dim=1, keepdim=True)
     n = shares.shape[1]

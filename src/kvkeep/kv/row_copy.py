@@ -151,6 +151,7 @@ def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
     """Pin spans in an empty row, or in several. Return whether the block's table had to be replaced by a wider one."""
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
+        # a power of two, so that it is rarely replaced: whatever holds the table is then made anew
         rows, device = len(block.seen), block.seen.device
         block.pins = spans.table([()] * rows, device, width=1 << (2 * len(pins) - 1).bit_length())
         if held is not None:
@@ -272,6 +273,7 @@ def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> 
     positions = block.store.positions[rows]
     used, cut = _used(positions), block.per_slot()
     most, capacity = max(used), block.store.capacity
+    # together each row would take the slots of the longest one
     if sum(used) < _DENSE * most * len(used):
         each = range(len(block.seen))[rows]
         return tuple(copy for row in each for copy in take_rows(block, slice(row, row + 1), device))

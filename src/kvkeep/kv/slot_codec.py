@@ -194,8 +194,10 @@ def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
     largest: Tensor = grouped.abs().amax(dim=-1, keepdim=True)  # NaN if any channel is
     scales = (largest / greatest).clamp(max=_LARGEST_SCALE).half()
     scales = scales.masked_fill(~largest.isfinite(), 0.0)
+    # 0 / 0 in a group of zeros, and in one that cannot be coded
     numbers = (grouped / scales.float()).round().clamp(-greatest, greatest).masked_fill(scales == 0, 0.0)
     if bits == 4:
+        # two numbers in a byte, stored without their sign
         low, high = (numbers + 8).to(torch.uint8).chunk(2, dim=-1)
         return Codes((low | (high << 4)).flatten(-2), scales.squeeze(-1), bits)
     return Codes(numbers.to(torch.int8).flatten(-2), scales.squeeze(-1), bits)
@@ -461,12 +463,14 @@ class Tokens:
     def chosen(self, order: Int[Tensor, "B Hk n"]) -> Tokens:
         """Return some of the tokens, in this order and as a store holds them, so that none is new."""
         n = self.held.tensors["keys"].shape[2]
+        # no token is new, so codes are moved as they are
         if not self.keys.shape[2]:
             usable = None if self.usable is None else self.usable.gather(-1, order)
             return replace(self, held=self.held.each(lambda held: _gathered(held, order)), usable=usable)
         keys, values = (_gathered(x, order - n) for x in (self.keys, self.values))
         found, usable = Vectors.of(keys, values, self.held.bits)
         if n:
+            # held tokens keep their codes: a second rounding would change them
             old, held = order < n, self.held.tensors
             found = found.over(
                 {

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import choose
+from kvkeep.backends import AttentionInputs, choose
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
@@ -257,9 +256,9 @@ def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E
 
     It is worked out anew only when the weights have changed.
     """
-    key: tuple[int, ...] = heads, groups
+    key: tuple[int, ...] = heads, groups  # enough for packed weights, which never change
     if isinstance(weight := _own(linear._parameters.get("weight")), Tensor) and not weight.is_inference():
-        key = heads, groups, weight.data_ptr(), weight._version  # packed weights never change
+        key = heads, groups, weight.data_ptr(), weight._version  # tensors of inference mode have no version
     known = _factors.get(linear)
     if known is None or known[0] != key:
         summed = _weights(linear, heads).double().unflatten(0, (groups, -1)).sum(dim=1)
@@ -333,7 +332,7 @@ def attached(model: _Model) -> Iterator[_Model]:
                 part.training = training
             for config, implementation in zip(parts, chosen, strict=True):
                 config._attn_implementation = implementation
-            if not told:
+            if not told:  # else the model had been attached before, and stays so
                 for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
                     inner._forward_pre_hooks.pop(number)
                     inner._forward_pre_hooks_with_kwargs.pop(number, None)
@@ -430,6 +429,7 @@ def attention_forward(
             "positions and cannot honour it."
         )
     key, value, layer = unwrap(key, value)
+    # without a mask nothing is padded, and the queries are those of the last tokens
     mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -444,7 +444,7 @@ def attention_forward(
         else:
             out = _bounded(layer, query, key, value, mask, options)
     if (padding := mask.padding(query.shape[2])) is not None:
-        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)
+        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)  # backends leave it undefined there
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -481,6 +481,7 @@ def _dense(
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:
+        # columns beyond the mask are slots that are not written yet
         covered = torch.nn.functional.pad(
             mask.real.to(key.device), (0, max(0, mask.kv_offset + S - mask.real.shape[1]))
         )
@@ -489,7 +490,7 @@ def _dense(
     k = k.masked_fill(k > last, EMPTY)  # a static cache hands over slots that are not written yet
     q = (mask.q_offset + torch.arange(T, device=key.device)).expand(B, T)
     backend = choose(query.device, query.dtype)
-    out, _ = backend.attend(query, Slots(key, value, k[:, None]), q, statistic=Nothing(), options=options)
+    out, _ = backend.attend(AttentionInputs(query, Slots(key, value, k[:, None]), q, options))
     return out
 
 

@@ -306,11 +306,12 @@ def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, st
         InputError: the message is not there in one piece.
     """
     mark = _PIN_MARK
-    while any(mark in message["content"] for message in messages):
+    while any(mark in message["content"] for message in messages):  # the place of the mark must be the message's
         mark += "x"
     marked = [{**message, "content": mark} if i == place else dict(message) for i, message in enumerate(messages)]
     before, found, after = fill(checkpoint.tokenizer, marked).partition(mark)
     stop = len(text) - len(after)
+    # a template may repeat the message, change it, or let it change what stands around it
     whole = found and mark not in after and text.startswith(before) and text.endswith(after) and len(before) < stop
     special = special_tokens_of(checkpoint.tokenizer)
     if not whole or text[len(before) : stop].strip() != special.quote(messages[place]["content"]).strip():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.errors import InputError, UnsupportedModelError, one_line
+from kvkeep.errors import InputError, UnsupportedModelError, closest, one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a model can be loaded in, besides ``auto``: the checkpoint's own."""
@@ -28,8 +27,8 @@ def parse_dtype(text: str) -> torch.dtype | str:
     if text == "auto":
         return text
     if text not in DTYPES:
-        close = difflib.get_close_matches(text, DTYPES, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = closest(text, DTYPES)
+        hint = f" Did you mean {close!r}?" if close else ""
         raise InputError(f"Unknown dtype {text!r}.{hint} Known: auto, {', '.join(DTYPES)}.")
     return DTYPES[text]
 

@@ -81,8 +81,9 @@ def _answers() -> bool:
     A thread asks, since a search for the hub's address has no time limit of its own.
     """
     patience = PATIENCE_S
+    # the environment, since the hub's constant is 10 s if nobody has set it; no number and 0 mean to the hub: not set
     with suppress(KeyError, ValueError):
-        patience = float(os.environ["HF_HUB_ETAG_TIMEOUT"])
+        patience = float(os.environ["HF_HUB_ETAG_TIMEOUT"]) or PATIENCE_S
     answered = threading.Event()
 
     def ask() -> None:
@@ -135,7 +136,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         exists = path.exists()
     except OSError as error:  # e.g. a name that is too long for the file system
         raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
-    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # a hub name has one slash at most
         raise ModelFileError(f"The model folder {name} does not exist.")
     if not exists:
         with explained(name, "Its name cannot be used"):
@@ -182,7 +183,7 @@ def check_adapter(name: str) -> None:
     try:
         base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = None
+        base = None  # the name is only for the message: the adapter is refused all the same
     known = f"{base!r:.100}" if isinstance(base, str) and base else "another model"
     raise ModelFileError(
         f"{name} holds an adapter of PEFT for {known} (adapter_config.json), which kvkeep does not load. Load both "

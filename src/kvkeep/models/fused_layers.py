@@ -66,7 +66,7 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
         if norm is not None and not isinstance(norm, FusedNorm):
             return None
     for projection in (*linear, *gated):
-        if type(projection) is not FusedLinear:
+        if type(projection) is not FusedLinear:  # a subclass may have a `forward` of its own
             return None
     for part in (*own.values(), *of_attention.values(), *of_feed.values()):
         if part is not None and is_heard(part):
@@ -337,6 +337,7 @@ class _Trial:
         self.angles = turns.cos().to(weight.dtype), turns.sin().to(weight.dtype)
         self.answer = numbers(rows, 1, attention.o_proj.in_features // dim, dim).to(weight.dtype)
         self._cache = taken_as(type(layer)) or usual()
+        # far apart, so that numbers which depend on positions differ from row to row
         self._given = {"position_ids": 10**6 * torch.arange(rows)[:, None], "use_cache": True}
 
     def ask(self) -> bool:
@@ -391,7 +392,7 @@ def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
             if (trial.ask() if parts is None else trial.run(parts)) is None:
                 return None
             took += time.perf_counter() - start
-        except Exception:
+        except Exception:  # it takes something else
             return None
     return took
 

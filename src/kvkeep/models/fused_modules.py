@@ -16,8 +16,11 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from kvkeep.backends import choose, small
 
 FORMATS = (torch.float32, torch.bfloat16)
-_TIMED_BYTES = 256 * 2**20
-_REPEATS = 6
+TIMED_BYTES = 256 * 2**20
+"""Weights that are timed at most: more than caches hold, so that they come from memory as in a decode step."""
+
+REPEATS = 6
+"""Passes of a timing, of which the first one warms up."""
 
 
 class PackedLinear(nn.Module):
@@ -87,7 +90,7 @@ def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Mo
     """
     sample: list[nn.Linear] = []
     for layer in layers:
-        if sample and sum(timed.weight.nbytes for timed in [*sample, layer]) > _TIMED_BYTES:
+        if sample and sum(timed.weight.nbytes for timed in [*sample, layer]) > TIMED_BYTES:
             break
         sample.append(layer)
     inputs = [layer.weight.new_ones(rows, 1, layer.in_features) for layer in sample]
@@ -99,7 +102,7 @@ def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Mo
         return time.perf_counter() - start
 
     others = [PackedLinear(layer, rows) if make is None else make(layer) for layer in sample]
-    pairs = [(seconds(sample), seconds(others)) for _ in range(_REPEATS)][1:]  # the first pass warms up
+    pairs = [(seconds(sample), seconds(others)) for _ in range(REPEATS)][1:]  # the first pass warms up
     return statistics.median(fast for _, fast in pairs) < statistics.median(plain for plain, _ in pairs)
 
 
@@ -116,7 +119,7 @@ def _works(dtype: torch.dtype) -> bool:
     try:
         blank = nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)  # draws no random numbers
         PackedLinear(blank, 2)(torch.ones(2, 16, dtype=dtype))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # they are missing, or differ
         return False
     return True
 

@@ -66,6 +66,7 @@ OWN = frozenset(
 """Settings for which kvkeep has options of its own."""
 
 KEPT = frozenset({"eos_token_id", "pad_token_id", "bos_token_id"})
+"""Settings that kvkeep obeys, or that change no text of a single row."""
 
 SAME_TEXT = frozenset(
     {
@@ -133,7 +134,7 @@ def _asked(model: PreTrainedModel) -> dict[str, object]:
         for name, value in given.items()
         if name not in OWN | KEPT | {"transformers_version"}
         and not name.startswith("_")
-        and value != usual.get(name, False)
+        and value != usual.get(name, False)  # a setting that transformers does not know is off by default
     }
 
 
@@ -243,7 +244,7 @@ def _read(
             checkpoint.name,
             config=checkpoint.config,
             dtype=kind,
-            use_safetensors=None if checkpoint.allow_pickle else True,
+            use_safetensors=None if checkpoint.allow_pickle else True,  # None: pickles where there is nothing else
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # reported below, with the names of the tensors
             output_loading_info=True,
@@ -426,7 +427,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
     def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         states = made if isinstance(made, Tensor) else next((part for part in made if isinstance(part, Tensor)), None)
-        if states is not None and states.dim() == 3 and states.shape[1] > 1:
+        if states is not None and states.dim() == 3 and states.shape[1] > 1:  # 1: a decode step
             on_read(states.shape[0] * states.shape[1] / len(parts))
 
     handles = [part.register_forward_hook(hook) for part in parts]
@@ -477,7 +478,7 @@ def join_processes() -> int:
     """
     if not dist.is_available():
         raise InputError("This build of torch has no torch.distributed, so no model can be split over processes.")
-    if dist.is_initialized():
+    if dist.is_initialized():  # by an earlier call, or by the user's program
         return dist.get_world_size()
     if missing := [name for name in _TOLD if not os.environ.get(name)]:
         raise InputError(

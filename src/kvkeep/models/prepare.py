@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from kvkeep.backends import small
 from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
 from kvkeep.models.fused_modules import (
+    REPEATS,
+    TIMED_BYTES,
     FusedGate,
     FusedLinear,
     FusedLinears,
@@ -41,8 +43,6 @@ FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
 
 _PLAIN, _FUSED, _PACKED = "plain", "fused", "packed"
-_TIMED_BYTES = 256 * 2**20
-_REPEATS = 6
 _MIXINS = (FusedGate, FusedNorm, FusedLayer)
 FUSED = (FusedLinear, *_MIXINS)
 """Classes of fused modules."""
@@ -76,6 +76,7 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
     if not known and (not linear or (if_faster and not _pays(model, linear, rows))):
         return len(norms)
     fuse_linear(linear)
+    # a gate is fused from fused products, and a layer from all fused parts
     gates = [module for module in modules if _fuse_gate(module)]
     for module in modules:
         _join(module)
@@ -108,14 +109,14 @@ def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
     decoders = (module for module in open_modules(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()
     for layer in (module for module in decoders if all(map(is_still, module.modules()))):
         size += sum(weight.nbytes for weight in layer.parameters())
-        if sample and size > _TIMED_BYTES:
+        if sample and size > TIMED_BYTES:
             break
         sample.append(layer)
     kinds = {way: [_set_up(copied(layer), rows, way) for layer in sample] for way in ways}
     if not sample or not all(isinstance(layer, FusedLayer) for layer in kinds[_FUSED]):
         return None
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(_REPEATS):
+    for _ in range(REPEATS):
         for way, layers in kinds.items():
             if (took := seconds(layers, rows)) is None:
                 return None
@@ -266,6 +267,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
         if kind not in reasons:
             device = next((p.device for p in layer.parameters()), model.device)
             with torch.inference_mode():  # as in the engine
+                # two rows, as torch has another program for one
                 reasons[kind] = _refusal(layer, torch.zeros((2, 1, width), dtype=model.dtype, device=device), backend)
         if reasons[kind] is None:
             layer.compile(backend=backend)
@@ -303,6 +305,7 @@ def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
     """Run a layer, and return why it cannot be compiled; ``None`` if it can."""
     trial = copy.copy(layer)  # shares the weights; its compiled program is reused for all layers of its kind
     trial.compile(backend=backend, fullgraph=True)
+    # one program for any number of rows; "maybe", since a layer that needs their number may have one for each
     torch._dynamo.maybe_mark_dynamic(x, 0)
     try:
         out = layer(x)

@@ -6,7 +6,6 @@ The work is done by transformers with a package for each format. What is missing
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from kvkeep.errors import InputError, ModelFileError, one_line
+from kvkeep.errors import InputError, ModelFileError, closest, one_line
 
 EXTRA = "kvkeep[quantized]"
 
@@ -70,8 +69,8 @@ def check_format(name: str | None) -> None:
     if name is None:
         return
     if not isinstance(name, str) or name not in FORMATS:
-        close = difflib.get_close_matches(str(name), FORMATS, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = closest(str(name), FORMATS)
+        hint = f" Did you mean {close!r}?" if close else ""
         raise InputError(f"Weights cannot be loaded in {name!r:.40}.{hint} Known: {', '.join(FORMATS)}.")
     missing = [package for package in FORMATS[name].packages if find_spec(package) is None]
     if missing:
@@ -99,6 +98,7 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
     chosen = FORMATS[name]
     if chosen.cuda_only and device.type != "cuda":
         raise InputError(f"`load_in={name}` needs CUDA, and the model goes to {device}. Take `load_in=int8` there.")
+    # bitsandbytes quantises weights on their way to the device; the others go there afterwards
     placed = {"device_map": {"": device}} if chosen.cuda_only else {}
     return {"quantization_config": chosen.make(), **placed}
 

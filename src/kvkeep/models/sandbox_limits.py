@@ -8,7 +8,7 @@ from contextlib import suppress
 
 def limit_memory(more_bytes: int) -> None:
     """Limit the memory that this process may still allocate, if the system can."""
-    with suppress(ImportError, OSError, ValueError):
+    with suppress(ImportError, OSError, ValueError):  # not Linux, or a limit above that of the user
         import resource
 
         with open("/proc/self/statm", encoding="ascii") as file:

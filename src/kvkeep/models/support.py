@@ -132,7 +132,7 @@ def _caches_keys(config: PreTrainedConfig) -> bool:
     """Return whether a decoder layer has keys, also keys that kvkeep cannot bound (refused later by name)."""
     try:
         return bool(windows_of(config))
-    except UnsupportedModelError:
+    except UnsupportedModelError:  # see above
         return True
 
 

@@ -38,6 +38,7 @@ def check(number: int | None) -> int | None:
     said = f"`threads={number}`"
     if number is None and os.environ.get(VARIABLE):
         text = os.environ[VARIABLE]
+        # int() of very many digits fails
         if not (text.isascii() and text.strip().lstrip("+-").isdecimal() and len(text) < 10):
             raise InputError(f"{VARIABLE}={text!r:.40} is not a number of threads; give 1 to {cores()}, or unset it.")
         number = int(text)

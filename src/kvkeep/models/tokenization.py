@@ -140,10 +140,12 @@ def encode_next(
     """
     if not before:
         ids = encode_chat(checkpoint, new, tools, chat_template_kwargs=chat_template_kwargs)
+        # the memory, which is not empty, has the beginning of the text already
         return ids[:, 1:] if int(ids[0, 0]) == checkpoint.tokenizer.bos_token_id and ids.shape[1] > 1 else ids
     for message in new:
         _check_text(message["content"])
     mark = _unused_mark((*before, *new), "answer")
+    # the last answer is in the memory as the tokens that were drawn, so the template says only what follows it
     shown = [*before[:-1], {**before[-1], "content": mark}, *new]
     text = fill(checkpoint.tokenizer, shown, tools, variables=chat_template_kwargs)
     if text.count(mark) != 1:
@@ -167,8 +169,10 @@ def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
 
 
 def _check_text(text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-ins for bytes that are not UTF-8
-        raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # it has surrogates, Python's stand-ins for bytes that are not UTF-8
+        raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.") from None
 
 
 def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:
@@ -319,6 +323,7 @@ class Opening:
         if not question.strip():
             raise InputError("The question is empty. Give some text.")
         ids = self._ids(checkpoint, question, more)
+        # fewer tokens than `opened` has compared; the tail's first one may differ where nothing stands before it
         known = min(_SURE // 2, self.skip - 1, len(before))
         if known > 0 and ids[self.skip - known : self.skip] != list(before[-known:]):
             raise InputError(
@@ -356,6 +361,7 @@ def opening_of(found: object) -> Opening:
     """
     if isinstance(found, Mapping) and found.keys() == {"tail", "skip", "system", "raw"}:
         tail, skip, system, raw = (found[name] for name in ("tail", "skip", "system", "raw"))
+        # a blank tail is found nowhere
         fits = isinstance(tail, str) and tail.strip() and type(skip) is int and skip >= 0
         if fits and isinstance(raw, bool) and (system is None or isinstance(system, str)):
             return Opening(tail, skip, system, raw)

@@ -16,6 +16,8 @@ from kvkeep.models.quantized_weights import parts
 from kvkeep.models.support import unwrapped
 
 _SAMPLES = 256
+"""Numbers of a parameter that are hashed: enough that training it cannot leave all of them as they were."""
+
 _known: weakref.WeakKeyDictionary[nn.Module, _KnownHash] = weakref.WeakKeyDictionary()
 
 

@@ -140,6 +140,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stream", "echo"), (False,)),
     "stream_options": ({},),
 }
+"""Values of parameters with which a body asks for nothing that kvkeep cannot do."""
 LABELS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("request_id", "rid", "guided_decoding_backend", "cache_prompt", "id_slot", "keep_alive", "timings_per_token"),
@@ -241,6 +242,7 @@ OWN = (
 )
 """Fields beyond OpenAI's API. A name that is nearly one of them is a mistake."""
 _ALIKE = 0.8
+"""Similarity to a name of kvkeep from which an unknown field is refused: fields of other servers are less alike."""
 
 
 def ignored(
@@ -424,7 +426,7 @@ def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
 
 def _check(name: str, value: object, wanted: tuple[type, ...], honoured: Collection[str]) -> None:
     """Check that a parameter has the right type, and asks for nothing that kvkeep cannot do."""
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):  # True is an int to Python
         raise ParameterError(name, f"is {short(value)} and not {_IN_WORDS.get(wanted[-1], 'an object')}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ParameterError(name, "is too large a number")

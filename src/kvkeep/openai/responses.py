@@ -204,7 +204,7 @@ def echoed(
     pieces = [show(earlier, token) for earlier, token in zip(before, ids, strict=False)]  # the last has no successor
     values: list[float | None] = [None, *(max(entry.value, LEAST) for entry in result.prompt_logprobs)]
     tops: list[dict[str, float] | None] = [None]
-    for earlier, entry in zip(ids, result.prompt_logprobs, strict=False):
+    for earlier, entry in zip(ids, result.prompt_logprobs, strict=False):  # as above
         tops.append({show(earlier, token): max(value, LEAST) for token, value in entry.top})
     new = columns(result, show, whole=True)
     tokens = [*pieces, *new["tokens"]]

@@ -160,7 +160,7 @@ _ALIKE = (
     "and tools that may be called go not together with this model: its calls begin like JSON. Leave one out, or give "
     'tool_choice "required" or "none"'
 )
-_ANY = r"(.|\n)"
+_ANY = r"(.|\n)"  # a dot alone does not match the end of a line
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Tools:
                 raise ParameterError("response_format", _ALIKE)
             return ["start: mark calls | content", *marks, f"content: %json {content.text}"]
         if not form.needs_mark:
-            call = form.opens[0].replace("{", r"\{")
+            call = form.opens[0].replace("{", r"\{")  # a text in which one begins would be read as a call
             return [f"start: TEXT | {begun} calls", *marks, f"TEXT: /{_ANY}*/ & ~/{call}{_ANY}*/"]
         if token is not None:
             return ["start: TEXT | mark calls", *marks, f"TEXT: /{_ANY}*/"]

@@ -16,8 +16,14 @@ from kvkeep.errors import show_bytes
 from kvkeep.models.device import enough_memory
 
 BUFFER_BYTES = 2**28
+"""More than the caches of a processor hold."""
+
 REPEATS = 9
+"""Timed reads and copies; their median is taken."""
+
 PRODUCTS = 5
+"""The same of products, which take longer."""
+
 MOST_LAYERS = 1024
 """Linear layers that are multiplied at most: narrow ones would make millions."""
 
@@ -127,4 +133,4 @@ def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median(times[1:])  # the first one warms up

@@ -105,8 +105,10 @@ def block_bytes(
     heads, beside = layer.kv_heads, _POSITION + _FLOAT32 * states
     own = heads * (_LOST + _FLOAT32 * per_head) + _COUNTERS + 8 * own_budgets
     if isinstance(budget, int):
+        # one slot more than the budget: a new token comes before another one goes
         return (budget + 1) * (layer.slot_bytes(itemsize, kv_bits) + heads * beside) + own
     pool = heads * (-(-sum(budget) // heads) + 1) + 1  # one entry belongs to no head
+    # 16: each head's first entry and number of entries in the pool
     return pool * (layer.slot_bytes(itemsize, kv_bits) // heads + beside) + own + 16 * heads
 
 

@@ -121,11 +121,13 @@ def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor,
             continue
         if isinstance(module, nn.Linear | Conv1D):
             inside = ".experts." in name
+            # an output layer that shares its matrix with the table of embeddings stays as it is
             spared = id(module.weight) in tied or (module is head and not scheme.head)
             if not spared and (inside or not scheme.experts_only):
                 yield module.weight, False
         elif name.endswith(".experts"):
-            yield from ((one, True) for one in module._parameters.values() if one is not None and one.ndim == 3)
+            weights = module._parameters.values()
+            yield from ((weight, True) for weight in weights if weight is not None and weight.ndim == 3)
 
 
 def _fields(config: PreTrainedConfig) -> Any:
@@ -140,7 +142,7 @@ def _names(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], name) is not None
-        except re.error:
+        except re.error:  # a configuration's text that is no expression means nothing
             return False
     return f".{pattern}." in f".{name}." or (bool(pattern) and name.endswith(pattern))
 
@@ -174,7 +176,7 @@ def _gptq(fields: Mapping[str, Any]) -> Scheme:
         method="gptq",
         bits=bits,
         group=_group(fields, 128),
-        group_bits=16 + bits,
+        group_bits=16 + bits,  # a scale in half precision, and a zero point
         column_bits=32,  # the group of each input
         kept=_kept(fields, "modules_to_not_convert"),
         head=fields.get("lm_head") is True,
@@ -233,6 +235,7 @@ def _torchao(fields: Mapping[str, Any]) -> Scheme | None:
     text = re.sub(r"[^a-z0-9]", "", str(kind).lower())
     kept = _kept(fields, "modules_to_not_convert")
     if "int4weightonly" in text:
+        # a scale and a zero point in bfloat16
         return Scheme(method="torchao", bits=4, group=(1, 128), group_bits=32, kept=kept)
     if "int8" in text and "int4" not in text:
         return Scheme(method="torchao", bits=8, group_bits=16, kept=kept)
@@ -350,7 +353,8 @@ def _layer_shape(layer: Layer) -> LayerShape:
 def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape:
     """Describe the model in numbers, with only those names that transformers gives to all families."""
     config = model.config.get_text_config(decoder=True)
-    used: int = getattr(config, "num_experts_per_tok", None) or 0
+    used: int = getattr(config, "num_experts_per_tok", None) or 0  # without that name, all experts count as read
+    # transformers stacks a layer's experts in one tensor: (experts, outputs, inputs)
     experts = [tensor for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
     tables = list(_lookup_tables(model))
     outer = {id(tensor) for tensor in (*tables, *_output(model))}
@@ -361,6 +365,7 @@ def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape
         experts=Experts(sum(map(Tensor.numel, experts)), experts[0].shape[0], used) if experts and used else Experts(),
         hidden=config.hidden_size,
         widest=max(
+            # a token has an activation in each expert that works on it
             max(tensor.shape[-2:]) * (max(1, used) if tensor.ndim == 3 else 1)
             for tensor in model.parameters()
             if tensor.ndim >= 2 and id(tensor) not in outer

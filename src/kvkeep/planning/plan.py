@@ -215,7 +215,7 @@ DEFAULT_BUDGET = 1024
 _MOST_ROWS = 2**31 - 1
 """As many as `kvkeep.engine.swapping.MOST_HOST_ROWS`; the bytes of more need not fit into a float."""
 
-_MOST_BYTES = 2**63 - 1
+_MOST_BYTES = 2**63 - 1  # torch counts bytes in 64 bits
 
 STAGED_ROWS = 2
 """Rows that are on their way, see `kvkeep.engine.host_copies.COPIES`."""
@@ -378,7 +378,8 @@ def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -
     """
     if not policy.evicts:
         return tokens
-    return min(DEFAULT_BUDGET, max(tokens, *(sum(map(int, one.protected(tokens))) for one in (policy, *others))))
+    protected = (sum(map(int, each.protected(tokens))) for each in (policy, *others))
+    return min(DEFAULT_BUDGET, max(tokens, *protected))
 
 
 def _context(found: Outline, asked: int | None) -> int:
@@ -433,7 +434,7 @@ def _too_large(made: Plan, memory: int) -> str:
     smaller_budget = _largest(range(setting.policy.least, setting.budget), memory, lambda n: replace(setting, budget=n))
     shorter_chunk = _largest(range(1, setting.chunk), memory, lambda n: replace(setting, chunk=n))
     ways = [f"`budget={n}`" for n in smaller_budget] + [f"`prefill_chunk={n}`" for n in shorter_chunk]
-    ways.append(f"`memory={-(-need // 10**6) * 10**6}`")
+    ways.append(f"`memory={-(-need // 10**6) * 10**6}`")  # rounded up, so that it is enough
     return (
         f"Not one row fits into the `memory` of {show_bytes(memory)}: {in_dtype}, a row of {row} "
         f"{show_bytes(made.bounded.row_bytes)}, and a step with {setting.chunk} prompt tokens works in "

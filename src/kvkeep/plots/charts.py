@@ -234,7 +234,7 @@ _LINE_INCHES = (0.02, 0.15)
 _MOST_LABELS = 12
 _MOST_NUMBERS = 48
 """Lines of a map with numbers in its cells, at most."""
-_STEPS = (1, 2, 5)
+_STEPS = (1, 2, 5)  # between labels, times powers of ten
 
 
 def heat_map(maps: Sequence[Heat]) -> Figure:

@@ -42,6 +42,7 @@ def under(policy: Policy, rule: str | None) -> Policy:
     name, share = parsed(rule)
     if name != "uniform":
         _check(policy)
+    # `spreads` is no option of the policy, so `dataclasses.replace` does not know it
     found = copy.copy(policy)
     object.__setattr__(found, "spreads", _SHARING[name](share) if name in _SHARING else None)
     return found
@@ -57,6 +58,7 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
     """
     near = None
     if profile is not None and any(map(any, limited := profile.limited())):
+        # what the policy protects must fit into a head that keeps the ends only
         slots = max(policy.least, profile.least)
         near = NearHeads(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)
     if policy.near == near:
@@ -171,6 +173,7 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
     """Return each head's budget. Protected tokens are not shared out. Equal if there is nothing to choose."""
     now, mean = table(view.budget, view.seen).expand(view.positions.shape[:2]), average(view)
     base, tokens = _older(policy, view, mean)
+    # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
     own, Hk = (alpha * base.double() + 1e-9).long(), tokens.shape[1]
     best = _among_the_best(view, score, tokens, base * Hk)
     share = ranking.rounded(best.double() * (1.0 - alpha) + own, base * Hk)

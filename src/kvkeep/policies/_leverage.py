@@ -67,6 +67,7 @@ class Leverages(Policy):
                     return mean.new_full(mean.shape[:2], new.shape[2]), mean, centred.mT @ centred
         counts = counts & keys.isfinite().all(dim=-1)
         number, weights = counts.sum(dim=-1).float(), counts.float()[:, :, None]
+        # a weight of 0 does not remove NaN from a product
         keys = keys.nan_to_num(0.0, 0.0, 0.0)
         mean = (weights @ keys).squeeze(2) / number.clamp(min=1.0)[..., None]
         centred = (keys - mean[:, :, None]).mul_(weights.mT)
@@ -96,6 +97,7 @@ def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor
     one = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     sums = wide.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
     factor, fails = torch.linalg.cholesky_ex(wide + ridge * one)
+    # on a device the question would wait for it, so both factors are computed there
     if not fails.is_cpu or bool(fails.any()):
         safe, _ = torch.linalg.cholesky_ex(wide + (ridge + _ROUNDING * sums + torch.finfo(torch.float32).tiny) * one)
         factor = torch.where((fails == 0)[..., None, None], factor, safe)

@@ -80,6 +80,7 @@ class Pattern(Policy):
     def _members(self, view: View, state: State) -> Bool[Tensor, "B Hk S"]:
         """Return which slots belong to the pattern or to the heavy hitters."""
         budget = column(view.budget, view.seen)[:, None, None]
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         heavy = torch.minimum((self.h2 * budget.double() + 1e-9).long(), budget - 1)
         share = budget - heavy
         local = self.local(view, share) & (view.positions >= 0)

@@ -200,6 +200,7 @@ class WorstCase(PrefillOnly):
         older = self._older(view)
         number = older.sum(dim=-1, keepdim=True).clamp(min=1)
         worst = worst.maximum(worst.sum(dim=-1, keepdim=True) / number) * size
+        # 1 puts chosen tokens above all others, whose mass times their share of sizes is at most 1
         rating = torch.where(found > 0, 1.0 + found, worst).masked_fill(~older, 0.0)
         return {"score": torch.where(reads, rating, state["score"]), "size": size}
 

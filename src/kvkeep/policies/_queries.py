@@ -81,6 +81,7 @@ def heads_of(path: str) -> dict[tuple[int, int], Means]:
             layer, head = (int(part) for part in name.removeprefix("layer").split("_head"))
             real, imaginary, length = (entry[key].float() for key in ("q_mean_real", "q_mean_imag", "q_abs_mean"))
             query = torch.cat([real, imaginary])
+            # see `Means`: the second half of the dims belongs to the same pairs
             excess = torch.cat([length - torch.hypot(real, imaginary), torch.zeros_like(length)])
             if not (query.isfinite().all() and excess.isfinite().all()):
                 raise ValueError
@@ -131,6 +132,7 @@ class MeanQueries(Rounds):
         weight = 1.0 / total.clamp(min=1.0)[..., None]
 
         def mean(before: Tensor, new: Tensor) -> Tensor:
+            # NaN would stay in the mean for ever
             added = new.masked_fill(~counts, 0.0).nan_to_num(0.0, 0.0, 0.0).sum(dim=(2, 3))
             after: Tensor = before + (added - before * number[..., None]) * weight
             return after

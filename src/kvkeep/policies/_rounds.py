@@ -59,6 +59,7 @@ class NewestRows(Rounds):
         if view.phase is Phase.PROBE:
             return state
         places = torch.arange(self.window, device=view.seen.device)
+        # the mass of row r lies in place r mod window, so these places belong to the newest rows
         fresh = (view.seen[:, None] - 1 - places) % self.window < view.new[:, None]
         changes = _bursts._are_set(fresh.long())
         found = {
@@ -94,6 +95,7 @@ def redundancy(
     unit = unit.masked_fill((broken | ~there)[..., None], 0.0)
     total = torch.zeros(positions.shape, dtype=unit.dtype, device=unit.device)
     S, places = positions.shape[-1], torch.arange(positions.shape[-1], device=positions.device)
+    # a head never has the cosines of all pairs in memory
     rows = max(1, BLOCK_BYTES // (unit.element_size() * positions.numel()))
     for start in range(0, S, rows):
         cosines = unit[:, :, start : start + rows] @ unit.mT

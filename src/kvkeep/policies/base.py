@@ -313,6 +313,7 @@ class Policy(Abilities, abc.ABC):
         """
         if not self.evicts or not pins or (needed := self._needed(budget, pins)) <= budget:
             return
+        # a larger budget may protect more tokens, so the smallest one that is enough has to be searched for
         least, tries = needed, 0
         while (more := self._needed(least, pins)) > least and tries < _TRIES:
             least, tries = more, tries + 1

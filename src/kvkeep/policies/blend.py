@@ -50,6 +50,7 @@ class Blend(Leverages):
         protected = ((view.positions >= 0) & ~free).sum(dim=-1)
         room = (table(view.budget, view.seen) - protected).clamp(min=0)
         pooled = ranking.pooled(state["mass"], view.positions, free, kernel=self.kernel, kind="max").nan_to_num()
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         number = (self.share * room.double() + 1e-9).long()
         attended = ranking.keep(pooled, view.positions.masked_fill(~free, EMPTY), number)
         return self.leverage(view, state).masked_fill(attended, torch.inf)

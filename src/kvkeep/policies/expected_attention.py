@@ -48,6 +48,7 @@ class ExpectedAttention(Policy):
         keys = met(view, torch.arange(self.future, device=view.keys.device))
         scale = 1.0 / math.sqrt(keys.shape[-1])
         mean, spread = moments(view.queries, keys.shape[1], self.sinks)
+        # the mean of exp(x) over a normal x: half of the variance is added to the mean of x
         logits = scale * mean @ keys.mT + 0.5 * scale**2 * ((keys[:, :, None] @ spread) * keys[:, :, None]).sum(dim=-1)
         shown = (view.positions >= self.sinks)[:, :, None]
         share = logits.masked_fill(~shown, torch.finfo(torch.float32).min).softmax(dim=-1).mean(dim=2)

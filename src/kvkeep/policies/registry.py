@@ -9,7 +9,6 @@ Built-in policies are the modules of `kvkeep.policies`. Third-party policies com
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -22,7 +21,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 from kvkeep import policies as _builtin
-from kvkeep.errors import PolicyError, one_line
+from kvkeep.errors import PolicyError, closest, one_line
 from kvkeep.policies.base import Policy
 
 ENTRY_POINT_GROUP = "kvkeep.policies"
@@ -162,6 +161,7 @@ def _import(module: str) -> types.ModuleType:
         hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else _did_you_mean(module, available())
         raise PolicyError(f"There is no policy and no module {module!r}.{hint}") from None
     finally:
+        # what the module itself has put on the path stays
         if sys.path[:1] == [""] and sys.path[1:] == before:
             sys.path[:] = before
 
@@ -222,8 +222,8 @@ _MOST_SHOWN = 20
 def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
     names = list(known)
     by_lower_case = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)
-    hint = f" Did you mean {by_lower_case[close[0]]!r}?" if close else ""
+    close = closest(wrong.lower(), by_lower_case)
+    hint = f" Did you mean {by_lower_case[close]!r}?" if close else ""
     return hint if hint and len(names) > _MOST_SHOWN else f"{hint} Known: {', '.join(names) or 'none'}."
 
 

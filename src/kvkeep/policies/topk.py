@@ -45,6 +45,7 @@ class TopK(Policy):
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Return the rank in the newest row. The best tokens of both shares rank before all others."""
         budget = average(view)
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         heavy = (self.h2 * budget.double() + 1e-9).long()
         best = ranking.keep(state["last"], view.positions, budget - heavy)
         best |= ranking.keep(state["mass"], view.positions, heavy)

@@ -64,10 +64,13 @@ OBJECT_STORE = 128 * 2**20
 """Bytes of the object store of a cluster on this machine alone. Lines and answers are small, so little lies there."""
 PACKAGES = ("torch", "transformers")
 """Packages whose version changes tokens in their last digits."""
+# how Ray says why a worker has died
 _DETAIL = re.compile(r"Worker exit detail: (.+?)\.(?: |$)", re.DOTALL)
 _SETTINGS = 4  # the type of the frame with which both sides begin
 _ANSWER_S = 5.0
+"""Seconds in which the head node must answer."""
 _SCOUT_S = 120.0
+"""Seconds in which a node must describe itself: it may have to start a process that imports torch."""
 
 
 def need_ray() -> Any:
@@ -209,7 +212,7 @@ def _speaks_http2(connection: socket.socket) -> bool:
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)))
     try:
         answer = connection.recv(9)
-    except OSError:
+    except OSError:  # it says nothing, or ends the connection
         return False
     return len(answer) >= 4 and answer[3] == _SETTINGS
 
@@ -264,6 +267,7 @@ def nodes() -> list[Node]:
                 f"The node {name} cannot run kvkeep: {last_words(error)}. Install kvkeep {__version__} with "
                 f"the extra '{EXTRA}' on every node: {pip_install(EXTRA)}."
             ) from error
+        # 2**62: the system does not tell what is free
         memory = min(int(resources.get("memory", 0)), said["free"] if said["free"] is not None else 2**62)
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         machines.append(Node(name, cpus, gpus, memory, said["versions"]))

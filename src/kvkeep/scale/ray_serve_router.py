@@ -48,6 +48,7 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
 # How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve.
 
 _STARTING_S = 0.1
+"""Seconds between two looks at whether a replica is there."""
 
 
 class RayReplicas:
@@ -94,7 +95,7 @@ class RayReplicas:
                 self._ended.add(replica)
             raise LostError(replica) from error
         finally:
-            messages.cancel()
+            messages.cancel()  # a client that has gone away needs no more tokens
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
         """Return whether a replica holds a session or an answer.

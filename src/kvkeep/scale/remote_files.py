@@ -252,7 +252,7 @@ class Destination:
                 self._folder.mkdir(parents=is_address(self.target), exist_ok=True)
                 try:
                     before, lock = self._folder.stat(), Lock(self._folder, self.target)
-                except FileNotFoundError:
+                except FileNotFoundError:  # removed since it was made
                     continue
             with lock:
                 if self._folder.is_dir() and os.path.samestat(before, self._folder.stat()):
@@ -311,7 +311,7 @@ class Destination:
             yield
         except InputError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever a file system of pyarrow raises
             reason = one_line(error).rstrip(".")
             raise InputError(f"The output {self.target} {what}: {reason:.300}. {kept}".rstrip()) from error
 

@@ -179,7 +179,7 @@ class Loop(threading.Thread):
             self._feed()
             try:
                 events = self._engine.step()
-            except BaseException as error:
+            except BaseException as error:  # the thread goes on, and the lines' callers get the error
                 self._give_up(error)
                 continue
             for event in events:
@@ -192,7 +192,7 @@ class Loop(threading.Thread):
         while not self._running or self._engine.has_room:
             try:
                 task = self._inbox.get(block=not self._running)
-            except queue.Empty:
+            except queue.Empty:  # the engine goes on with the lines that it has
                 return
             self._begin(task)
 
@@ -204,7 +204,7 @@ class Loop(threading.Thread):
             for number in numbers:
                 self._engine.cancel(number)
             task.future.set_result(reason_of(error))
-        except BaseException as error:
+        except BaseException as error:  # raised where the line's result is awaited
             task.future.set_exception(error)
         else:
             self._running |= {number: (task, place) for place, number in enumerate(numbers)}

@@ -193,7 +193,7 @@ Take: TypeAlias = Callable[[WorkResult], object]
 
 DEATHS = 3
 """Deaths of a worker without an answer in between, after which its place stays empty."""
-_PATIENCE_S = 0.5
+_PATIENCE_S = 0.5  # of a wait, after which Ctrl-C and silent workers are looked at
 _SLOW = 40  # waits without a worker, after which the user is told
 _LOST = 8  # waits without a worker, after which the cluster is asked for
 
@@ -226,6 +226,7 @@ class WorkerPool(Generic[F]):
         self._ray, self._kind, self._make, self._like, self._tell = need_ray(), kind, make, like, tell
         options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": kind.at_once}
         options |= {"memory": need.memory} if need.memory else {}
+        # the pool replaces workers itself: it has to know which piece a worker died at
         self._remote = self._ray.remote(kind.worker).options(**options, max_restarts=0, max_task_retries=0)
         self._slots = [WorkerSlot(number, kind.patience_s) for number in range(1, size + 1)]
         self._pieces = Pieces(lambda slot: None)
@@ -264,7 +265,7 @@ class WorkerPool(Generic[F]):
             for slot in [slot for slot in waiting if slot.starting in ready]:
                 try:
                     problem = self._welcome(slot, self._ray.get(slot.starting))
-                except Exception as error:
+                except Exception as error:  # whatever Ray raises for a process that has ended
                     raise InputError(f"Worker {slot.number} died while it began: {last_words(error)}.") from error
                 if problem:
                     raise InputError(problem)
@@ -278,7 +279,7 @@ class WorkerPool(Generic[F]):
         first = self._slots[0]
         try:
             return self._ray.get(getattr(first.handle, what).remote(*arguments))
-        except Exception as error:
+        except Exception as error:  # whatever Ray raises for a process that has ended
             raise InputError(
                 f"Worker {first.number} died while it checked {self._kind.piece}s: {last_words(error)}."
             ) from error
@@ -316,6 +317,7 @@ class WorkerPool(Generic[F]):
                 )
             starting = [slot.starting for slot in self._slots if slot.starting is not None]
             ready, rest = self._ray.wait(running + starting, timeout=_PATIENCE_S)
+            # the first wait returns one answer; the others that are there are taken at once
             more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0) if ready and rest else ([], [])
             waits = 0 if running or ready else waits + 1
             self._tell_of(waits)
@@ -382,7 +384,7 @@ class WorkerPool(Generic[F]):
             slot = min(free, key=lambda slot: len(slot.running))
             item = self._pieces.take(slot.number)
             if item is None and not slot.running and (item := self._pieces.suspect()) is not None:
-                slot.alone = True
+                slot.alone = True  # if the worker dies now, it is clear which piece did it
             if item is None:
                 return
             if not slot.running:
@@ -397,7 +399,7 @@ class WorkerPool(Generic[F]):
                     break  # its worker was found dead before
                 try:
                     said = self._ray.get(reference)
-                except Exception as error:
+                except Exception as error:  # whatever Ray raises for a process that has ended
                     self._replace(slot, last_words(error), take)
                     break
                 if reference is slot.starting:
@@ -419,7 +421,7 @@ class WorkerPool(Generic[F]):
         for item in lost:
             if (failed := self._pieces.give_back(item, alone=alone)) is not None:
                 take(failed)
-        slot.deaths += 0 if alone else 1
+        slot.deaths += 0 if alone else 1  # a piece that ran alone is to blame, not the place
         again = f"; {len(lost)} of its {self._kind.piece}s run again" if lost else ""
         if slot.deaths >= DEATHS:
             self._tell(f"worker {slot.number} is given up after {DEATHS} deaths without an answer{again}: {reason}")

@@ -17,6 +17,7 @@ _KINDS = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
+# words of the engine's messages, whose classes do not tell these cases from others
 _TOO_LONG = ("has learned positions for", "This server takes")
 _BUSY = "wait to be compiled already"
 _LONGEST = 500

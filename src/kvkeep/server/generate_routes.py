@@ -112,7 +112,7 @@ class _Choice:
     ) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
         if entries and self._chat:
-            logprobs = {"content": entries, "refusal": None}
+            logprobs = {"content": entries, "refusal": None}  # OpenAI's schema requires the key
         elif entries:
             logprobs = {name: [value for column in entries for value in column[name]] for name in entries[0]}
         inner = {"delta": delta} if self._chat else {"text": delta}

@@ -72,7 +72,7 @@ class AuthMiddleware:
             await self._app(scope, receive, watched)
         except RefusalError as refusal:
             await refused(refusal)(scope, receive, watched)
-        except Exception as error:
+        except Exception as error:  # a defect; the client learns no more than its name
             log.exception("%s %s failed.", scope["method"], _shown(scope))
             if not status:  # an answer that has begun cannot become another one
                 failure = RefusalError(500, f"The server failed: {type(error).__name__}. Its log says more.")

@@ -94,7 +94,7 @@ class Received:
 
 USED = "kvkeep.used"
 """The type of a message, and the name in other messages, for what a request has used since the last one."""
-_MOST_UNTOLD = 16
+_MOST_UNTOLD = 16  # tokens; each message between processes costs time
 
 
 @dataclass(frozen=True)

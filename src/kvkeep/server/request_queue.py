@@ -26,7 +26,7 @@ Run: TypeAlias = "AsyncGenerator[tuple[int, Event] | None, None]"
 _T = TypeVar("_T")
 _LOOK_S = 0.02
 """Seconds between two looks at whether a request has got a row."""
-_LONGEST_RETRY_S = 60
+_LONGEST_RETRY_S = 60  # that a refusal names
 
 
 class RequestQueue:
@@ -136,7 +136,7 @@ class RequestQueue:
             yield
         finally:
             self.active -= count
-            self._seconds += (time.monotonic() - start - self._seconds) / 8
+            self._seconds += (time.monotonic() - start - self._seconds) / 8  # a mean in which the last ones count most
 
     def _busy(self, why: str) -> RefusalError:
         """Return the refusal for a request that finds the queue full, with an estimate of when it may be retried."""
@@ -148,7 +148,7 @@ class RequestQueue:
     async def _started(self, streams: Sequence[AsyncEvents], events: asyncio.Queue[Arrival]) -> list[tuple[int, Event]]:
         """Wait until the first request has a row, or an event is there; return the event."""
         limit = time.monotonic() + self._settings.queue_timeout_s
-        pause, first = _LOOK_S / 16, streams[0]
+        pause, first = _LOOK_S / 16, streams[0]  # doubled below, since most requests get a row at once
         while events.empty() and (first.number is None or self._engine.waits(first.number)):
             if time.monotonic() > limit:
                 raise self._busy(f"No row was free within {self._settings.queue_timeout_s:g} s.")
@@ -194,7 +194,7 @@ async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]
         await stream.begin(sink)
     except asyncio.CancelledError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # raised by whoever takes it out of the queue
         sink(error)
 
 
@@ -224,7 +224,7 @@ async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEve
         task.cancel()
     for stream in streams:
         await stream.aclose()
-    with suppress(asyncio.CancelledError):
+    with suppress(asyncio.CancelledError):  # of the caller, who is ending as well
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -155,6 +155,7 @@ def metrics(answers: Mapping[str, str], own: str) -> str:
         family, heads = "", list[str]()
         for line in text.splitlines():
             if line.startswith("#"):
+                # "# HELP name text", then "# TYPE name kind"
                 heads = [*heads, line] if heads and line.split(" ", 3)[2] == family else [line]
                 family = line.split(" ", 3)[2]
                 continue
@@ -335,7 +336,7 @@ class Router:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await self._replicas.holds(replica, *key)
-        except (LostError, TimeoutError):
+        except (LostError, TimeoutError):  # what it holds will be looked for again
             return False
 
     def _here(self) -> Mapping[str, int]:

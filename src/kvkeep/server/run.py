@@ -25,6 +25,7 @@ from kvkeep.parameters import GRACE, HOST, PORT, READ_TIMEOUT
 
 _MOST_HEADER_BYTES = 2**16
 _SWITCH_S = 0.001
+"""Seconds after which a thread that computes lets another one run: clients wait while the engine's thread steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def listen(place: ServerAddress) -> socket.socket:
             return _unix(place.unix_socket)
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         made = socket.create_server((place.host, place.port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError) as error:  # an OverflowError: no port has such a number
         why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]  # Python adds the address there
         if place.unix_socket is not None:
             raise InputError(f"`unix_socket={place.unix_socket}` cannot be used: {why}. Give another.") from error
@@ -99,7 +100,7 @@ def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
-        except OSError:
+        except OSError:  # nobody listens
             return False
     return True
 

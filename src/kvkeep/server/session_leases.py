@@ -91,7 +91,8 @@ class SharedFolder:
             self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
             with ExitStack() as stack:
                 stack.callback(self._file.close)
-                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")  # while this server lives, its folder stays
+                # while this server lives, its folder stays; no session has a name with a slash
+                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")
                 self.own.mkdir(exist_ok=True)
                 stack.pop_all()  # all went well, so the file stays open
         except OSError as error:
@@ -112,7 +113,7 @@ class SharedFolder:
         try:
             self._check_file()
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, name)
-        except (BlockingIOError, PermissionError):
+        except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that another process has
             return False
         except OSError as error:
             raise RefusalError(500, f"The session cannot be locked: {error.strerror or error}.") from error
@@ -151,7 +152,7 @@ class SharedFolder:
         """Give all rights up, and remove this server's folder if nothing is left in it."""
         self._file.close()
         self._single.release()
-        with suppress(OSError):
+        with suppress(OSError):  # files are left
             self.own.rmdir()
 
     def _check_file(self) -> None:
@@ -179,7 +180,7 @@ class SharedFolder:
         if (self.own / file).exists():
             return
         for folder in self._folders():
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # it is in another folder, or nowhere yet
                 (folder / file).replace(self.own / file)
                 sync_folder(self.own)
                 self._clear(folder)

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.session import Session
+from kvkeep.engine.session import MOST_STATE_BYTES, Session, TurnStates
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
@@ -29,10 +29,6 @@ from kvkeep.snapshot.snapshot import Snapshot
 
 log = logging.getLogger("kvkeep.access")
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
-_MOST_STATES = 9
-"""States that a session can go back to, the present one included."""
-_MOST_BYTES = 2**30
-"""Bytes of the states to which all sessions can go back."""
 _AGAIN_S = 1.0
 """Seconds between two attempts to write a session that could not be written."""
 
@@ -51,22 +47,17 @@ class ServerSession:
         session: the engine's session.
         answer: the answer of ``/v1/responses`` with which it ends; ``None`` for a session that a client has named.
         created: seconds since 1970 at which it was opened.
-        states: its memory after its last turns, oldest first.
+        states: its memories after its last turns.
     """
 
     id: str
     session: Session
     answer: Mapping[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
+    states: TurnStates = field(default_factory=TurnStates)
     _users: set[threading.Event] = field(default_factory=set)
     _unwritten: bool = False
     _not_before: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the states that the session can go back to."""
-        return sum(state.nbytes for state in self.states)
 
     @property
     def used(self) -> bool:
@@ -86,7 +77,7 @@ class ServerSession:
         if not self.session.token_ids:
             return
         with suppress(SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
-            self.states.append(self.session.snapshot())
+            self.states.add(self.session.snapshot())
 
     def rewind(self, turns: int) -> None:
         """Take back the last turns.
@@ -94,13 +85,12 @@ class ServerSession:
         Raises:
             RefusalError: the earlier turns are not kept.
         """
-        if turns >= len(self.states):
-            most = max(0, len(self.states) - 1)
+        if turns > (most := self.states.turns):
             raise RefusalError(400, f"The session {self.id} can go back {most} turns, and not {turns}.", param="turns")
         target = self.states[-1 - turns]
+        assert target is not None  # `note` adds a state only after a turn
         self.session.rewind(target)
-        while self.states[-1] is not target:
-            self.states.pop()
+        self.states.take_back(turns)
 
     def close(self) -> bool:
         """Write it to the disk and close it; ``False`` if that fails, or failed within the last second.
@@ -231,7 +221,9 @@ class SessionRegistry:
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
-        return self._opened(owner, self._free(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins)
+        return self._opened(
+            owner, self._reserve(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins
+        )
 
     @_alone
     def find(self, owner: str, name: str, until: threading.Event | None = None) -> ServerSession:
@@ -275,7 +267,7 @@ class SessionRegistry:
         parent = self.find(owner, name).session
         memory = parent.snapshot() if parent.token_ids else None
         settled = {"policy": parent.policy, "budget": parent.budget}
-        return self._opened(owner, self._free(owner, copy), memory, **settled)
+        return self._opened(owner, self._reserve(owner, copy), memory, **settled)
 
     @_alone
     def rewind(self, owner: str, name: str, turns: int) -> ServerSession:
@@ -300,8 +292,8 @@ class SessionRegistry:
         if not entry.session.token_ids:
             raise RefusalError(400, f"The session {name} has no turn yet, so it has no tokens to pin.", param="pins")
         entry.session.pin(pins)
-        if entry.states:
-            entry.states.pop()
+        if len(entry.states):  # the state after the last turn was noted without these pins
+            entry.states.take_back(1)
         self.note(entry)
         return entry
 
@@ -380,10 +372,10 @@ class SessionRegistry:
     def note(self, entry: ServerSession) -> None:
         """Remember the state of a session after a turn, and forget the oldest ones if they take too much memory."""
         entry.note()
-        nbytes = sum(other.nbytes for other in self._open)
+        nbytes = sum(other.states.nbytes for other in self._open)
         for other in sorted(self._open, key=lambda other: other is entry):  # its own states go last
-            while nbytes > _MOST_BYTES and len(other.states) > 1:
-                nbytes -= other.states.popleft().nbytes
+            while nbytes > MOST_STATE_BYTES and other.states.turns:
+                nbytes -= other.states.drop_oldest()
 
     def ran(self, entry: ServerSession) -> None:
         """Note that a turn of a session has ended well: it can be taken back, and other servers may go on from it."""
@@ -403,8 +395,10 @@ class SessionRegistry:
         self.note(entry)
         return entry
 
-    def _free(self, owner: str, name: str | None) -> str:
-        """Return a session name that the owner does not use yet: the given name, or a random one.
+    def _reserve(self, owner: str, name: str | None) -> str:
+        """Take the lease of a name that the owner does not use yet, and return it: the given name, or a random one.
+
+        Whoever opens the session gives the lease back if that fails.
 
         Raises:
             RefusalError: it is taken, cannot be used, or there are too many sessions.
@@ -414,6 +408,7 @@ class SessionRegistry:
             name = f"sess_{secrets.token_hex(12)}"
         if _NAME.fullmatch(name) is None:
             raise RefusalError(400, "The name of a session has 1 to 64 letters, digits, - and _.", param="id")
+        # the lease last: it is taken only when nothing else stands against the name
         if self._open.holds(owner, name) or name in self.names(owner) or not self._leases.take(_full(owner, name)):
             raise RefusalError(409, f"There is a session {name} already. Choose another name.", param="id")
         return name

@@ -42,7 +42,7 @@ def refused(refusal: RefusalError) -> Response:
 async def answer_to(request: Request, error: Exception) -> Response:
     """Return the response to a request that fails: the standard error object, never a traceback."""
     if isinstance(error, GoneError | ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # nobody reads it; logs show it, as nginx's do
     if isinstance(error, KVKeepError):
         error = refusal_of(error)
     if isinstance(error, HTTPException):
@@ -130,7 +130,7 @@ class EventStream(Response):
         named: bool = False,
     ):
         super().__init__(status_code=200, headers=_HEADERS, media_type="text/event-stream")
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # 0 for the empty body; nobody knows the length of a stream
         self._request, self._chunks, self._ping_s, self._write_s = request, chunks, ping_s, write_s
         self._done, self._named = done, named
         self._sent = 0.0

@@ -108,6 +108,7 @@ def check_state(layer: object, copy: StateCopy) -> None:
     if strange := sorted(str(place[0]) for place in (copy.tensors.keys() - known) | (copy.flags.keys() - flags)):
         raise ShapeError(f"A state of another kind of layer was given: this one has no {strange[0]!r:.40}.")
     for (name, key), flag in copy.flags.items():
+        # a flag must say what transformers would have noted for these tensors
         conv = copy.tensors.get(("conv_states", key))
         wanted = (None if conv is None else conv.shape[-1],) if name == _SIZE else (False, True)
         if name in _TENSORS.values():
@@ -195,6 +196,7 @@ def _each(copy: RowCopy, tensor: Callable[[Tensor], Tensor], packs: dict[int, Pa
             parts = tuple({name: tensor(x) for name, x in part.items()} for part in pack.parts)
             packs[id(pack)] = Pack({name: tensor(x) for name, x in pack.tensors.items()}, parts)
         found = packs[id(pack)]
+        # by identity: the tensors of a copy that was changed are no part of the pack any more
         tensors = next((new for old, new in zip(pack.parts, found.parts, strict=True) if old is copy.tensors), None)
         pack = None if tensors is None else found
     if tensors is None:

@@ -134,7 +134,7 @@ def read_header(file: IO[bytes], size: int) -> Header:
         NotASnapshotError: the file is no safetensors file, is not whole, or was not written by kvkeep.
     """
     check(size > 0, "it is empty")
-    check(size >= 10, f"it has only {size} bytes")
+    check(size >= 10, f"it has only {size} bytes")  # the length of the header, and the shortest one: {}
     length = int.from_bytes(file.read(8), "little")
     check(2 <= length <= LONGEST_HEADER and file.read(1) == b"{", "it is no safetensors file")
     check(length <= size - 8, f"it has {size} bytes, and its header alone should have {length}: it was cut off")
@@ -165,6 +165,7 @@ def _entry(name: str, found: object) -> TensorEntry:
     if dtype is None:
         raise NotASnapshotError(f"{shown} has the dtype {found['dtype']!r:.20}, which no snapshot has")
     shape, offsets = _numbers(found["shape"]), _numbers(found["data_offsets"])
+    # a 0 in one axis must not hide another axis that no tensor can have
     proper = shape is not None and len(shape) <= _MOST_DIMS and math.prod(max(1, n) for n in shape) <= _LARGEST
     check(proper, f"{shown} has no proper shape")
     check(offsets is not None and len(offsets) == 2 and offsets[0] <= offsets[1], f"{shown} has no proper place")
@@ -222,6 +223,7 @@ def check(holds: bool, why: str) -> None:
 # The description in a snapshot's file: plain data of JSON, turned into checked values.
 
 _MOST_LAYERS, _MOST_HEADS, _MOST = 4096, 2**16, 2**40
+"""More than any model has, and tokens that nobody reads: products of such numbers still fit into 64 bits."""
 _LONGEST = 1000
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _COUNTERS = ("seen", "prompt", "sequences")
@@ -265,6 +267,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
     check(isinstance(found, dict), "it has no fingerprint")
     assert isinstance(found, dict)
     version = found.get("version")
+    # not isinstance: true is an int as well
     if type(version) is int and version > FORMAT:
         raise NotASnapshotError(f"it has format {version}, and this kvkeep reads formats up to {FORMAT}; update kvkeep")
     found = {"head_budget": None, "kv_bits": None, **found}  # files that know of no such setting

@@ -162,7 +162,7 @@ def load(path: str | os.PathLike[str]) -> FileParts:
         raise SnapshotError(
             f"{source} is no snapshot that can be used: {error}. Give a file that Snapshot.save has written."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a ValueError: the path has a zero byte
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise SnapshotError(f"{source!s:.200} cannot be read: {why}.") from error
 
@@ -178,6 +178,7 @@ def _read(file: IO[bytes], size: int) -> FileParts:
     for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
         _check_shapes(f"layer {number}", layer, entries)
         _check_vectors(f"layer {number}", entries, fingerprint)
+        # a small file must not claim much memory by naming slots that are empty
         expanded = (
             layer.heads
             * layer.used
@@ -216,6 +217,7 @@ def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str,
     groups: list[dict[str, TensorEntry]] = [{} for _ in range(layers)]
     for name, entry in entries.items():
         found = LAYER.fullmatch(name)
+        # the second spelling of a number, as in 01, would be a second tensor of one name
         if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
             groups[int(found[1])][found[2]] = entry
         else:
@@ -320,7 +322,7 @@ def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
         check_target(target)
         write_whole(target, chunks(parts))
     except (OSError, ValueError) as error:
-        if isinstance(error, SnapshotError):
+        if isinstance(error, SnapshotError):  # a ValueError that says already what happened
             raise
         raise not_saved(target, error) from error
     remove_leftovers(target.parent, {target.name}, before=time.time() - _OLD_S)
@@ -412,7 +414,7 @@ def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
     for number, state in parts.contents.states.items():
         for (name, key), tensor in state.tensors.items():
             found.append((f"states.{number}.{name}" + ("" if key is None else f".{key}"), tensor))
-    found.sort(key=lambda one: -one[1].element_size())
+    found.sort(key=lambda entry: -entry[1].element_size())
     yield from ((name, tensor.cpu().contiguous()) for name, tensor in found)
 
 
@@ -423,6 +425,7 @@ def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
         SnapshotError: the layer has another store than the default one.
     """
     whole = _whole(layer)
+    # a file does not say which tensors have slots: `_layer` finds that out again by name, so `is_cut` has to be right
     if layer.cut != {name for name in layer.tensors if is_cut(name, whole)} or "store.keys" not in layer.cut:
         raise SnapshotError("Only memory in kvkeep's own store can be saved; this cache holds another one.")
     occupied = layer.positions >= 0
@@ -473,9 +476,9 @@ class Writing(threading.Thread, Generic[_T]):
         try:
             if before is not None:
                 before.join()
-            for one in self._memories:
-                self._write(one)
-        except BaseException as error:
+            for memory in self._memories:
+                self._write(memory)
+        except BaseException as error:  # raised by whoever waits for the end of the thread
             self.error = error
         self._memories = ()  # whoever needs them has them
 

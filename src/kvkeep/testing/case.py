@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, SecondReading, reference
 from kvkeep.cache.eviction import head_budgets, limit
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.row_snapshot import new_block
@@ -167,18 +167,13 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         view = replace(_view(case, seen, positions, stop - start, turn, phase), budget=budget)
         now, slots = torch.arange(start, stop)[None], Slots(view.keys, view.values, positions)
         query = tape.query[:, :, start:stop]
-        out, report = reference.attend(
-            query,
-            slots,
-            now,
-            statistic=policy.wants(view),
-            options=replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None),
-        )
+        options = replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None)
+        out, report = reference.attend(AttentionInputs(query, slots, now, options, policy.wants(view)))
         if policy.asks and phase is Phase.PREFILL:
             view = replace(view, queries=Queries(query, now))
         if policy.rereads and phase is Phase.PREFILL:
             length = torch.tensor([[stop]])
-            again = reference.reread(query, slots, now, length=length, rotation=None, options=case.options)
+            again = reference.reread(AttentionInputs(query, slots, now, case.options), SecondReading(length))
             report = Report({**report.sums, "again": again})
         of_slots = {name: history.gather(-1, index) for name, history in memory.items()}
         state = policy.observe(of_slots | of_heads, view, report)

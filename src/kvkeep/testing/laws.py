@@ -11,8 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, reference
 from kvkeep.budget import per_head
 from kvkeep.cache.layer import Layer
 from kvkeep.errors import BudgetError
@@ -97,11 +96,12 @@ def enough_budget_is_full_attention(policy: Policy, case: Case) -> None:
         n = own.keys.shape[2]
         positions = torch.arange(n, dtype=torch.int32)
         want, _ = reference.attend(
-            own.query,
-            Slots(own.keys, own.values, positions.expand(1, case.heads, n)),
-            positions[None].long(),
-            statistic=Nothing(),
-            options=case.options,
+            AttentionInputs(
+                own.query,
+                Slots(own.keys, own.values, positions.expand(1, case.heads, n)),
+                positions[None].long(),
+                case.options,
+            )
         )
         torch.testing.assert_close(out[row : row + 1, :, tape.real[row]].double(), want, rtol=1e-4, atol=1e-5)
 

@@ -13,8 +13,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import AtRanks, Backend, FusedStep, Repeat, SlotLimits, is_known, turned, wanted
+from kvkeep.backends.base import (
+    AtRanks,
+    AttentionInputs,
+    Backend,
+    FusedStep,
+    Repeat,
+    SecondReading,
+    SlotLimits,
+    is_known,
+    turned,
+    wanted,
+)
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.native import ops
 from kvkeep.backends.native.bindings import KeyRotation, coding_of, turn_of
@@ -23,7 +33,7 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.kv.pooled_store import lying
 from kvkeep.kv.slot_codec import LazySlots
 from kvkeep.rotary import Rotation
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import Budget, Report, Slots
 
 __all__ = ["Native", "NativeBackend", "native"]
 
@@ -53,21 +63,12 @@ class NativeBackend(Backend):
         self._rotation = rotation
         self._others: Backend = TorchBackend() if rotation is None else AtRanks(NativeBackend(), rotation)
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
+        query, slots, now, options, statistic = inputs
         if query.shape[2] > 1:
-            read = None
-            if self._rotation is None:
-                read = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
-            return read or self._others.attend(query, slots, now, statistic=statistic, options=options)
+            read = ops.attend_prefill(inputs) if self._rotation is None else None
+            return read or self._others.attend(inputs)
         found = None
         if options.top is None and is_known(statistic):
             there, ranges = lying(slots)
@@ -76,40 +77,20 @@ class NativeBackend(Backend):
             asked: dict[str, Any] = {"options": options, "wanted": wanted(statistic), "turn": turn}
             found = ops.attend(*given, **asked, ranges=ranges, codes=codes)
         if found is None:
-            return self._others.attend(query, slots, now, statistic=statistic, options=options)
+            return self._others.attend(inputs)
         out, *sums = found
-        return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+        return out, Report(dict(zip(statistic.fields, sums, strict=True)))
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """See `Backend.reread`; under slot positions keys are rotated first."""
-        return self._others.reread(query, slots, now, length=length, rotation=rotation, options=options)
+        return self._others.reread(inputs, again)
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
         """See `Backend.attend_twice`; one call of the kernel."""
-        asked: dict[str, Any] = {"statistic": statistic, "options": options}
-        found = None
-        if self._rotation is None:
-            found = ops.attend_twice(query, slots, now, **asked, again=turned(query, length, rotation))
-        return found or self._others.attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
+        done = ops.attend_twice(inputs, turned(inputs.query, again)) if self._rotation is None else None
+        return done or self._others.attend_twice(inputs, again)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
@@ -121,7 +102,7 @@ class NativeBackend(Backend):
         if slot is None:
             return Copying(self._others).append(slots, keys, values, now)
         if isinstance(slots, LazySlots):
-            slots.forget()
+            slots.forget()  # the decoded copy lacks the new token
         return slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
@@ -162,6 +143,7 @@ class NativeBackend(Backend):
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
         """The packed arguments of a step; ``None`` if the kernel cannot do it."""
         query, slots, new, now, statistic, options, added, limits = step
+        # the kernel has one window, for what is attended to and for what expires
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
         there, ranges = lying(slots)
@@ -169,7 +151,7 @@ class NativeBackend(Backend):
         return ops.step(
             *((query, *new), there, now),
             options=options,
-            wanted=wanted(statistic) if added.states else None,
+            wanted=wanted(statistic) if added.states else None,  # without states nobody adds the sums up
             added=added,
             limits=limits,
             turn=self._turn(there.positions, query.dtype, rotated_at=now),

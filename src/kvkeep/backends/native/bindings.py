@@ -48,7 +48,7 @@ def pointer(tensor: Tensor | None) -> int:
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
     """Return the kernel if the tensors are ordinary CPU tensors, dense in the last axis, without gradients."""
     library = native().library
-    if library is None or torch.compiler.is_compiling():
+    if library is None or torch.compiler.is_compiling():  # a compiled graph holds no calls of other libraries
         return None
     differentiates = torch.is_grad_enabled()
     for tensor in tensors:
@@ -64,7 +64,7 @@ def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
 Coding: TypeAlias = tuple[Codes, Codes]
 """Codes of the keys and of the values."""
 
-_CODED = struct.Struct("3q 3q 3q 3q")
+_CODED = struct.Struct("3q 3q 3q 3q")  # twice `Coded` in codes.h
 _NONE = bytes(_CODED.size)
 
 
@@ -81,6 +81,7 @@ def packed(coding: Coding | None) -> bytes:
     if coding is None:
         return _NONE
     (keys, key_scales, key_bits), (values, value_scales, value_bits) = coding
+    # for each: bits, numbers that share a scale, and where the scales lie
     return _CODED.pack(
         *(key_bits, keys.shape[-1] * 8 // key_bits // key_scales.shape[-1]),
         *(key_scales.data_ptr(), *key_scales.stride()[:3]),

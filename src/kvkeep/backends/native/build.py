@@ -34,8 +34,14 @@ FUNCTIONS = tuple(f"kvkeep_{name}" for name in NAMES)
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
 _PATIENCE_S = 5
+"""Seconds of waiting for the compiler after which the user is told; it takes about as long on a usual machine."""
+
 _TIMEOUT_S = 60
+"""Seconds after which a compiler hangs."""
+
 _RETRY_S = 3600
+"""Seconds for which a failed attempt is not repeated."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,6 +67,7 @@ def native() -> Native:
     """Return the kernel. The first call on a machine compiles it, which takes some seconds."""
     try:
         return _load()
+    # a RuntimeError: the user has no home folder
     except (_UnavailableError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.info("The native kernel is not available, torch does the work: %s", error)
         return Native(None, str(error))
@@ -101,9 +108,9 @@ def _check_failure(failure: Path) -> None:
     try:
         age = time.time() - failure.stat().st_mtime
         reason = failure.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except FileNotFoundError:  # there was no such attempt
         return
-    if 0 <= age < _RETRY_S:
+    if 0 <= age < _RETRY_S:  # below 0, the clock was put back, and the age says nothing
         raise _UnavailableError(f"{reason} ({age / 60:.0f} minutes ago; remove {failure} to try again now)")
     failure.unlink(missing_ok=True)
 
@@ -119,14 +126,16 @@ def _folder() -> Path:
     """Return the cache directory. Code is loaded from it, so only this user may be able to write to or replace it.
 
     Raises:
-        _UnavailableError: somebody else can.
+        _UnavailableError: somebody else can, or the system does not say.
     """
-    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.name != "posix":
+        raise _UnavailableError("only POSIX systems say who can write to the cache directory")
+    base = os.environ.get("XDG_CACHE_HOME", "")  # the XDG specification: a relative path is to be ignored
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvkeep"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()
     for place in (folder, *folder.parents):
-        if os.name != "posix" or not _is_safe(place.stat(), above=place != folder):
+        if not _is_safe(place.stat(), above=place != folder):
             raise _UnavailableError(f"{place} belongs to, or can be written by, somebody else")
     return folder
 
@@ -234,7 +243,7 @@ def _opened(path: Path) -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(path))
         functions = [library[name] for name in FUNCTIONS]
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # it is no library, or lacks a function
         return None
     for function in functions:
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64

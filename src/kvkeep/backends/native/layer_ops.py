@@ -38,10 +38,11 @@ WIDE_BYTES = 2**23
 
 _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
+# structs of small.h: the heads of Products and Gated, Weights, and Norm
 _HEAD = struct.Struct("4q 2q")
 _ONE = struct.Struct("4q")
 _NORM = struct.Struct("4q 3q 2d")
-_MOST_WEIGHTS = 3
+_MOST_WEIGHTS = 3  # of Products
 _NONE = bytes(_ONE.size)
 
 
@@ -148,6 +149,7 @@ def matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
     return weight.shape == shape and weight.is_contiguous()
 
 
+# structs of layer.h
 _BEFORE = struct.Struct("6q q2d 12q q q2d q2d 4q")
 _BEHIND = struct.Struct("8q 16q q2d")
 _LAYER_STEP = struct.Struct("8q")
@@ -281,6 +283,7 @@ class Behind:
             and fits(output, like, self.attended)
             and (fits(gate, like, width) and fits(up, like, width) and fits(down, like, inner))
         )
+        # 0: the kernel puts these outputs into the scratch
         within = [number for layer in (output, gate, up) for number in (*_weights(layer)[:2], 0, _weights(layer)[2])]
         self._within, self._down, self._norm = within, _weights(down), _scaled(norm)
 
@@ -300,7 +303,7 @@ class Behind:
             return None
         if attention.shape != (B, 1, self.attended):
             return None
-        scratch, out = x.new_empty(B * (2 * width + self._inner)), torch.empty_like(x)
+        scratch, out = x.new_empty(B * (2 * width + self._inner)), torch.empty_like(x)  # y, its norm, what `down` takes
         packed = self.pack(B, x.data_ptr(), attention.data_ptr(), scratch.data_ptr(), out.data_ptr())
         return None if library.kvkeep_behind(packed) else out
 

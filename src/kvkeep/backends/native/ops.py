@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from kvkeep.attention_stats import BITS, Statistic
-from kvkeep.backends.base import Added, Ring, SlotLimits, WantedReport, sums_wanted
+from kvkeep.attention_stats import BITS
+from kvkeep.backends.base import Added, AttentionInputs, Ring, SlotLimits, WantedReport, sums_wanted
 from kvkeep.backends.native import bindings
 from kvkeep.backends.native.bindings import LAST, KeyRotation, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.kv.pooled_store import Ranges
@@ -23,7 +23,11 @@ from kvkeep.kv.slot_codec import pieces
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
+"""The second field of a report → the kernel's number for it; 0: no report."""
+
 _NOTHING = WantedReport()
+# A function of the kernel takes one struct of its header, packed here field by field: q is an int64 or a pointer, d a
+# double, and a group stands for a tensor with its strides.
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 2q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q d 3q")
 _RING = struct.Struct("6q 2q")
@@ -97,7 +101,7 @@ def step(  # noqa: PLR0913  all that the kernel is told
     now, seen = cast_to(now, torch.int64), cast_to(limits.seen, torch.int64)
     recents, recent = either(bounded(limits.recent), torch.int64)
     most, limit = either(bounded(limits.stay), torch.int64)
-    total, other = (*added.states, None, None)[:2]
+    total, other = (*added.states, None, None)[:2]  # a policy has up to two sums
     lost = None if wanted is None else added.lost
     call = _attention(query, slots, now, **asked, reports=False, ranges=ranges, codes=codes)
     marks, sizes = _marks(added.ring, len(query))
@@ -270,47 +274,32 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
 #
 # The kernel takes bare addresses. `bindings.readable` makes sure that everything it relies on holds.
 
+# the parts of Prefill in tiles.h: its head, Piece twice, and the rest
 _SHAPE = struct.Struct("8q 4q")
 _PIECE = struct.Struct("q 4q 4q 3q")
 _REST = struct.Struct("4q 4q 2q 2q 3d")
 _NO_PIECE = bytes(_PIECE.size)
 
 
-def attend_prefill(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+def attend_prefill(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
     """Run `Backend.attend` for several tokens; ``None``: the kernel cannot. `AttentionOptions.top` is ignored.
 
     A padded query (position -1), and a query that sees nothing, give zeros.
     """
-    found = attend_twice(query, slots, now, statistic=statistic, options=options, again=None)
+    found = attend_twice(inputs, None)
     return None if found is None else found[:2]
 
 
 def attend_twice(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    again: Float[Tensor, "B Hq T D"] | None,
+    inputs: AttentionInputs, again: Float[Tensor, "B Hq T D"] | None
 ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]] | None:
-    """Run `Backend.attend_twice` for several tokens; ``None`` if the kernel cannot do it. See `attend`.
+    """Run `Backend.attend_twice` for several tokens; ``None`` if the kernel cannot do it. See `attend_prefill`.
 
     Args:
-        query: queries of the first reading.
-        slots: keys, values and positions.
-        now: positions of the queries.
-        statistic: what to report about the first reading.
-        options: arguments of the model's attention.
+        inputs: the first reading.
         again: queries of the second reading; ``None``: there is none, and the last tensor is empty.
     """
+    query, slots, now, options, statistic = inputs
     parts = pieces(slots)
     library = library_for(query, *(tensor for part in parts for tensor in part))
     if library is None:
@@ -335,7 +324,7 @@ def attend_twice(
         *(B, Hk, Hq // Hk, T, D, E, torch.get_num_threads(), bindings.TYPES[query.dtype]),
         *(query.data_ptr(), *query.stride()[:3]),
     )
-    packed += _NO_PIECE * (2 - len(parts)) + b"".join(map(_piece, parts))
+    packed += _NO_PIECE * (2 - len(parts)) + b"".join(map(_piece, parts))  # slots, if there are any, and the chunk
     packed += _REST.pack(
         *(now.data_ptr(), out.data_ptr(), pointer(sinks), min(options.window or 0, LAST)),
         *(len(wanted.masses), len(wanted.lows), pointer(weights), sums.data_ptr()),
@@ -401,6 +390,7 @@ def write(
         *(now.data_ptr(), now.stride(0), slot.data_ptr(), pointer(starts)),
         bindings.TYPES.get(new_keys.dtype, 0),
     )
+    # the last two fields turn keys back, which only a whole step does
     return None if library.kvkeep_write(call + bindings.packed(codes) + bytes(16)) else slot
 
 

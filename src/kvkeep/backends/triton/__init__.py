@@ -15,13 +15,12 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Backend, FusedStep, SlotLimits, is_known, wanted
+from kvkeep.backends.base import AttentionInputs, Backend, FusedStep, SlotLimits, is_known, wanted
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import launch, ops, prefill_ops
 from kvkeep.kv.slot_codec import LazySlots
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import Budget, Report, Slots
 
 __all__ = ["TritonBackend"]
 
@@ -36,18 +35,10 @@ class TritonBackend(Backend):
     def __init__(self) -> None:
         self._torch = TorchBackend()
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
-        done = _by_kernels(query, slots, now, statistic=statistic, options=options)
-        return self._torch.attend(query, slots, now, statistic=statistic, options=options) if done is None else done
+        done = _by_kernels(inputs)
+        return self._torch.attend(inputs) if done is None else done
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
@@ -79,20 +70,14 @@ class TritonBackend(Backend):
         return ops.step(query, slots, new, now, options=options, wanted=asked, added=added, limits=limits)
 
 
-def _by_kernels(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+def _by_kernels(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
     """Run `Backend.attend` in kernels. If no kernel can do it, log a notice and return ``None``."""
+    query, slots, now, options, statistic = inputs
     if not launch.runs(query):
         return None
     if query.shape[2] > 1:
         slots = slots.copied() if isinstance(slots, LazySlots) else slots
-        return prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+        return prefill_ops.attend(inputs._replace(slots=slots))
     if options.top is not None or not is_known(statistic):
         launch.notice(
             f"it uses only its largest probabilities, or reports {type(statistic).__name__} with what it needs"
@@ -102,4 +87,4 @@ def _by_kernels(
     if found is None:
         return None
     out, *sums = found
-    return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+    return out, Report(dict(zip(statistic.fields, sums, strict=True)))

@@ -200,6 +200,7 @@ def merged(
         peak = higher
     top = peak
     if SINKS:
+        # times log2(e), since all logits are in base 2
         sink = tl.load(sinks + (head % Hk) * G + g, mask=g < G, other=float("-inf")) * 1.4426950408889634
         top = tl.maximum(peak, sink)
         fade = tl.exp2(peak - finite(top))
@@ -370,7 +371,7 @@ def merge_evict(
         if TEMPERED:
             base = peak
             scale = power_sums(logits, positions, at, window, S, base, gain, own, G, BLOCK_G, TILE)
-    fade = tl.where(at >= 0, keep, 1.0)
+    fade = tl.where(at >= 0, keep, 1.0)  # a padded row keeps its sums
     age = tl.load(ages + row * age_row).to(tl.int32)
     recent_from = age - number(recent, recents, row * recent_row + group * recent_head, 1, RECENTS)
     most = number(limit, limits, row * limit_row + group * limit_head, 1, LIMITS)
@@ -404,7 +405,7 @@ def merge_evict(
         of_all += tl.where(position >= 0, added, 0.0)
     victim = tl.where(tl.sum(held, 0) > most, first(best, oldest, where), LAST)
     lose(lost + row * lost_row + group * lost_head, victim, where, of_victim, of_all, LOSES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all lanes have read the positions before one of them changes
     for begin in range(0, S, TILE):
         slot = begin + tl.arange(0, TILE)
         position, past, shown = seen(positions, slot, S, own, at, window)

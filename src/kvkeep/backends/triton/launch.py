@@ -152,6 +152,7 @@ SCAN = 1024
 """Slots that a kernel looks at together when it picks one."""
 
 SCAN_WARPS = 4
+"""Warps of such a kernel."""
 
 
 def decode_sizes(device: torch.device, key_bytes: int, S: int, bits: int = 16) -> Decode:

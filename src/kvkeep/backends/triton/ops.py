@@ -18,8 +18,11 @@ from kvkeep.kv.slot_codec import CodedSlots, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 _ENDLESS = 2**31 - 1
+"""A window that hides nothing: positions have 32 bits."""
+
 _NOTHING = WantedReport(counts=0)
 _KINDS = {None: 1, "last": 2, "low": 3}
+"""The second field of a report → the kernel's number for it; 0: no report."""
 
 
 def attend(
@@ -55,7 +58,7 @@ def attend(
         (scratch.heads,),
         **scratch.tensors(results[0]),
         **launch.row(wanted or _NOTHING, now),
-        mass=results[min(kind, 1)],
+        mass=results[min(kind, 1)],  # what the kind does not write is any tensor of the results
         extra=results[-1],
         theta=1.0 if wanted is None else wanted.theta,
         KIND=kind,
@@ -90,7 +93,7 @@ def step(
     scratch = Scratch(query, slots, now, options, keeps=wanted is not None)
     scratch.fill(new)
     out = _output(query, values.shape[-1])
-    total, other = (*added.states, positions, positions)[:2]
+    total, other = (*added.states, positions, positions)[:2]  # what the policy does not have is any tensor
     lost = total if wanted is None or added.lost is None else added.lost
     _launch(
         decode.merge_evict,
@@ -221,8 +224,8 @@ class Scratch:
         _launch(
             decode.attend_split,
             (self.heads, self.splits),
-            **{**self.both, **launch.store(self.store), **launch.codes(self.store)},
-            **launch.new(*(new or (self.query, self.query))),
+            **{**self.both, **launch.store(self.store), **launch.codes(self.store)},  # merged: they share names
+            **launch.new(*(new or (self.query, self.query))),  # without APPENDS they are not read
             query=self.query,
             **launch.heads("query", self.query),
             slots=self.slots,

@@ -131,7 +131,7 @@ def forward(
     total = tl.zeros([BLOCK_T], tl.float32)
     if SUNK:
         top = tl.zeros([BLOCK_T], tl.float32) + tl.load(sinks + h).to(tl.float32) * LOG2E
-        total += 1.0
+        total += 1.0  # the sink's own weight, 2^(top - top)
     mixed = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for step in range(steps):
         at = step
@@ -236,6 +236,7 @@ def columns(
             q = load_rows(q_at + (i % G) * wide_q, rows, q_t, T, BLOCK_T, D, BLOCK_D)
             shift = tl.load(lse_at + (i % G) * T + rows, mask=rows < T, other=0.0)
             counts = (weight > 0.0) & (queries >= 0)
+            # infinity: a row that does not count adds nothing
             shift = tl.where(counts, finite(shift) - tl.log2(tl.where(counts, weight, 1.0)), float("inf"))
             x = logits(q, k, inner, outer, CAPPED, WIDE)
             if WINDOWED:  # noqa: SIM114  the compiler decides it

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
+from kvkeep.backends.base import AttentionInputs
 from kvkeep.backends.triton import launch
 from kvkeep.types import AttentionOptions, Fresh, Report, Slots
 
@@ -67,7 +68,7 @@ def _kind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> int | 
         return None
     try:
         found = int(choice(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True))
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError):  # no kernel takes these tensors, or this version of torch asks for others
         return None
     return found if found in _CALLS else None
 
@@ -100,7 +101,7 @@ def _is_right(kind: int, device: torch.device, dtype: torch.dtype) -> bool:
         )
         try:
             out, lse = _CALLS[kind](query, keys, values, 0.1)
-        except (AttributeError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # another version of torch
             return False
         if lse.numel() != 4 * 128 or out.shape != query.shape:
             return False
@@ -117,15 +118,7 @@ TORCH_SHARE = 4
 """Where torch does not give the log-sum-exp, it computes the output only if at most a 4th of the rows count."""
 
 
-def attend(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    output: Output = "auto",
-) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+def attend(inputs: AttentionInputs, *, output: Output = "auto") -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
     """Run `Backend.attend` for a prefill; ``None`` if no kernel can do it, see `unknown`.
 
     ``output`` says who computes the output. ``triton``: our kernel. ``torch``: torch's attention where it can, for a
@@ -136,6 +129,7 @@ def attend(
         see `prefill.forward` and `prefill.columns`; with a gain, or torch's output, the logits of the counted rows once
         more. Extra memory: the sums, and a number per query head and row.
     """
+    query, slots, now, options, statistic = inputs
     if (reason := unknown(query, slots, statistic, options)) is not None:
         launch.notice(reason)
         return None

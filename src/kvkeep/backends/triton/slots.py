@@ -136,7 +136,7 @@ def evict(
             score = shielded(tl.load(scores + slot, mask=slot < S, other=0.0), position, recent_from, first_ones)
             best, oldest, where = earlier(score, position, slot, best, oldest, where)
     victim = tl.where(tl.sum(held, 0) > most, first(best, oldest, where), LAST)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all lanes have read the positions before one of them changes
     for begin in range(0, S, SCAN):
         slot = begin + tl.arange(0, SCAN)
         position = unexpired(tl.load(positions + slot, mask=slot < S, other=-1), age, window, SLIDES)
@@ -263,14 +263,14 @@ def coded(
         broken = 1 - tl.min(whole.to(tl.int32), 0)
         bad += broken
         largest = tl.where(broken > 0, 0.0, tl.max(tl.where(whole, size, 0.0), 0))
-        scale = tl.minimum(tl.div_rn(largest, most_code), 65504.0).to(tl.float16)
+        scale = tl.minimum(tl.div_rn(largest, most_code), 65504.0).to(tl.float16)  # the largest float16
         tl.store(scales + j, scale)
         by = scale.to(tl.float32)
         low, high = rounded(low, by, whole, most_code), rounded(high, by, whole, most_code)
         code = low
         if BITS == 4:
-            code = (low + 8) | ((high + 8) << 4)
-        code = tl.where(by > 0.0, code, 0 if BITS == 8 else 0x88)
+            code = (low + 8) | ((high + 8) << 4)  # four bits hold no sign
+        code = tl.where(by > 0.0, code, 0 if BITS == 8 else 0x88)  # zeros
         tl.store(numbers + j * wide + at, code.to(numbers.dtype.element_ty), mask=at < wide)
     return bad
 

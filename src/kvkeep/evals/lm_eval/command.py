@@ -185,7 +185,7 @@ def budget_of(text: str) -> RequestedBudget:
             RequestedBudget(ratio=float(text[:-1]) / 100) if text.endswith("%") else RequestedBudget(tokens=int(text))
         )
     except ValueError as error:
-        if isinstance(error, BudgetError):
+        if isinstance(error, BudgetError):  # a number, out of range: its message says so already
             raise
         raise InputError(f"budget={text!r} is neither a number of tokens (512) nor a share (20%).") from None
 

@@ -177,6 +177,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
             context_len=1,
         )
         parts = map(make_disjoint_window, made)
+        # nothing follows a window's last token, so it is never read
         return [ContextPair(tuple(a), tuple(b), len(a), len(a) + len(b) - 1) for a, b in parts]
 
     def _wish(self, prompt: str, options: dict[str, Any]) -> GenerationPrompt:

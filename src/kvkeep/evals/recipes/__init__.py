@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,10 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, closest
 from kvkeep.evals.grid import split_arms
-from kvkeep.evals.report import Row, Table, of_task
+from kvkeep.evals.report import Table
+from kvkeep.evals.results import Row, of_task
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies.registry import spec
 
@@ -86,8 +86,8 @@ def find(name: str) -> Recipe:
         InputError: there is no such recipe.
     """
     if name not in names():
-        close = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = closest(name, names())
+        hint = f" Did you mean {close!r}?" if close else ""
         raise InputError(f"There is no recipe {name!r}.{hint} Known: {', '.join(names())}.")
     found: dict[str, Any] = tomllib.loads((resources.files(_FOLDER) / f"{name}.toml").read_text(encoding="utf-8"))
     columns = found["figures"]["columns"]

@@ -34,6 +34,7 @@ NEW = 64
 """Tokens of the continuation."""
 
 _PARTS = 8
+"""Parts of the continuation with results of their own: a difference grows with its length."""
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Agreement(Task):
         last = drive.feed(ids, last_only=True)[:, -1]
         tokens, logits = [], []
         for _ in range(self.new):
-            allowed = last.clone()
+            allowed = last.clone()  # an end would leave fewer tokens to compare
             allowed[:, list(ends_of(writer.model))] = -torch.inf
             tokens.append(allowed.argmax(dim=-1))
             last = drive.feed(tokens[-1][:, None])[:, -1]

@@ -28,6 +28,7 @@ from kvkeep.types import MemoryUsage
 # A file ``NAME.jsonl`` has the format of the data set's authors, or the rows of the hub's copy; ``NAME.json`` has that
 # of LLM-Adapters: a list of objects with ``instruction`` and ``answer``.
 
+# MathQA's options: "a ) 38 , b ) 27", also with capitals, in a list's brackets and quotes, or with the letter twice
 _OPTION = re.compile(r"""(?:^|,)[\s\['"]*([a-eA-E])\s*\)(?:\s*\1\s*\))?""")
 _MARK = re.compile(r"(?:Answer|Solution|Option)(\d): ")
 
@@ -74,7 +75,7 @@ def _adapted(name: str, row: Mapping[str, str]) -> Choice:
         return _mathqa({"Problem": question, "options": options, "correct": row["answer"]})
     before, _, _ = row["instruction"].partition("Answer format:")
     asked, *rest = _MARK.split(before.split(": ", 1)[1])
-    choices = [part.strip() for part in rest[1::2]]
+    choices = [part.strip() for part in rest[1::2]]  # between them stand the numbers of `_MARK`
     right = int(re.sub(r"\D", "", row["answer"])) - 1
     if not choices or not all(choices) or not 0 <= right < len(choices):
         raise ValueError("no choices, or another answer")
@@ -113,7 +114,7 @@ def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
     def read(row: Mapping[str, Any]) -> Choice:
         if isinstance(asked := row.get("question"), Mapping):
             stem = text(asked, "stem")
-            pairs = [(one["label"], text(one, "text")) for one in asked["choices"]]
+            pairs = [(choice["label"], text(choice, "text")) for choice in asked["choices"]]
         else:
             stem = text(row, "question_stem" if "question_stem" in row else "question")
             said = _texts(row["choices"], "text")
@@ -139,7 +140,7 @@ def _mathqa(row: Mapping[str, Any]) -> Choice:
     letters, choices = options[1::2], [part.strip(" ,[]'\"") for part in options[2::2]]
     if not question or not all(choices):
         raise ValueError("a question or an option is empty")
-    return _asked("mathqa", question, choices, _among(row["correct"].lower(), [one.lower() for one in letters]))
+    return _asked("mathqa", question, choices, _among(row["correct"].lower(), [letter.lower() for letter in letters]))
 
 
 _RTE = ("premise", "hypothesis"), ("sentence1", "sentence2")
@@ -171,7 +172,7 @@ def _texts(row: Mapping[str, Any], name: str) -> list[str]:
     """Return a field that has to be a list of texts."""
     if not isinstance(row[name], list):
         raise ValueError(f"{name!r} is {row[name]!r:.20}, no list")
-    return [text({name: one}, name) for one in row[name]]
+    return [text({name: value}, name) for value in row[name]]
 
 
 def _among(label: object, known: Sequence[object]) -> int:
@@ -277,7 +278,9 @@ class MultipleChoice(Task):
         chosen = task.chosen(cls.name, options.parts, NAMES, known_in(options.data) or NAMES)
         later = ",ask=later" if options.ask == "later" else ""
         asked = {f"{name},shots={options.shots}{later}": _all(checkpoint, options, name) for name in chosen}
-        longest = max(len(p.context) + len(p.continuation) for found in asked.values() for q in found for p in q.pairs)
+        longest = max(
+            len(p.context) + len(p.continuation) for questions in asked.values() for q in questions for p in q.pairs
+        )
         check_positions(checkpoint, longest, cls.name, "shots")
         return cls(options, asked, tuple(past_training(checkpoint, longest, cls.name)))
 
@@ -288,16 +291,18 @@ class MultipleChoice(Task):
 
     def cases(self) -> dict[str, list[int]]:
         """Return each data set with the length of every context, or of its examples if the question comes later."""
-        return {name: [pair.length for one in found for pair in one.pairs] for name, found in self.asked.items()}
+        return {
+            name: [pair.length for question in asked for pair in question.pairs] for name, asked in self.asked.items()
+        }
 
     @property
     def new_tokens(self) -> int:
         """Return the most tokens that a context and a choice have after the eviction."""
         return max(
             len(pair.context) - pair.first + len(pair.continuation)
-            for found in self.asked.values()
-            for one in found
-            for pair in one.pairs
+            for questions in self.asked.values()
+            for question in questions
+            for pair in question.pairs
         )
 
     @property
@@ -309,14 +314,14 @@ class MultipleChoice(Task):
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
         """Score all choices of a data set."""
-        pairs = [pair for one in self.asked[case] for pair in one.pairs]
+        pairs = [pair for question in self.asked[case] for pair in question.pairs]
         given = _Given({pair.length: budget for pair, budget in zip(pairs, budgets, strict=True)})
         memories: list[MemoryUsage] = []
         bounded = BoundedModel(writer=writer, policy=policy, budget=given, setup=setup, on_memory=memories.append)
         found = dict(scores(bounded, pairs))
         values = iter(found[place][0] for place in range(len(pairs)))
         return TaskOutcome(
-            _score([[next(values) for _ in one.pairs] for one in self.asked[case]], self.asked[case]),
+            _score([[next(values) for _ in question.pairs] for question in self.asked[case]], self.asked[case]),
             sum(memories, MemoryUsage()),
         )
 
@@ -348,6 +353,7 @@ def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later:
     first = len(prompt) - 1
     if later:
         examples = _tokens(checkpoint, before.removesuffix(_BETWEEN))
+        # a tokenizer may join the examples' end with what follows: only the tokens before it are cut
         same = (i for i, (a, b) in enumerate(zip(examples, prompt, strict=False)) if a != b)
         first = min(next(same, len(examples)), first)
     first = max(1, first)
@@ -366,7 +372,7 @@ def _score(found: Sequence[Sequence[float]], asked: Sequence[_Asked]) -> dict[st
         shares = [value / size for value, size in zip(values, one.sizes, strict=True)]
         normed.append(max(range(len(shares)), key=shares.__getitem__) == one.right)
     n = len(asked)
-    guess = sum(1 / len(one.pairs) for one in asked) / n
+    guess = sum(1 / len(question.pairs) for question in asked) / n
     return {
         "score": sum(rights) / n,
         "normed": sum(normed) / n,

@@ -22,7 +22,7 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 
-_NEW = 16
+_NEW = 16  # tokens of a reply
 _TURN = "\nUser: "
 
 
@@ -58,7 +58,7 @@ class Conversation(QATask):
     def _ask(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup
     ) -> Iterator[Replies]:
-        for number, prompt in enumerate(self.made[case].prompts):
+        for number, prompt in enumerate(self.made[case].prompts):  # one by one, since turns end at different tokens
             drive = Drive(writer, policy, [budgets[number]], first=number, setup=setup)
             edges = [*_edges(writer.checkpoint, prompt), prompt.first]
             for start, stop in zip([0, *edges], edges, strict=False):
@@ -75,7 +75,7 @@ def _maker(options: Options, number: int, depth: float) -> Any:
     drawn = random.Random(f"conversation {options.seed} {number}")
     names, codes = words(drawn, options.facts), values("numbers", drawn, options.facts)
     asked = min(options.facts - 1, int(depth * options.facts))
-    haystack = Haystack(options.text, options.seed * 1009 + number)
+    haystack = Haystack(options.text, options.seed * task.ITEMS_APART + number)
 
     def item(size: int) -> Item:
         filler, said = haystack.first(size), []

@@ -20,6 +20,7 @@ NEW = 64
 """Tokens of a continuation."""
 
 _ORDER = 4
+"""Self-BLEU's longest runs of words."""
 
 
 def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n: int, about: str) -> list[Item]:
@@ -28,6 +29,7 @@ def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n
     for number in range(n):
         seed = options.seed * n + number
         haystack = Haystack(options.text, seed)
+        # the seed has no part in the sentences of the user's text, so each item begins at another one of them
         skip = 0 if options.text is None else 16 * seed
 
         def item(size: int, haystack: Haystack = haystack, skip: int = skip) -> Item:

@@ -14,7 +14,7 @@ from kvkeep.evals.synthetic import NOISE, Haystack, planted, values
 from kvkeep.evals.task import Options, describe
 from kvkeep.models.checkpoint import Checkpoint
 
-_NEW = 32
+_NEW = 32  # tokens of a reply; a UUID has 36 characters
 _CITIES = (
     *("Lisbon", "Oslo", "Vienna", "Prague", "Dublin", "Athens", "Warsaw"),
     *("Madrid", "Helsinki", "Cairo", "Lima", "Quito", "Seoul", "Hanoi"),
@@ -35,7 +35,7 @@ def _cases(
         for number in range(n):
             seed, depth = f"{task.name} {options.seed} {number}", depths[number % len(depths)]
 
-            def item(size: int, seed: str = seed, depth: float = depth) -> Item:
+            def item(size: int, seed: str = seed, depth: float = depth) -> Item:  # of this turn of the loop
                 return make(random.Random(seed), depth, size)
 
             prompts.append(

@@ -46,7 +46,7 @@ class LongGeneration(QATask):
             named = f"long_generation with a context of {length} and {new} new tokens"
             items = continued(checkpoint, options, length, new, options.limit or cls.items, named)
             prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(items)]
-            made[f"length={length}"] = TaskCase(prompts, new, lambda item, reply: 0.0)
+            made[f"length={length}"] = TaskCase(prompts, new, lambda item, reply: 0.0)  # see `grades`
         return made
 
     def prepare(self, writer: Writer) -> None:
@@ -65,7 +65,7 @@ class LongGeneration(QATask):
         pairs = [(a.split(), b.split()) for a, b in zip(texts, self.references[case], strict=True)]
         n = len(pairs)
         return {
-            "before_difference": sum(_common(a, b) / max(1, len(b)) if b else float(not a) for a, b in pairs) / n,
+            "before_difference": sum(_common(a, b) / len(b) if b else float(not a) for a, b in pairs) / n,
             "equal": sum(a == b for a, b in pairs) / n,
             "length_ratio": sum(len(a) for a, _ in pairs) / max(1, sum(len(b) for _, b in pairs)),
             "repeated": sum(grading.repeated(a, 4) for a, _ in pairs) / n,

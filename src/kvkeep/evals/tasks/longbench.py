@@ -73,7 +73,7 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     items = [every[(options.seed * n + i) % len(every)] for i in range(n)]
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - int(task["new"])
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
-    if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
+    if cut := sum(item is not shortened for item, shortened in zip(items, short, strict=True)):
         notes.append(f"longbench {name}: {cut} of {n} texts lose their middle, to fit into {room} tokens.")
     prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
     return TaskCase(prompts, int(task["new"]), lambda item, reply: grade(task, item, reply))
@@ -99,8 +99,8 @@ def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
         text=before + datasets.text(row, "context"),
         question=after.replace("{input}", row["input"]),
         answers=tuple(_answer(task["metric"], answer, classes) for answer in _some(row["answers"])),
-        classes=tuple(datasets.text({"all_classes": one}, "all_classes") for one in classes),
-        chat=not task.get("few_shot", False),
+        classes=tuple(datasets.text({"all_classes": class_name}, "all_classes") for class_name in classes),
+        chat=not task.get("few_shot", False),  # as LongBench's authors do: solved examples need no template
     )
 
 
@@ -137,7 +137,7 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
         made = replace(item, text=text)
         if len(tokens_of(checkpoint, made)) <= room:
             return made
-        keep -= max(1, keep // 50)
+        keep -= max(1, keep // 50)  # the halves that are joined may be other, and more, tokens than they were
     raise InputError(
         f"longbench's {name} has a question that fills the {room} tokens of {checkpoint.name}; choose other `parts`."
     )

@@ -119,7 +119,7 @@ class RetainedMass(Task):
             "mass": _mean(mass),
             "best_dynamic": _mean(dynamic),
             "best_static": _mean(static),
-            "regret": max(0.0, _mean(dynamic) - _mean(mass)),
+            "regret": max(0.0, _mean(dynamic) - _mean(mass)),  # nothing beats the best set but by rounding
             "regret_static": _mean(static) - _mean(mass),
             "n": self.rows * len(self.ids),
             "layers": list(held),

@@ -77,7 +77,7 @@ def wording_of(checkpoint: Checkpoint) -> Wording:
 def ask(
     checkpoint: Checkpoint, options: Options, context: int, n: int, *, documents: int = LEAST_DOCUMENTS
 ) -> list[Prompted]:
-    """Make ``n`` questions, text by text, with prompts of about ``context`` tokens and never more.
+    """Make ``n`` questions, text by text, with prompts of about ``context`` tokens.
 
     A text is asked about all its facts, or about fewer if ``n`` questions would come from fewer than ``documents``
     texts.
@@ -90,6 +90,7 @@ def ask(
     for number in range(math.ceil(n / each)):
         asked += _about(checkpoint, options, number, context, each)[: n - len(asked)]
     longest = max(len(item.ids) for item in asked)
+    # a little more is no error: sentences are counted one by one, and together they may be other tokens
     if longest > context * 1.02 + 8:
         raise InputError(
             f"A recall prompt with {options.facts} facts has {longest} tokens, more than the context of {context}. "
@@ -102,14 +103,15 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
     """Make the questions about one text."""
     wording = wording_of(checkpoint)
     made = document(
-        options.seed * 1_000_003 + number,
+        task.text_seed(options.seed, number),
         n_facts=options.facts,
         n_questions=each,
+        # what the wording puts around text and question takes some: all but the two words
         tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
         depths=[options.depths[(number * each + i) % len(options.depths)] for i in range(each)]
         if options.depths
         else (),
-        first_kind=number * options.facts,
+        first_kind=number * options.facts,  # where the text before has ended, so that all kinds are equally frequent
         style=options.documents,
         count=lambda text: count_tokens(checkpoint, text),
     )

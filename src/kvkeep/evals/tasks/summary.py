@@ -80,10 +80,10 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     items = [_item(name, found.rows[i], found.place(i)) for i in chosen]
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - _NEW[name]
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
-    if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
+    if cut := sum(item is not shortened for item, shortened in zip(items, short, strict=True)):
         notes.append(f"summary {name}: {cut} of {n} articles lose their end, to fit into {room} tokens.")
     prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
-    return TaskCase(prompts, _NEW[name], lambda item, reply: 0.0)
+    return TaskCase(prompts, _NEW[name], lambda item, reply: 0.0)  # see `grades`
 
 
 def _item(name: str, row: Mapping[str, Any], place: str) -> Item:

@@ -16,7 +16,7 @@ from kvkeep.errors import BudgetError, InputError, UnsupportedModelError, Unsupp
 from kvkeep.evals.confidence import of_clustered_share, of_clusters, of_mean
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.qa_task import decode_greedily
-from kvkeep.evals.report import over
+from kvkeep.evals.results import over
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.documents import DocumentQuestion, Documents
 from kvkeep.models.load import ends_of
@@ -105,7 +105,7 @@ def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int
     for budget in budgets:
         try:
             steps.append(Candidate(arm, budget, row_bytes(arm, budget)))
-        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):
+        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):  # left out, see above
             continue
     return tuple(sorted(steps, key=lambda step: step.row_bytes))
 
@@ -122,6 +122,7 @@ Losses: nats beyond the full cache's, summed over tokens; and the number of toke
 Kind: TypeAlias = Literal["answers", "loss"]
 
 _MOST = 2**53
+"""Documents that no target needs; a float counts no further."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
         return KeptQuality(sum(x for x, _ in tallies) / weight, low / 100, high / 100, weight)
     spread = over([x / n for x, n in tallies if n])
     low, high = of_mean(spread)
-    return KeptQuality(_ratio(spread.mean), _ratio(high), _ratio(low), weight)
+    return KeptQuality(_ratio(spread.mean), _ratio(high), _ratio(low), weight)  # a high loss is a low quality
 
 
 def most(questions: int, documents: int) -> float:
@@ -183,6 +184,7 @@ def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> floa
 
 def _ratio(excess: float) -> float:
     """Return the full cache's perplexity relative to one that is higher by this many nats per token."""
+    # e^710 is more than a float holds
     return excess if math.isnan(excess) else math.exp(-min(max(excess, -700.0), 700.0))
 
 
@@ -240,15 +242,15 @@ class Answers(Measure):
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
         """Ask the questions of all units."""
         made = [self._documents.make(number) for number in units]
-        asked = [one for unit in made for one in unit]
+        asked = [question for unit in made for question in unit]
         replies = list(self._replies(writer, arm, budget, asked, units.start))
-        marks = iter("01"[one.right(reply)] for one, reply in zip(asked, replies, strict=True))
+        marks = iter("01"[question.right(reply)] for question, reply in zip(asked, replies, strict=True))
         return ["".join(next(marks) for _ in unit) for unit in made]
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Of the questions that the full cache answers, those that stay right; and their number."""
         check(isinstance(outcome, str) and isinstance(full, str) and len(outcome) == len(full))
-        stays = [one == "1" for one, other in zip(outcome, full, strict=True) if other == "1"]
+        stays = [answered == "1" for answered, other in zip(outcome, full, strict=True) if other == "1"]
         return float(sum(stays)), float(len(stays))
 
     def _replies(
@@ -257,26 +259,28 @@ class Answers(Measure):
         if self._later:
             yield from self._later_replies(writer, arm, budget, asked, first)
             return
-        for at in batches([len(one.ids) for one in asked]):
+        for at in batches([len(question.ids) for question in asked]):
             part = asked[at]
             drive = _drive(writer, arm, budget, len(part), first + at.start)
-            drive.feed(*left_padded([one.ids[:-1] for one in part]), last_only=True)
-            yield from self._finish(writer, drive, part, [one.ids[-1:] for one in part])
+            drive.feed(*left_padded([question.ids[:-1] for question in part]), last_only=True)
+            yield from self._finish(writer, drive, part, [question.ids[-1:] for question in part])
 
     def _later_replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
     ) -> Iterator[str]:
         """Read each text once, cut it, and ask all its questions in copies of that memory."""
-        texts = {one.text: one.ids[: one.first] for one in asked}
+        texts = {question.text: question.ids[: question.first] for question in asked}
         places = {text: place for place, text in enumerate(texts)}
         for at in batches([len(ids) for ids in texts.values()]):
             rows = list(texts.values())[at]
             read = _drive(writer, arm, budget, len(rows), first + at.start)
             read.feed(*left_padded(rows), last_only=True)
-            part = [one for one in asked if at.start <= places[one.text] < at.stop]
-            for few in batches([budget + len(one.ids) - one.first for one in part]):
-                copies = read.copies([places[one.text] - at.start for one in part[few]])
-                yield from self._finish(writer, copies, part[few], [one.ids[one.first :] for one in part[few]])
+            part = [question for question in asked if at.start <= places[question.text] < at.stop]
+            for few in batches([budget + len(question.ids) - question.first for question in part]):
+                copies = read.copies([places[question.text] - at.start for question in part[few]])
+                yield from self._finish(
+                    writer, copies, part[few], [question.ids[question.first :] for question in part[few]]
+                )
 
     def _finish(
         self, writer: Writer, drive: Drive, asked: Sequence[DocumentQuestion], rest: Sequence[Tensor]
@@ -330,7 +334,7 @@ class Losses(Measure):
         assert not isinstance(full, str)
         first = -(-budget // PIECE)
         tokens = self.length - 1 - first * PIECE
-        more = sum(one - other for one, other in zip(outcome[first:], full[first:], strict=True))
+        more = sum(loss - loss_of_full for loss, loss_of_full in zip(outcome[first:], full[first:], strict=True))
         return more, float(max(0, tokens))
 
 

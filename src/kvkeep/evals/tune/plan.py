@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -46,6 +46,7 @@ SHORTEST, LONGEST = 32, 2**20
 """Fewest and most tokens of a text."""
 
 _EVERY = 2**20
+"""Stands for all: more windows than a text has, and a budget that is never too small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,7 @@ def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm
                 setup.cache(checkpoint, policy, [_EVERY])
                 arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
             except KVKeepError:
-                if wanted.policies is not None:
+                if wanted.policies is not None:  # the user has named it
                     raise
     if not arms:
         raise InputError("None of the policies of this case runs on this model with these options. Name `policies`.")
@@ -198,8 +199,8 @@ def _ladders(
             layer_budget=_listed(arm.setup.layer_budget),
             head_budget=arm.setup.head_budget,
             kv_bits=arm.setup.kv_bits,
-            positions=cast(Any, arm.setup.positions),
-            context=measure.length,
+            positions=cast(Literal["true", "slot"] | None, arm.setup.positions),  # `cache` above has checked it
+            context=measure.length,  # the bytes of a bounded row do not depend on it, nor on the chunk
             chunk=measure.length,
             dtype=own_dtype,
             weights_dtype=own_dtype,
@@ -212,6 +213,7 @@ def _ladders(
             f"No policy here runs with a budget of {', '.join(map(str, numbers))}: it protects more. Give larger "
             "`budgets`."
         )
+    # any arm does: a full cache depends on the model and the tokens alone, here with question and reply
     largest = replace(setting(arms[0], measure.room), context=measure.room, chunk=measure.room)
     full = largest.full().row_bytes
     smaller = [tuple(step for step in steps if step.row_bytes < full) for steps in made]
@@ -241,7 +243,7 @@ def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
 
 def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, Any]:
     """Return the part of ``run.json`` that is known without weights."""
-    asked = [(one.text, one.question, one.answers) for one in wanted.questions]
+    asked = [(question.text, question.question, question.answers) for question in wanted.questions]
     return {
         "model": name,
         "case": wanted.case,

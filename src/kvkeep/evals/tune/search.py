@@ -199,7 +199,7 @@ class SearchResult:
     @property
     def best(self) -> Candidate:
         """Return the candidate that keeps the most quality."""
-        return max(self.confirmed, key=lambda one: (self.confirmed[one].share, -one.row_bytes))
+        return max(self.confirmed, key=lambda candidate: (self.confirmed[candidate].share, -candidate.row_bytes))
 
 
 def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float) -> SearchResult:
@@ -222,6 +222,7 @@ def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float)
     answers: list[Candidate] = []
     for ladder, place in zip(arms, places, strict=True):
         most = min((answer.row_bytes for answer in answers), default=None)
+        # an answer is the smallest memory of all, so only smaller candidates are worth a test
         worth = ladder if most is None else tuple(step for step in ladder if step.row_bytes < most)
         if worth and (most is None or place < len(worth)):
             answers += filter(None, [_descend(worth, place, test)])
@@ -299,7 +300,7 @@ class Confirmation:
     def _measure(self, candidate: Candidate) -> KeptQuality:
         first, last = self._span
         found: list[Tally] = []
-        step = max(1, (last - first) // 4)
+        step = max(1, (last - first) // 4)  # in quarters: after each it may be given up
         for start in range(first, last, step):
             stop = min(start + step, last)
             found += self._study.tallies(candidate, start, stop)
@@ -344,6 +345,7 @@ _BLOCK = 8
 
 _SEARCHED_WINDOWS = 8
 _LEAST_WINDOWS = 6
+"""Fewest windows of the confirmation: with fewer, Student's quantile makes the interval useless."""
 
 
 @dataclass(frozen=True)
@@ -385,12 +387,12 @@ class CachedMeasure:
     def tallies(self, candidate: Candidate, first: int, last: int) -> list[Tally]:
         """Return the tallies of some documents, compared with the full cache's."""
         pairs = zip(self._outcomes(candidate.arm, candidate.budget, first, last), self.full(first, last), strict=True)
-        return [self._measure.tally(one, full, candidate.budget) for one, full in pairs]
+        return [self._measure.tally(outcome, full, candidate.budget) for outcome, full in pairs]
 
     def expected(self, first: int, last: int) -> float:
         """Count the questions that the full cache answers, or the tokens."""
         found = self.full(first, last)
-        return float(sum(self._measure.tally(one, one, 0)[1] for one in found))
+        return float(sum(self._measure.tally(outcome, outcome, 0)[1] for outcome in found))
 
     def full(self, first: int, last: int) -> list[Outcome]:
         """Return the full cache's outcomes."""
@@ -424,10 +426,11 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
     """
     if measure.kind == "loss":
         return _windows(measure.count or 0, limit or WINDOWS)
-    wanted = -(-(limit or QUESTIONS) // measure.per_unit)
+    wanted = -(-(limit or QUESTIONS) // measure.per_unit)  # documents, rounded up
     searched = max(1, round(_SEARCHED / measure.per_unit))
     documents = int(wanted)
     if measure.count is not None:
+        # without a limit, what matters is whether all of them together could show the target
         documents = measure.count if limit is None else min(measure.count, documents)
     questions = round(documents * measure.per_unit)
     if most(questions, documents) < target:
@@ -435,9 +438,11 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
         raise too_few(questions, documents, target, said)
     if measure.count is None:
         return _split(searched, searched + documents)
+    # most of the documents are left for the confirmation, on which the answer rests
     searched = min(searched, measure.count // 3)
     left = min(int(wanted), measure.count - searched)
     if most(round(left * measure.per_unit), left) < target or not searched:
+        # too few to keep some apart: the same ones choose and confirm, as the user is told
         return Sizes(_rounds(measure.count), (0, measure.count))
     return _split(searched, searched + left)
 
@@ -458,6 +463,7 @@ def _windows(count: int, limit: int) -> Sizes:
             f"The text is long enough for {count} windows, and the search compares {_LEAST_WINDOWS} or more. Give a "
             "longer `text`, or a shorter `context`."
         )
+    # as in `sizes_of`
     searched = min(_SEARCHED_WINDOWS, count // 3)
     if count - searched < _LEAST_WINDOWS:
         return Sizes(_rounds(count), (0, count))
@@ -513,12 +519,13 @@ def tune(
     """
     sizes = sizes_of(measure, target, limit)
     study = CachedMeasure(measure, writer, records, on_block)
-    study.full(0, sizes.rounds[-1])
+    study.full(0, sizes.rounds[-1])  # before all candidates, which are compared with it
     answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
-    counted = sum(1 for one in study.full(*sizes.confirm) if isinstance(one, str) and "1" in one)
+    # documents of which the full cache answers something
+    counted = sum(1 for outcome in study.full(*sizes.confirm) if isinstance(outcome, str) and "1" in outcome)
     if measure.kind == "answers" and most(answered, counted) < target:
         said = f"The full cache answers {answered} of {asked} questions"
-        if answered < _ABLE * asked:
+        if answered < _ABLE * asked:  # so few that more questions are no remedy
             raise InputError(f"{said}: these are beyond the model, whatever its memory. Ask others, or `case=stream`.")
         raise too_few(answered, counted, target, said)
     found = search(ladders, study, sizes, target)
@@ -526,7 +533,7 @@ def tune(
 
 
 def _asked(outcomes: Sequence[Outcome]) -> int:
-    return sum(len(one) if isinstance(one, str) else 1 for one in outcomes)
+    return sum(len(outcome) if isinstance(outcome, str) else 1 for outcome in outcomes)
 
 
 def _all(

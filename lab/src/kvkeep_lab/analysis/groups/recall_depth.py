@@ -196,8 +196,8 @@ def _replies(writer: Writer, policy: str, questions: Sequence[Prompted], wording
     logits = drive.feed(*left_padded([asked.ids[-1:] for asked in questions]), last_only=True)
     texts = [writer.text_of(row) for row in decode_greedily(drive, logits, NEW_TOKENS[wording], ends_of(writer.model))]
     return [
-        Reply(right(wording, one.question, text), one.question.depth, named_depth(one.question, text))
-        for one, text in zip(questions, texts, strict=True)
+        Reply(right(wording, asked.question, text), asked.question.depth, named_depth(asked.question, text))
+        for asked, text in zip(questions, texts, strict=True)
     ]
 
 
