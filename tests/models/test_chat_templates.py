@@ -29,8 +29,8 @@ TEMPLATES = {
     "JSON": "{{ messages | tojson(indent=2) }}",
     "generation blocks": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "a namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
-    "{{ ns.n }}",
-    "the prompt of an answer": "{% if add_generation_prompt %}answer:{% endif %}",
+    "{{ ns.n }}{{ messages[0].content }}",
+    "the prompt of an answer": "{{ messages[0].content }}{% if add_generation_prompt %}answer:{% endif %}",
 }
 
 
@@ -45,6 +45,104 @@ def test_the_tokens_are_those_of_transformers():
     tokenizer = AutoTokenizer.from_pretrained(tiny.path())
     want = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokenizer(chat_templates.fill(tokenizer, MESSAGES), add_special_tokens=False)["input_ids"] == want
+
+
+PARTS = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+IN_PARTS = {
+    "all roles": "{% for m in messages %}[{{ m.role }}]" + PARTS + "{% endfor %}",
+    "the user's only": "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' %}"
+    + PARTS
+    + "{% else %}{{ m.content + '' }}{% endif %}{% endfor %}",
+    "by a filter": "{% for m in messages %}[{{ m.role }}]{% for part in m.content | selectattr('type', 'equalto', "
+    "'text') %}{{ part['text'] }}{% endfor %}{% endfor %}",
+    "or an error": "{% for m in messages %}{% if m.content is string %}{{ raise_exception('parts only') }}{% endif %}"
+    "[{{ m.role }}]" + PARTS + "{% endfor %}",
+    "either": "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    + PARTS
+    + "{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", IN_PARTS.values(), ids=IN_PARTS.keys())
+def test_content_has_the_form_that_a_template_reads(template, tokenizer):
+    tokenizer.chat_template = template
+    assert chat_templates.fill(tokenizer, [{"role": "system", "content": "be brief"}, *MESSAGES]) == (
+        f"[system]be brief[user]{MESSAGES[0]['content']}[assistant]ja"
+    )
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages | length }}", "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}"]
+)
+def test_a_prompt_without_the_users_message_is_an_error(template, tokenizer):
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=r"leaves out the user's last message.*/v1/completions"):
+        chat_templates.fill(tokenizer, MESSAGES)
+    with pytest.raises(InputError, match=r"leaves out .*/v1/completions"):
+        chat_templates.fill(tokenizer, [{"role": "system", "content": "x y"}, MESSAGES[0]])
+
+
+@pytest.mark.parametrize("change", ["upper", "trim", "tojson", "replace('w', 'x')", "truncate(9, true)", "e"])
+def test_a_template_may_change_the_users_message(change, tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | " + change + " }}{% endfor %}"
+    assert chat_templates.fill(tokenizer, [{"role": "user", "content": ' where\n"is" <it>?'}])
+
+
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NO_SYSTEM = {
+    "refused": "{% for m in messages if m.role not in ('user', 'assistant') %}{{ raise_exception('no') }}{% endfor %}",
+    "left out": "{% set messages = messages | rejectattr('role', 'in', ['system', 'developer']) | list %}",
+}
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('turns must alternate') }}{% endif %}{% endfor %}"
+)
+SYSTEM = {"role": "system", "content": "be brief"}
+USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "ja"}
+
+
+@pytest.mark.parametrize("template", NO_SYSTEM.values(), ids=NO_SYSTEM.keys())
+def test_system_messages_without_a_role_of_their_own(template, tokenizer):
+    tokenizer.chat_template = template + TURNS
+    for messages, want in [
+        ([SYSTEM, USER], "[user]be brief\n\nhello"),
+        ([SYSTEM, SYSTEM, USER, ANSWER, USER], "[user]be brief\n\nbe brief\n\nhello[assistant]ja[user]hello"),
+        ([USER, ANSWER, SYSTEM, USER], "[user]hello[assistant]ja[user]be brief\n\nhello"),
+        ([USER, SYSTEM], "[user]hello\n\nbe brief"),
+        ([SYSTEM, ANSWER, USER], "[user]be brief[assistant]ja[user]hello"),
+        ([{**SYSTEM, "role": "developer"}, USER], "[user]be brief\n\nhello"),
+        ([SYSTEM], "[user]be brief"),
+        ([USER, USER], "[user]hello[user]hello"),
+    ]:
+        assert chat_templates.fill(tokenizer, messages) == want
+
+
+def test_folded_messages_alternate(tokenizer):
+    tokenizer.chat_template = STRICT + TURNS
+    want = "[user]be brief\n\nhello[assistant]ja[user]hello"
+    assert chat_templates.fill(tokenizer, [SYSTEM, USER, ANSWER, USER]) == want
+    with pytest.raises(InputError, match="turns must alternate"):
+        chat_templates.fill(tokenizer, [USER, USER])
+
+
+def test_folding_is_said_once(tokenizer, caplog):
+    tokenizer.chat_template = NO_SYSTEM["refused"] + "{{ messages[0].content }}"
+    for _ in range(2):
+        assert chat_templates.fill(tokenizer, [SYSTEM, USER]) == "be brief\n\nhello"
+    assert [message for message in caplog.messages if "system messages" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_a_template_with_one_system_message_keeps_it(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be first') }}"
+        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    given = [SYSTEM, {"role": "developer", "content": "be kind"}, USER, ANSWER, SYSTEM, USER]
+    assert chat_templates.fill(tokenizer, [SYSTEM, SYSTEM, USER]) == "[system]be brief\n\nbe brief[user]hello"
+    assert chat_templates.fill(tokenizer, given) == (
+        "[system]be brief\n\nbe kind[user]hello[assistant]ja[user]be brief\n\nhello"
+    )
 
 
 ENDLESS = {
@@ -73,8 +171,8 @@ def test_a_template_without_an_end_is_ended_and_the_next_one_is_filled_in(templa
     with pytest.raises(InputError, match=r"chat template fails .* Use `raw=True`"):
         chat_templates.fill(tokenizer, MESSAGES)
     monkeypatch.undo()
-    tokenizer.chat_template = "{{ messages[0].role }}"
-    assert chat_templates.fill(tokenizer, MESSAGES) == "user"
+    tokenizer.chat_template = "{{ messages[0].role }}{{ messages[0].content }}"
+    assert chat_templates.fill(tokenizer, MESSAGES) == "user" + MESSAGES[0]["content"]
 
 
 @pytest.mark.parametrize("template", LARGE.values(), ids=LARGE.keys())
@@ -116,11 +214,11 @@ def test_a_long_prompt_stays_whole(tokenizer):
 
 
 def test_a_process_that_was_ended_is_started_again(tokenizer):
-    tokenizer.chat_template = "{{ messages[0].role }}"
+    tokenizer.chat_template = "{{ messages[0].role }}{{ messages[0].content }}"
     chat_templates.fill(tokenizer, MESSAGES)
     chat_templates._WORKER._process.kill()
     chat_templates._WORKER._process.wait()
-    assert chat_templates.fill(tokenizer, MESSAGES) == "user"
+    assert chat_templates.fill(tokenizer, MESSAGES) == "user" + MESSAGES[0]["content"]
 
 
 def test_threads_get_their_own_texts(tokenizer):

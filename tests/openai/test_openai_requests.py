@@ -11,7 +11,7 @@ from kvkeep.batch.input import InputLine, parse
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
-from kvkeep.openai.messages import ParameterError
+from kvkeep.openai.messages import ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
 from kvkeep.openai.responses import answer, error
 
@@ -118,6 +118,53 @@ def test_messages_become_texts():
     ]
 
 
+THOUGHT = {"role": "assistant", "content": "c", "reasoning_content": "r"}
+CALL = {"id": "", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "want"),
+    [
+        ({"role": "user", "content": "d", "name": "Tom"}, {"role": "user", "content": "d", "name": "Tom"}),
+        ({"role": "system", "content": "d", "name": "Tom"}, {"role": "system", "content": "d", "name": "Tom"}),
+        ({**THOUGHT}, THOUGHT),
+        ({**THOUGHT, "reasoning": "r"}, THOUGHT),
+        ({"role": "assistant", "content": "c", "reasoning": "r"}, THOUGHT),
+        ({"role": "assistant", "content": None, "reasoning_content": "r"}, {**THOUGHT, "content": ""}),
+        ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant", "content": "no"}),
+        ({"role": "assistant", "content": [], "refusal": "no"}, {"role": "assistant", "content": "no"}),
+        ({"role": "assistant", "content": "c", "refusal": "no"}, {"role": "assistant", "content": "c"}),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "content": "no"},
+        ),
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": "c", "annotations": [{"type": "x"}]}, {"role": "assistant", "content": "c"}),
+        (
+            {"role": "assistant", "content": "c", "audio": None, "function_call": None, "tool_calls": []},
+            {"role": "assistant", "content": "c"},
+        ),
+        ({"role": "user", "content": "d", "tool_calls": [], "reasoning": "r"}, {"role": "user", "content": "d"}),
+        ({"role": "user", "content": [{"type": "input_text", "text": "d"}]}, {"role": "user", "content": "d"}),
+        ({"role": "user", "content": "d", "id": 5, "cache_control": {}}, {"role": "user", "content": "d"}),
+        (
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]},
+        ),
+        (
+            {"role": "function", "name": "f", "content": "1"},
+            {"role": "tool", "name": "f", "content": "1", "tool_call_id": ""},
+        ),
+    ],
+)
+def test_messages_that_agents_send_back(message, want):
+    found = read(CHAT, {"messages": [*HELLO, message]}, use=ToolUse(by_template=True))
+    assert found.prompts[0][-1] == want
+    assert set(found.ignored) == {f"messages[].{name}" for name in message.keys() & {"id", "cache_control"}}
+    if "tool_call_id" not in want and "tool_calls" not in want:
+        assert chat(messages=[*HELLO, message]).prompts[0][-1] == want
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
@@ -192,7 +239,16 @@ REFUSED = [
     ({"messages": [1]}, "messages[0]", "is not like"),
     ({"messages": [{"role": "user"}]}, "messages[0]", "is not like"),
     ({"messages": [*HELLO, {"role": "wizard", "content": "x"}]}, "messages[1].role", 'is "wizard"'),
-    ({"messages": [{"role": "user", "content": "x", "name": "Tom"}]}, "messages[0].name", "leave it out"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name", "no text"),
+    ({"messages": [{"role": "user", "content": 0}]}, "messages[0].content", "no list of parts"),
+    ({"messages": [{"role": "user", "content": None, "refusal": "no"}]}, "messages[0]", "is not like"),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning": {}}]}, "messages[0].reasoning", "no text"),
+    ({"messages": [{"role": "assistant", "refusal": "\ud83d"}]}, "messages[0].refusal", "half of a character"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio", "only texts"),
+    ({"messages": [{"role": "assistant", "content": "x", "prefix": True}]}, "messages[0].prefix", "continue_final"),
+    ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "messages[0].images", "only texts"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": 1}}]}, "messages[0].tool_calls[0]", "not like"),
+    ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "messages[0].content", "only texts"),
     ({"messages": [{"role": "user", "content": {"text": "x"}}]}, "messages[0].content", "no list of parts"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "only texts"),
     ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content", "half of a character"),

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvkeep.server import responses_routes
+
 from .running import NAME, WAIT_S, keys, serve
 
 A, B = "Once upon a time there was a dog.", "What did the dog do?"
@@ -212,6 +214,19 @@ def test_a_response_is_continued_by_its_id(client):
         client.responses.retrieve(second.id)
     third = client.responses.create(input=said(B), previous_response_id=again.id, **SHORT)
     assert third.usage.input_tokens > again.usage.input_tokens
+
+
+def test_items_that_clients_send_back_are_taken(client):
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    answer = {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "id": "msg_1"}
+    items = [{"role": "user", "content": A}, thought, answer, {"role": "user", "content": B}]
+    plain = [items[0], {"role": "assistant", "content": "No."}, items[3]]
+    sizes = [client.responses.create(input=given, **SHORT).usage.input_tokens for given in (items, plain)]
+    assert sizes[0] == sizes[1]
+    (_, found, _) = responses_routes._messages(items)
+    assert found == {"role": "assistant", "content": "No.", "reasoning_content": "hm"}
+    odd = [{"type": "reasoning", "content": given} for given in (None, "x", [1, {"text": 5}], {})]
+    assert responses_routes._messages([*odd, items[0]]) == items[:1]
 
 
 def test_a_response_is_streamed(client):

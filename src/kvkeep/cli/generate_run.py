@@ -322,10 +322,10 @@ def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
     """Return the token ids of the prompt, after the system message if there is one.
 
     Raises:
-        InputError: there is no chat template, or it leaves the system message out.
+        InputError: there is no chat template.
     """
-    plain: list[int] = tokenization.encode(checkpoint, request.prompt, raw=request.raw)[0].tolist()
     if request.system is None:
+        plain: list[int] = tokenization.encode(checkpoint, request.prompt, raw=request.raw)[0].tolist()
         return plain
     if checkpoint.tokenizer.chat_template is None:
         raise InputError(
@@ -333,11 +333,6 @@ def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
             "beginning of the prompt."
         )
     found: list[int] = tokenization.encode_chat(checkpoint, messages_of(request))[0].tolist()
-    if found == plain:
-        raise InputError(
-            f"The chat template of {checkpoint.name} leaves out system messages, so --system has no effect. Put its "
-            "text at the beginning of the prompt."
-        )
     return found
 
 

@@ -9,10 +9,13 @@ killed when it does not.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
+import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,13 +25,18 @@ from kvkeep.errors import InputError
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.files import explained
 from kvkeep.models.sandbox import SandboxProcess
+from kvkeep.models.special_tokens import special_tokens_of
 from kvkeep.pins import Span, Spans, spans
 
 TIMEOUT_S = 10.0
 MEMORY_BYTES = 2**30
 _TAKEN = {"messages", "conversations", "tools", "chat_template", "return_assistant_tokens_mask"}
 """Names that no variable may have: they are the conversation, or arguments of transformers."""
-_REMEDY = "Use `raw=True` to leave it out and write the whole prompt."
+_REMEDY = "Use `raw=True` (over HTTP: /v1/completions) to leave it out and write the whole prompt."
+_SYSTEM = ("system", "developer")
+_MARK = "kvkeepmessage"
+_PIN_MARK = "kvkeepsystemmessage"
+_log = logging.getLogger(__name__)
 
 
 def fill(
@@ -40,6 +48,10 @@ def fill(
 ) -> str:
     """Render a conversation in the tokenizer's chat template, up to the beginning of the model's answer.
 
+    A template that reads content as a list of parts gets parts. System messages that the template refuses or leaves out
+    are put before the text of the user's next message. Characters of control tokens are quoted, see
+    `kvkeep.models.special_tokens`, but in an assistant's messages.
+
     Args:
         tokenizer: has the template.
         messages: each with ``role`` and ``content``.
@@ -48,26 +60,170 @@ def fill(
             ``continue_final_message`` have their meaning in transformers.
 
     Raises:
-        InputError: the template fails, or takes too long or too much memory; or a variable has a name that the
-            conversation has already.
+        InputError: the template fails, takes too long or too much memory, or leaves out the user's last message; or a
+            variable has a name that the conversation has already.
     """
-    known = list(map(dict, tools)) or None
     if taken := _TAKEN & (variables or {}).keys():
         raise InputError(f"The chat template cannot be given the variable {min(taken)}: kvkeep sets it. Leave it out.")
+    quote = special_tokens_of(tokenizer).quote
+    known = quote(list(map(dict, tools))) or None
     try:
-        asked = {
-            **tokenizer.special_tokens_map,
-            "chat_template": tokenizer.get_chat_template(tools=known),
-            "tools": known,
-            "messages": list(map(dict, messages)),
-            "add_generation_prompt": True,
-            **(variables or {}),
-        }
-        line = json.dumps(asked)
+        asked = {**tokenizer.special_tokens_map, "chat_template": tokenizer.get_chat_template(tools=known)}
+        template = ChatTemplate(json.dumps({**asked, "add_generation_prompt": True}, sort_keys=True))
     except Exception as error:  # templates without a default, tokens that are not text
+        raise InputError(f"The tokenizer's chat template cannot be used ({error!s:.200}). {_REMEDY}") from error
+    own = [dict(message) if message["role"] == "assistant" else _quoted(message, quote) for message in messages]
+    return template.fill(own, {"tools": known, **quote(variables or {})})
+
+
+def _quoted(message: Mapping[str, Any], quote: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: part if name == "role" else quote(part) for name, part in message.items()}
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, and what it does with messages.
+
+    Attributes:
+        asked: the template and its variables, in the JSON that the template process takes.
+    """
+
+    asked: str
+
+    def fill(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """Render a conversation, with its system messages folded into the user's if need be.
+
+        Raises:
+            InputError: see `fill`.
+        """
+        refused: Exception | None = None
+        systems = [place for place, message in enumerate(messages) if message["role"] in _SYSTEM]
+        for given in (messages, _folded(messages, keep_first=True), _folded(messages)) if systems else (messages,):
+            try:
+                text = _rendered(self._given(given, variables))
+            except EndlessTemplateError:
+                raise
+            except InputError as error:
+                refused = refused or error
+                continue
+            if all(self._shows(text, given, i, variables) for i, m in enumerate(given) if m["role"] in _SYSTEM):
+                break
+        else:
+            raise refused or InputError(f"The tokenizer's chat template leaves out system messages. {_REMEDY}")
+        if given is not messages:
+            _note(self.asked)
+        last = max((place for place, message in enumerate(given) if message["role"] == "user"), default=None)
+        if last is not None and not self._shows(text, given, last, variables):
+            raise InputError(f"The tokenizer's chat template leaves out the user's last message. {_REMEDY}")
+        return text
+
+    def _shows(
+        self, text: str, messages: Sequence[Mapping[str, Any]], place: int, variables: Mapping[str, Any]
+    ) -> bool:
+        """Tell whether a conversation's text has one of its messages, perhaps with other letters."""
+        content = messages[place]["content"].strip()
+        if content in text:
+            return True
+        marked = [{**m, "content": _MARK} if i == place else m for i, m in enumerate(messages)]
+        return _MARK in _probed(self._given(marked, variables))
+
+    def _given(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the template process is asked, with the content of each role in the form that is read."""
+        parts = _roles_in_parts(self.asked)
+        given = [_in_form(message, parts) for message in messages]
+        return {**json.loads(self.asked), **variables, "messages": given}
+
+
+def _in_form(message: Mapping[str, Any], parts: Collection[str]) -> dict[str, Any]:
+    """Return a message with its content as a list of parts, if the template reads its role so."""
+    if message["role"] not in parts:
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) -> list[Mapping[str, Any]]:
+    """Return the messages with those of the system joined with the user's message that follows.
+
+    Args:
+        messages: the conversation.
+        keep_first: whether the first ones become one system message, for templates that take one.
+    """
+    start = next((i for i, m in enumerate(messages) if m["role"] not in _SYSTEM), len(messages)) if keep_first else 0
+    first = "\n\n".join(message["content"] for message in messages[:start])
+    found: list[dict[str, Any]] = [{"role": "system", "content": first}] if start else []
+    joins = False  # whether the last message is, or ends with, a system message
+    for message in messages[start:]:
+        is_system = message["role"] in _SYSTEM
+        made = {**message, "role": "user"} if is_system else dict(message)
+        last_is_user = len(found) > 0 and found[-1]["role"] == "user"
+        if made["role"] == "user" and last_is_user and (is_system or joins):
+            made["content"] = f"{found.pop()['content']}\n\n{made['content']}"
+        found.append(made)
+        joins = is_system
+    return list(found)
+
+
+@functools.cache
+def _note(template: str) -> None:
+    """Say once for each template that system messages are folded."""
+    del template
+    _log.warning(
+        "The chat template does not take the system messages as they are: their text, and that of tools, is put before "
+        "the text of the user's message."
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _roles_in_parts(asked: str) -> frozenset[str]:
+    """Return the roles whose content a template reads as a list of parts, found by rendering a mark in both forms."""
+    options, roles = json.loads(asked), set[str]()
+    user: dict[str, Any] = {"role": "user", "content": "a"}
+    answer: dict[str, Any] = {"role": "assistant", "content": "a"}
+    call = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    calls = [user, {**answer, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "abcdefgh1", "content": _MARK}]
+    marked: dict[str, list[dict[str, Any]]] = {
+        "user": [{**user, "content": _MARK}],
+        "system": [{"role": "system", "content": _MARK}, user],
+        "assistant": [user, {**answer, "content": _MARK}, user],
+        "tool": calls,
+    }
+    for role, messages in marked.items():
+        for parts in (roles, roles | {role}):
+            given = [_in_form(message, parts) for message in messages]
+            if _MARK in _probed({**options, "messages": given}):
+                roles = parts
+                break
+        else:
+            if role == "user":  # nothing can be found out about such a template
+                break
+    return frozenset(roles)
+
+
+def _probed(asked: Mapping[str, Any]) -> str:
+    """Return the text of a template in small letters, or an empty text if the template refuses the messages."""
+    try:
+        return _rendered(asked).casefold()
+    except EndlessTemplateError:
+        raise
+    except InputError:
+        return ""
+
+
+def _rendered(asked: Mapping[str, Any]) -> str:
+    """Return the text of a template, from the process that fills in templates.
+
+    Raises:
+        InputError: the template fails, or what it is given is no JSON.
+    """
+    try:
+        line = json.dumps(asked)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"The tokenizer's chat template cannot be used ({error!s:.200}). {_REMEDY}") from error
     with _LOCK:
         answer = _asked(line)
+    if answer is None:
+        why = f"it takes more than {TIMEOUT_S:.0f} s or {MEMORY_BYTES >> 20} MiB"
+        raise EndlessTemplateError(f"The tokenizer's chat template fails ({why}). {_REMEDY}")
     if "text" not in answer:
         raise InputError(f"The tokenizer's chat template fails ({answer['error']}). {_REMEDY}")
     return answer["text"]
@@ -80,19 +236,20 @@ def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
     return any(variable in text for text in texts if isinstance(text, str))
 
 
-def _asked(line: str) -> dict[str, str]:
-    """Let the template process answer a line, and return its ``text`` or ``error``.
+class EndlessTemplateError(InputError):
+    """A chat template takes too long, or too much memory."""
 
-    Too slow an answer is an ``error``.
+
+def _asked(line: str) -> dict[str, str] | None:
+    """Ask the template process to answer a line, and return its ``text`` or ``error``; ``None`` if it was killed.
 
     Raises:
         InputError: the process does not start.
     """
     try:
-        found = _WORKER.ask(line, TIMEOUT_S)
+        return _WORKER.ask(line, TIMEOUT_S)
     except OSError as error:
         raise InputError(f"The process that fills in chat templates does not start ({error}). {_REMEDY}") from error
-    return found or {"error": f"it takes more than {TIMEOUT_S:.0f} s or {MEMORY_BYTES >> 20} MiB"}
 
 
 def _new() -> SandboxProcess:
@@ -115,8 +272,6 @@ atexit.register(lambda: _WORKER.end())
 
 # The tokens of system messages within a conversation, found through the chat template and the tokenizer's offsets.
 
-_MARK = "kvkeepsystemmessage"
-
 
 def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Spans:
     """Return the spans of a conversation's tokens that hold the text of system messages; ``()`` without any.
@@ -135,7 +290,7 @@ def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return ()
     messages = cast(Sequence[Mapping[str, str]], prompt)
-    places = [i for i, message in enumerate(messages) if message["role"] in ("system", "developer")]
+    places = [i for i, message in enumerate(messages) if message["role"] in _SYSTEM]
     if not places:
         return ()
     text = fill(checkpoint.tokenizer, messages)
@@ -149,7 +304,7 @@ def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, st
     Raises:
         InputError: the template does not show the message in one piece.
     """
-    mark = _MARK
+    mark = _PIN_MARK
     while any(mark in message["content"] for message in messages):  # the place of the mark must be the message's
         mark += "x"
     marked = [{**message, "content": mark} if i == place else dict(message) for i, message in enumerate(messages)]
@@ -157,12 +312,14 @@ def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, st
     stop = len(text) - len(after)
     # a template may repeat the message, change it, or let it change what stands around it
     whole = found and mark not in after and text.startswith(before) and text.endswith(after) and len(before) < stop
-    if not whole or text[len(before) : stop].strip() != messages[place]["content"].strip():
+    special = special_tokens_of(checkpoint.tokenizer)
+    if not whole or text[len(before) : stop].strip() != special.quote(messages[place]["content"]).strip():
         raise InputError(
             f"The chat template of {checkpoint.name} does not show the system message in one piece, so its tokens "
             "cannot be pinned."
         )
-    return len(before), stop
+    read = special.renamed if special.is_quoted(text) else str
+    return len(read(before)), len(read(text)) - len(read(after))
 
 
 def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
@@ -171,12 +328,8 @@ def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
     Raises:
         InputError: the tokenizer does not know the characters.
     """
-    options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True}
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
-        try:
-            found = checkpoint.tokenizer(text, **options)["offset_mapping"]
-        except (NotImplementedError, KeyError, TypeError):
-            found = None
+        found = special_tokens_of(checkpoint.tokenizer).offsets(checkpoint.tokenizer, text)
     if not found:
         raise InputError(
             f"The tokenizer of {checkpoint.name} does not tell which characters its tokens hold, so a system message's "

@@ -19,6 +19,7 @@ from kvkeep.models.chat_templates import fill, reads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained
+from kvkeep.models.special_tokens import special_tokens_of
 from kvkeep.snapshot.snapshot import Snapshot
 
 
@@ -37,8 +38,10 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
     if not prompt.strip():
         raise InputError("The prompt is empty. Give some text.")
     _check_text(prompt)
-    if checkpoint.tokenizer.chat_template is None or raw:
+    if raw:
         return _encoded(checkpoint, prompt)
+    if checkpoint.tokenizer.chat_template is None:
+        return _encoded_as_quoted(checkpoint, special_tokens_of(checkpoint.tokenizer).quote(prompt), bare=False)
     return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
 
 
@@ -79,7 +82,7 @@ def encode_chat(
         text = _unfinished(checkpoint, messages, tools, {**given, "add_generation_prompt": False})
     else:
         text = fill(checkpoint.tokenizer, messages, tools, variables=given)
-    return _encoded(checkpoint, text, add_special_tokens=False)
+    return _encoded_as_quoted(checkpoint, text)
 
 
 def _unfinished(
@@ -148,9 +151,9 @@ def encode_next(
     if text.count(mark) != 1:
         raise InputError(
             f"The chat template of {checkpoint.name} does not show the last answer as it is, so a conversation cannot "
-            "go on in its memory. Use `raw=True` and write what follows the answer yourself."
+            "go on in its memory. Use `raw=True` (not over HTTP) and write what follows the answer yourself."
         )
-    return _encoded(checkpoint, text.partition(mark)[2], add_special_tokens=False)
+    return _encoded_as_quoted(checkpoint, text.partition(mark)[2])
 
 
 def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
@@ -181,6 +184,25 @@ def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, 
     """
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
         ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
+    return _checked(checkpoint, ids)
+
+
+def _encoded_as_quoted(checkpoint: Checkpoint, text: str, *, bare: bool = True) -> Int[Tensor, "1 T"]:
+    """Encode a text whose control tokens may be quoted, see `kvkeep.models.special_tokens`.
+
+    Args:
+        checkpoint: the model and its tokenizer.
+        text: the text.
+        bare: leave out the tokens that the tokenizer puts around a text.
+    """
+    special = special_tokens_of(checkpoint.tokenizer)
+    with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
+        ids = special.encode(checkpoint.tokenizer, text, add_special_tokens=not bare)
+    return _checked(checkpoint, torch.tensor([ids], dtype=torch.long))
+
+
+def _checked(checkpoint: Checkpoint, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 T"]:
+    """Return token ids after a check that there are some, and that the model has all of them."""
     if ids.numel() == 0:
         raise InputError("The prompt has no tokens. Give some text.")
     vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
@@ -330,13 +352,13 @@ class Opening:
             raw: list[int] = encode(checkpoint, self._joined(question), raw=True)[0].tolist()
             return raw
         filled = fill(checkpoint.tokenizer, [*self.messages(question), *more])
-        start = filled.find(self._joined(question).strip())
+        start = filled.find(special_tokens_of(checkpoint.tokenizer).quote(self._joined(question)).strip())
         if start < 0:
             raise InputError(
                 f"The chat template of {checkpoint.name} does not show a message as it is, so no question can follow "
                 "the text in it. Use `raw=True` to leave the template out."
             )
-        found: list[int] = encode_rest(checkpoint, filled if whole else filled[start:])[0].tolist()
+        found: list[int] = _encoded_as_quoted(checkpoint, filled if whole else filled[start:])[0].tolist()
         return found
 
 
@@ -400,16 +422,11 @@ def check_system(checkpoint: Checkpoint, system: str, *, raw: bool = False) -> N
     """Refuse a system message that the model would not see.
 
     Raises:
-        InputError: there is no chat template, or it leaves system messages out.
+        InputError: there is no chat template, or it fails.
     """
     if raw or checkpoint.tokenizer.chat_template is None:
         raise InputError("A `system` message needs a chat template. Put its text at the beginning of the text.")
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
-    if fill(checkpoint.tokenizer, messages) == fill(checkpoint.tokenizer, messages[1:]):
-        raise InputError(
-            f"The chat template of {checkpoint.name} leaves out system messages, so `system` has no effect. Put its "
-            "text at the beginning of the text."
-        )
+    fill(checkpoint.tokenizer, [{"role": "system", "content": system}, {"role": "user", "content": "a"}])
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

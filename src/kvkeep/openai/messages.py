@@ -199,9 +199,23 @@ BY_WORDS = ToolUse()
 """Hermes' form, for a chat template that knows no tools."""
 
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_MORE: Mapping[str, set[str]] = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
-"""Fields of a message beside its role and content."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_FIELDS: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("name", "refusal", "reasoning_content", "reasoning", "tool_call_id"), (str, "text")),
+    **dict.fromkeys(("tool_calls", "annotations"), (list, "list")),
+    "function_call": (dict, "object"),
+}
+"""Fields of a message beside its role and content, with their types; `tool_calls` and others only in some roles."""
+_UNREAD = {
+    "audio": "is an answer in sound, and only texts are read; leave it out",
+    **dict.fromkeys(("images", "videos", "files"), "cannot be told to the model: only texts are read; leave it out"),
+    **dict.fromkeys(
+        ("prefix", "partial"), "is not built; give continue_final_message: true beside messages in place of it"
+    ),
+}
+"""Fields that would change an answer and are not built."""
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are a text → the field that holds it."""
 
 
 class ParameterError(InputError):
@@ -240,26 +254,65 @@ def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
     return _joined([_as_text(message, use.form) for message in found])
 
 
+def unknown_fields(messages: object) -> tuple[str, ...]:
+    """Return the names of fields of messages that nobody knows, which are ignored, such as ``messages[].id``."""
+    known = {"role", "content", *_FIELDS, *_UNREAD}
+    given = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    return tuple(dict.fromkeys(f"messages[].{name}" for message in given for name in message if name not in known))
+
+
 def _message(name: str, message: object) -> dict[str, Any]:
-    """Check a message, and return its role, text and tool calls. The role ``developer`` becomes ``system``.
+    """Check a message, and return its role, text, tool calls, name and reasoning.
+
+    The role ``developer`` becomes ``system``, and the older ``function`` and ``function_call`` become a tool's result
+    and a call of one. A refusal is the text of an answer that has none. Annotations are left out.
 
     Raises:
         ParameterError: the message has another form, an unknown role, or a field of which the model cannot be told.
     """
     found = {} if not isinstance(message, dict) else {k: v for k, v in message.items() if v is not None}
-    role, calls = found.get("role"), found.get("tool_calls")
-    if not isinstance(role, str) or ("content" not in found and not calls):
+    role, calls = found.get("role"), found.get("tool_calls", [])
+    if not isinstance(role, str) or (role != "assistant" and "content" not in found):
         raise ParameterError(name, 'is not like {"role": "user", "content": "a text"}')
     if role not in _ROLES:
         raise ParameterError(f"{name}.role", f"is {short(role)}; there are system, user, assistant and tool")
-    for other in found.keys() - {"role", "content"} - _MORE.get(role, set()):
-        if found[other] != []:  # an empty list has nothing that the model could be told
-            raise ParameterError(f"{name}.{other[:80]}", "cannot be told to the model; leave it out")
-    made = {"role": "system" if role == "developer" else role}
-    made["content"] = _content(f"{name}.content", found.get("content", ""))
-    if role == "tool":
-        return {**made, "tool_call_id": _id(f"{name}.tool_call_id", found.get("tool_call_id", ""))}
-    return {**made, "tool_calls": _calls(f"{name}.tool_calls", calls)} if calls else made
+    for field in found.keys() & {*_FIELDS, *_UNREAD}:
+        _check_field(f"{name}.{field}", field, found[field])
+    calls = _older_call(found) if calls == [] else calls
+    if calls != [] and role != "assistant":
+        raise ParameterError(f"{name}.tool_calls", f"belongs to an assistant's message, and this is of {role}")
+    made: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
+    content = found.get("content", "")
+    refusal = found.get("refusal", "") if role == "assistant" else ""
+    made["content"] = _content(f"{name}.content", refusal or "" if content in ("", []) else content)
+    if found.get("name"):
+        made["name"] = found["name"]
+    if made["role"] == "tool":
+        made["tool_call_id"] = _id(f"{name}.tool_call_id", found.get("tool_call_id", ""))
+    if role == "assistant" and (thoughts := found.get("reasoning_content") or found.get("reasoning")):
+        made["reasoning_content"] = thoughts
+    return {**made, "tool_calls": _calls(f"{name}.tool_calls", calls)} if calls != [] else made
+
+
+def _check_field(place: str, name: str, value: object) -> None:
+    """Check the type of a message's field, and that it asks for nothing that kvkeep cannot do."""
+    if name in _UNREAD:
+        if value not in (False, "", [], {}):
+            raise ParameterError(place, _UNREAD[name])
+        return
+    if value == []:
+        return  # some clients write it for nothing, whatever the type
+    kind, words = _FIELDS[name]
+    if name != "tool_calls" and not isinstance(value, kind):  # `_calls` says what a call looks like
+        raise ParameterError(place, f"is {short(value)} and no {words}")
+    if isinstance(value, str):
+        whole_text(place, value)
+
+
+def _older_call(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the call of an older ``function_call`` as a list of tool calls."""
+    call = message.get("function_call")
+    return [{"id": "", "type": "function", "function": call}] if call else []
 
 
 def _calls(name: str, calls: object) -> list[dict[str, str]]:
@@ -296,7 +349,7 @@ def _as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
     if "tool_calls" in message:
         shown = form.text((call["name"], call["arguments"]) for call in message["tool_calls"])
         text = f"{text}\n{shown}" if text else shown
-    return {"role": message["role"], "content": text}
+    return {**{name: part for name, part in message.items() if name != "tool_calls"}, "content": text}
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -361,10 +414,17 @@ def _content(name: str, content: object) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ParameterError(name, "is no text and no list of parts")
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ParameterError(name, "has a part that is no text; only texts are read")
-    return whole_text(name, "".join(part["text"] for part in parts))
+    return whole_text(name, "".join(_text_of(name, part) for part in parts))
+
+
+def _text_of(name: str, part: object) -> str:
+    """Return the text of a part of a message's content."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    text = part.get(field) if isinstance(part, dict) and field else None
+    if not isinstance(text, str):
+        raise ParameterError(name, "has a part that is no text; only texts are read")
+    return text
 
 
 def whole_text(name: str, text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from kvkeep.engine.request import Structure, json_structure, stop_ids, structure_of
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.openai.messages import BY_WORDS, ParameterError, ToolUse, messages_of, short, whole_text
+from kvkeep.openai.messages import BY_WORDS, ParameterError, ToolUse, messages_of, short, unknown_fields, whole_text
 from kvkeep.openai.tools import Tools, tools_of
 from kvkeep.parameters import (
     ENDING_PARAMETERS,
@@ -275,7 +275,7 @@ def ignored(
         if alike := difflib.get_close_matches(name[:80], own, 1, _ALIKE):
             raise ParameterError(name[:80], f"is unknown; did you mean {alike[0]}?")
         found.append(name)
-    return tuple(found)
+    return (*found, *unknown_fields(given.get("messages")))
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:

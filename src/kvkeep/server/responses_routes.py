@@ -98,13 +98,27 @@ def _messages(given: list[Any]) -> list[dict[str, Any]]:
     if not given:
         raise InputError("The input has no message.")
     messages: list[dict[str, Any]] = []
+    thoughts = ""
     for place, item in enumerate(given):
+        if isinstance(item, dict) and item.get("type") == "reasoning":
+            thoughts = _thoughts(item)
+            continue
         message = _message(f"input[{place}]", item)
+        if thoughts and message["role"] == "assistant":
+            message["reasoning_content"] = thoughts
+        thoughts = ""
         if "tool_calls" in message and messages and "tool_calls" in messages[-1]:
             messages[-1]["tool_calls"] += message["tool_calls"]  # a chat has the calls of one turn in one message
         else:
             messages.append(message)
     return messages
+
+
+def _thoughts(item: dict[str, Any]) -> str:
+    """Return the text of an item of reasoning, which clients send back before the answer; often it has none."""
+    parts = item["content"] if isinstance(item.get("content"), list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
@@ -141,8 +155,8 @@ def _content(name: str, content: object, field: str) -> str:
 def _input_text(name: str, part: object) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text"):
-        text = part.get("text")
+    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text", "refusal"):
+        text = part.get("refusal" if part["type"] == "refusal" else "text")
         if isinstance(text, str):
             return text
     raise ParameterError(name, "has a part that is no text; only texts are read")

@@ -30,16 +30,18 @@ _FUNCTION = {
 _CALL = {"type": "object", "properties": {"id": _TEXT, "type": {"const": "function"}, "function": _FUNCTION}}
 _PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": _TEXT}, "required": ["type", "text"]}
 _CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
+_LIST: dict[str, Any] = {"type": "array"}
 
 
 def _message(roles: list[str], required: list[str], **more: object) -> dict[str, Any]:
-    fields = {"role": {"enum": roles}, "content": _CONTENT, **more}
-    return {"type": "object", "properties": fields, "required": ["role", *required], "additionalProperties": False}
+    fields = {"role": {"enum": roles}, "content": _CONTENT, "name": _TEXT, **more}
+    return {"type": "object", "properties": fields, "required": ["role", *required]}
 
 
+_ANSWER = {**dict.fromkeys(("reasoning_content", "reasoning", "refusal"), _TEXT), "annotations": _LIST}
 _KINDS = [
-    _message(["system", "developer", "user", "assistant"], ["content"]),
-    _message(["assistant"], ["tool_calls"], tool_calls={"type": "array", "items": {**_CALL, "required": ["function"]}}),
+    _message(["system", "developer", "user"], ["content"]),
+    _message(["assistant"], [], **_ANSWER, tool_calls={**_LIST, "items": {**_CALL, "required": ["function"]}}),
     _message(["tool"], ["content"], tool_call_id=_TEXT),
 ]
 Messages = Annotated[list[Any] | None, WithJsonSchema({"type": "array", "items": {"anyOf": _KINDS}, "minItems": 1})]
