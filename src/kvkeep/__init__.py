@@ -136,6 +136,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    name = "SamplingParams" if name == "Sampling" else name  # what scripts called it before 0.1.0
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOME[name].partition(":")

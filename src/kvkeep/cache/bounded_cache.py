@@ -26,8 +26,8 @@ from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import Layout, caches_latents
 from kvkeep.cache.row_snapshot import (
     CacheSettings,
+    FeedingWeights,
     RowSnapshots,
-    Weights,
     check_has_layers,
     check_kind,
     check_whole,
@@ -252,11 +252,11 @@ class BoundedCache(PhasedCache):
         return self.row_snapshots.settings.positions
 
     @property
-    def weights(self) -> Weights | None:
+    def weights(self) -> FeedingWeights | None:
         """Return the weights of the model that has fed the cache; ``None`` before an attached model has run."""
         return self.row_snapshots.weights
 
-    def feeds(self, weights: Weights) -> None:
+    def feeds(self, weights: FeedingWeights) -> None:
         """Set the weights of the model that is about to feed the cache. An attached model calls this method itself.
 
         Raises:
@@ -264,6 +264,15 @@ class BoundedCache(PhasedCache):
             InputError: the profile of the heads' budgets was made with other weights.
         """
         self.row_snapshots.feeds(weights)
+
+    def check_adapters(self) -> None:
+        """Refuse to be fed after the model's adapters were switched; an attached model calls it itself.
+
+        Raises:
+            SnapshotError: the cache holds tokens that were read with other adapters.
+            UnsupportedOperationError: each row has an adapter of its own.
+        """
+        self.row_snapshots.check_adapters(fresh=self.get_seq_length() == 0)
 
     def snapshot(self, row: int = 0, *, tokens: Any = None) -> Snapshot:
         """Return a copy of the memory of one row, which later steps of the cache do not change.

@@ -312,14 +312,15 @@ def check_room(
 ) -> None:
     """Refuse new tokens for which a policy that does not evict them has no room.
 
-    A policy that evicts has room for any number, and so have probes.
+    A policy that evicts has room for any number, unless its budget grows with generated tokens (`Policy.grows`).
+    Probes are not stored, and need none.
 
     Args:
         policy: the eviction policy.
         block: the slots.
         T: new tokens per row.
         real: which of them are no padding; ``None``: all.
-        phase: what the tokens are. Those that are only read again need no room.
+        phase: what the tokens are.
         window: sliding window of the layer.
 
     Raises:

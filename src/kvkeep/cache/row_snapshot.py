@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,8 +26,16 @@ from kvkeep.snapshot.contents import Contents, check, mine, put, take, whole
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, name_of_policy, rule
 from kvkeep.snapshot.snapshot import Snapshot
 
-Weights: TypeAlias = Callable[[], str | None]
-"""The hash of the weights of the model that feeds a cache; ``None`` if the model is gone."""
+
+@runtime_checkable
+class FeedingWeights(Protocol):
+    """The weights of the model that feeds a cache."""
+
+    def __call__(self) -> str | None:
+        """Return the hash of the weights; ``None`` if the model is gone."""
+
+    def adapters(self) -> str | None:
+        """Return the state of the model's adapters, empty without adapters; ``None`` if the model is gone."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,9 @@ class RowSnapshots:
 
     def __init__(self, settings: CacheSettings, history: TokenHistory) -> None:
         self.settings, self._history = settings, history
-        self.weights: Weights | None = None
+        self.weights: FeedingWeights | None = None
         self.awaited: str | None = None
+        self._adapters: str | None = None  # when the cache was fed; none before
 
     def take(self, layers: Sequence[Layer], states: Mapping[int, object], row: int, tokens: Any) -> Snapshot:
         """Return a copy of the memory of one row, see `BoundedCache.snapshot`.
@@ -132,6 +141,7 @@ class RowSnapshots:
         check_whole(layers)
         if not layers[0].columns:
             raise SnapshotError("The cache holds no tokens yet, so there is nothing to copy. Run the model first.")
+        self.check_adapters()
         row = checked_row(row, len(layers[0].seen))
         contents = take([layer.block for layer in layers], row, states=states)
         contents = whole(contents, layers[0].heads)
@@ -153,6 +163,7 @@ class RowSnapshots:
         Raises:
             SnapshotError: the snapshots do not fit the layers.
         """
+        self.check_adapters(fresh=len(snapshots) == rows)
         heads = layers[0].heads
         snapshots = {row: replace(copy, contents=mine(copy.contents, heads)) for row, copy in snapshots.items()}
         # asked first, since it depends on what the rows have seen until now
@@ -180,7 +191,7 @@ class RowSnapshots:
             known = (snapshot.fingerprint.weights for snapshot in snapshots.values())
             self.awaited = next(filter(None, known), self.awaited)
 
-    def feeds(self, weights: Weights) -> None:
+    def feeds(self, weights: FeedingWeights) -> None:
         """Set the weights of the model that is about to feed the cache, after comparing them with those of the
         memory.
 
@@ -196,6 +207,25 @@ class RowSnapshots:
                 "means nothing to this model: load the weights that it was made with, or read the text again."
             )
         self.weights, self.awaited = weights, None
+
+    def check_adapters(self, *, fresh: bool = False) -> None:
+        """Refuse to go on with a memory after the model's adapters were switched.
+
+        Args:
+            fresh: whether nothing in the cache is older than this call.
+
+        Raises:
+            SnapshotError: the memory belongs to other adapters.
+            UnsupportedOperationError: each row has an adapter of its own.
+        """
+        if self.weights is None or (here := self.weights.adapters()) is None:
+            return
+        if not fresh and self._adapters is not None and here != self._adapters:
+            raise SnapshotError(
+                "The model's adapters were switched, scaled, or turned on or off after it had read the tokens in the "
+                "cache. They mean nothing to it now: switch back, or begin again with reset() or a new cache."
+            )
+        self._adapters = here
 
     def fingerprint(self, layer: Layer, row: int) -> Fingerprint:
         """Return the fingerprint of one row: model, policy, budget and settings. ``layer`` is the cache's first one."""

@@ -28,6 +28,7 @@ from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, s
 from kvkeep.models.checkpoint import Model, Tokenizer
 from kvkeep.models.device import device_of
 from kvkeep.models.load import ends_of, position_limit
+from kvkeep.models.rotary import LengthRule
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, end, spans
@@ -283,6 +284,7 @@ class Admission:
     Attributes:
         identity: the model and the settings, as snapshots name them.
         words: turns texts into token ids.
+        rule: how the model's rotary frequencies follow the length of a text.
 
     Raises:
         KVKeepError: the policy does not go together with the model or the options.
@@ -311,6 +313,7 @@ class Admission:
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
+        self.rule = LengthRule.of(model)
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
         self.identity = Identity(model, tokenizer, self._chunk)
@@ -338,6 +341,8 @@ class Admission:
         if past and past.ids and request.prompt_logprobs is not None:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
         prompt = self.words.continued(request, past or ConversationHistory())
+        if past and (why := self.rule.refusal(len(past.ids), len(prompt))) is not None:
+            raise InputError(why)
         if prompt is not request.prompt:
             request = request.replaced(prompt=prompt, messages=None, tools=())
         if not past and request.guard is None and self._guard is not None:

@@ -31,15 +31,16 @@ from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import Parked, SessionStore
 from kvkeep.engine.swapping import MOST_HOST_ROWS, Swapper, hosted_memory
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
-from kvkeep.errors import InputError, KVKeepError
+from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.head_sharding import sharing
 from kvkeep.kv import lost_mass
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
-from kvkeep.models.load import load_with_tokenizer
+from kvkeep.models.load import BannedTokens, load_with_tokenizer
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
+from kvkeep.models.weight_hash import adapters
 from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
@@ -48,6 +49,11 @@ from kvkeep.snapshot.snapshot import Pending, Snapshot
 from kvkeep.types import MemoryUsage
 
 _log = logging.getLogger(__name__)
+
+_SWITCHED = (
+    "The model's adapters were switched, scaled, or turned on or off while the request ran. Its tokens belong to "
+    "the old ones: send it again."
+)
 
 _A_MOMENT = 0.01
 """Seconds for which a step without any run waits for the disk."""
@@ -115,6 +121,7 @@ class Engine:
 
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
+        InputError: the model's generation config bans something that is no token.
         UnsupportedModelError: the model cannot run rows of different lengths, or its cache cannot be bounded.
         UnsupportedOperationError: the model is split over processes, and an option cannot follow.
     """
@@ -166,9 +173,13 @@ class Engine:
         room: dict[str, Any] = {"rows": rows, "kv_memory": kv_memory, "host_rows": self._host_rows}
         rules: dict[str, Any] = {"staging": staging, "chunk": prefill_chunk, "options": options, "guard": guard}
         self._admission = Admission(self.model, tokenizer, policy=self.policy, budget=budget, **room, **rules)
-        self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, self._admission.weights_hash)
+        hashes = self._admission.weights_hash, self._admission.rule.key
+        self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes)
         self._runner = ModelRunner(self.model, graphs=graphs)
-        self._sampler = Sampler(None if alone else together)
+        self._adapters = adapters(self.model)
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        banned = BannedTokens.of(self.model.generation_config, vocabulary)
+        self._sampler = Sampler(None if alone else together, banned if any(banned) else None)
         self._pacing: dict[str, Any] = {"decode_every": decode_every or pace(device), "prompts_first": prompts_first}
         self._pacing |= {"mixed_tokens": 0 if graphs else most_mixed_tokens(device), "chunk": prefill_chunk}
         self._dispatcher, self._duplicates = Dispatcher(), DuplicatePrompts()
@@ -468,8 +479,10 @@ class Engine:
             self._dispatcher.sweep(self.cancel)
             if self._agreement is not None:
                 self._agreement.check(self._sequences.values())
+            self._check_adapters()
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
+            self._read_again()
             runs = self._scheduler.plan()
             for run in runs:
                 with Guard(self._recover, partial(getattr, run, "requests")):
@@ -479,6 +492,18 @@ class Engine:
             self._settle(wait=0.0 if runs else _A_MOMENT)
             # requests whose listeners have gone while the step ran
             self._dispatcher.sweep(self.cancel)
+
+    def _check_adapters(self) -> None:
+        """End the requests that have begun under other adapters of the model than are active now."""
+        with Guard(self._recover, lambda: list(self._sequences.values())):
+            here = adapters(self.model)
+            if here == self._adapters:
+                return
+            self._adapters = here
+            self._runner.forget()  # recorded steps run the adapters of their time
+            unread = SequenceStatus.WAITING, SequenceStatus.FINISHED
+            begun = [sequence for sequence in self._sequences.values() if sequence.status not in unread]
+            self._recover(SnapshotError(_SWITCHED), begun)
 
     def _settle(self, *, wait: float) -> None:
         """Report the last events of turns whose snapshots were written, or failed to be, within ``wait`` seconds."""
@@ -511,6 +536,22 @@ class Engine:
             with self._guarded(gap.sequence):
                 self._kv.move(gap.source, gap.target)
                 self._scheduler.move(gap)
+
+    def _read_again(self) -> None:
+        """Empty the rows of texts that have just grown so long that keys get other frequencies; read them again."""
+        if (border := self._admission.rule.read_again) is None:
+            return
+        for sequence in self._scheduler.running:
+            if sequence.status is SequenceStatus.DECODE and len(sequence.prompt) <= border == sequence.fed:
+                with self._guarded(sequence):
+                    sequence.begin_again()
+                    self._kv.begin(
+                        cast(int, sequence.row),
+                        policy=sequence.policy,
+                        budget=sequence.budget,
+                        sequence=sequence.request.sequence,
+                        pins=(*sequence.held_pins, *sequence.pins),
+                    )
 
     def _session_host(self) -> SessionHost:
         """Return the functions and objects of this engine that its sessions use."""

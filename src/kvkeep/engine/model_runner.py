@@ -19,6 +19,7 @@ from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
+from kvkeep.models.rotary import LengthRule, reading
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 # One run of the model over several batches: each layer steps batch by batch.
@@ -123,7 +124,8 @@ class ModelRunner:
         self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
         # the annotation says whether the model takes the places of tokens, or only how many of the last ones
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
-        self.graphs = Graphs(model, self._options) if graphs else None
+        self._rule = LengthRule.of(model)
+        self.graphs = Graphs(model, self._options) if graphs and not self._rule else None
 
     @torch.inference_mode()
     def run(self, run: ModelRun, rows: KVManager) -> Float[Tensor, "n V"]:
@@ -166,7 +168,8 @@ class ModelRunner:
         ]
         ids = torch.cat([batch.ids.flatten() for batch in given])
         positions = torch.cat([batch.positions.flatten() for batch in given])
-        together, ends = _Input(ids[None], positions[None], None), _last_tokens(parts, ids.device)
+        lengths = torch.cat([batch.lengths.flatten() for batch in given])
+        together, ends = _Input(ids[None], positions[None], None, lengths[None]), _last_tokens(parts, ids.device)
         if self._keeps_any and not scored:
             return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]
         logits = self._logits(together, joined(parts), {})
@@ -176,14 +179,15 @@ class ModelRunner:
 
     def _logits(self, given: _Input, cache: PhasedCache, options: dict[str, Any]) -> Float[Tensor, "n T V"]:
         """Run the model on these tokens and rows, and return its logits."""
-        out: Tensor = self._model(
-            input_ids=given.ids,
-            position_ids=given.positions,
-            attention_mask=given.real,
-            **handed(self._model, cache),
-            use_cache=True,
-            **options,
-        ).logits
+        with reading(given.lengths if self._rule else None):
+            out: Tensor = self._model(
+                input_ids=given.ids,
+                position_ids=given.positions,
+                attention_mask=given.real,
+                **handed(self._model, cache),
+                use_cache=True,
+                **options,
+            ).logits
         return out
 
     def forget(self) -> None:
@@ -199,11 +203,13 @@ class _Input(NamedTuple):
         ids: the token ids.
         positions: the position of each token in its sequence.
         real: which tokens are real; ``None``: all.
+        lengths: tokens of each token's text up to the end of its prompt, or up to the token if that is later.
     """
 
     ids: Int[Tensor, "n T"]
     positions: Int[Tensor, "n T"]
     real: Bool[Tensor, "n T"] | None
+    lengths: Int[Tensor, "n T"]
 
     @classmethod
     def of(cls, batch: InputBatch, device: torch.device) -> _Input:
@@ -216,7 +222,10 @@ class _Input(NamedTuple):
             positions.append([0] * pad + list(range(first, first + len(tokens))))
             real.append([False] * pad + [True] * len(tokens))
         mask = None if all(map(all, real)) else torch.tensor(real, device=device)
-        return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask)
+        ends = [max(row) + 1 for row in positions]
+        prompts = [0 if sequence is None else len(sequence.to_read) for sequence in batch.rows]
+        lengths = torch.tensor(list(map(max, ends, prompts)))[:, None].expand(-1, T)
+        return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask, lengths)
 
 
 def _part(batch: InputBatch, rows: KVManager, trial: Trial | None) -> PhasedCache:

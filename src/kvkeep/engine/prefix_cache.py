@@ -43,14 +43,21 @@ class PrefixCache:
         most_bytes: the most that all of them may take; 0 keeps none.
         chunk: tokens of a chunk; ``None`` if prompts are read whole, and have no borders.
         weights: returns a hash of the model's weights as they are now.
+        length_key: returns a value that is equal for prompts of two lengths if their beginnings may be shared.
 
     Attributes:
         held_bytes: bytes of all memories.
     """
 
-    def __init__(self, most_bytes: int, chunk: int | None, weights: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        most_bytes: int,
+        chunk: int | None,
+        weights: Callable[[], str],
+        length_key: Callable[[int], Hashable] = lambda n: None,
+    ) -> None:
         self._most_bytes, self._chunk = most_bytes if chunk else 0, chunk or 1
-        self._weights = weights
+        self._weights, self._length_key = weights, length_key
         self._found: OrderedDict[Hashable, Contents] = OrderedDict()
         self.held_bytes = 0
 
@@ -106,9 +113,9 @@ class PrefixCache:
         """Yield the key of each border: the settings that a memory depends on, and a hash of the tokens before it."""
         if sequence.borders is None:
             sequence.borders = list(_hashes(sequence.prompt, self._chunk))
-        weights = self._weights()
+        weights, length = self._weights(), self._length_key(len(sequence.prompt))
         for digest in sequence.borders:
-            yield sequence.settings, weights, digest
+            yield sequence.settings, weights, length, digest
 
 
 def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:

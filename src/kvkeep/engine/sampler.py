@@ -2,7 +2,7 @@
 
 Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed, its
 sequence and n, not on the batch. The order of the steps is that of transformers: penalties, the mask of a grammar,
-temperature, top-k, top-p, min-p.
+tokens that the model's makers ban, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.errors import KVKeepError, NoNumbersError
 from kvkeep.head_sharding import Heads
+from kvkeep.models.load import BannedTokens
 from kvkeep.noise import spread, uniform
 
 # Changes of logits that depend on the tokens of a row: a bias, and penalties for tokens that occurred before.
@@ -97,9 +98,9 @@ def _counts(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
 
 
 def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Return a mask of the tokens that occur in a row's prompt or answer.
+    """Return a mask ``(V,)`` of the token ids that occur in one sequence's prompt or answer.
 
-    The mask is stored in the sequence and updated.
+    The sequence keeps the mask. Each call adds the answer's latest token alone, so it is called once per token.
     """
     if sequence.used is None:
         with torch.inference_mode(False):  # written in inference mode and out of it
@@ -121,15 +122,43 @@ def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     return sequence.counts
 
 
+def without(
+    logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence], banned: BannedTokens
+) -> Float[Tensor, "n V"]:
+    """Return the logits with minus infinity for the tokens that the model's makers ban.
+
+    The form of an answer goes first: where it allows nothing else, banned tokens are allowed.
+    """
+    V, now = logits.shape[-1], list[tuple[int, int]]()
+    for i, sequence in enumerate(generations):
+        tokens = {word[-1] for word in banned.words if _ends_with(sequence, word[:-1])}
+        now += [(i, token) for token in (tokens if sequence.token_ids else tokens | banned.first) if 0 <= token < V]
+    always = torch.tensor([token for token in banned.always if 0 <= token < V], dtype=torch.int64, device=logits.device)
+    left = logits.index_fill(1, always, -torch.inf)
+    rows, last = torch.tensor(now, dtype=torch.int64, device=logits.device).view(-1, 2).unbind(dim=1)
+    left = left.index_put((rows, last), logits.new_tensor(-torch.inf))
+    formed = torch.tensor([sequence.constraint is not None for sequence in generations], device=logits.device)
+    stuck = formed & (left.amax(dim=-1) == -torch.inf)
+    return torch.where(stuck[:, None], logits, left)
+
+
+def _ends_with(sequence: Sequence, tokens: tuple[int, ...]) -> bool:
+    """Return whether the prompt and the new tokens of a row end with these tokens."""
+    n = len(tokens)
+    last = sequence.token_ids[-n:]
+    return (*sequence.prompt[len(sequence.prompt) - n + len(last) :], *last) == tokens
+
+
 class Sampler:
     """Turns logits into tokens.
 
     Args:
         together: the processes that the model is split over, if any; all take the tokens that the first one has drawn.
+        banned: the tokens that the model's makers ban, if any.
     """
 
-    def __init__(self, together: Heads | None = None) -> None:
-        self._together = together
+    def __init__(self, together: Heads | None = None, banned: BannedTokens | None = None) -> None:
+        self._together, self._banned = together, banned
 
     def draw(self, logits: Float[Tensor, "n V"], sequences: GenericSequence[Sequence]) -> list[int | None]:
         """Return the next token of every row; ``None`` where no token can be drawn.
@@ -144,6 +173,8 @@ class Sampler:
         penalised = changed(logits, sequences)
         if any(sequence.constraint is not None for sequence in sequences):
             penalised = masked(penalised, [sequence.constraint for sequence in sequences])
+        if self._banned is not None:
+            penalised = without(penalised, sequences, self._banned)
         best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
         drawn = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
         if drawn:
@@ -233,7 +264,12 @@ _AT_ONCE = 64
 
 def is_scored(run: ModelRun) -> bool:
     """Return whether a run needs the logits after all of its tokens, for log-probabilities of prompts."""
-    return run.reads and any(sequence.scored for sequence in run.requests)
+    return run.reads and any(map(_is_scored, run.requests))
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Return whether the log-probabilities of a prompt are to be noted while it is read for the first time."""
+    return sequence.scored and sequence.status is SequenceStatus.PREFILL and not sequence.read_again
 
 
 def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
@@ -249,7 +285,7 @@ def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
     for batch in run.batches:
         width = max(map(len, batch.tokens))
         for place, (sequence, tokens) in enumerate(zip(batch.rows, batch.tokens, strict=True)):
-            if sequence is not None and sequence.scored and sequence.status is SequenceStatus.PREFILL:
+            if sequence is not None and _is_scored(sequence):
                 end = start + (place + 1) * width
                 sequence.prompt_logprobs += _scores(sequence, flat[end - len(tokens) : end])
         start += _size(batch, width)

@@ -55,7 +55,7 @@ class InputBatch:
 
     @property
     def chooses_budgets(self) -> bool:
-        """Return whether a request of the batch chooses its budget at the end of its prompt, see
+        """Return whether every row begins its prompt and a request chooses its budget at the prompt's end, see
         `kvkeep.engine.budget_guard`.
         """
         return self.fresh and any(sequence.levels for sequence in self.requests)
@@ -400,8 +400,8 @@ class Scheduler:
         chosen: list[PromptChunk] = []
         prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
         for sequence in sorted(prompts, key=lambda sequence: sequence.id):
-            stop = len(sequence.prompt) if self._chunk is None else sequence.fed + self._chunk
-            tokens = sequence.prompt[sequence.fed : stop]
+            stop = len(sequence.to_read) if self._chunk is None else sequence.fed + self._chunk
+            tokens = sequence.to_read[sequence.fed : stop]
             if not chosen or len(tokens) <= most:  # the oldest prompt never waits for room
                 most -= len(tokens)
                 chosen.append(PromptChunk(cast(int, sequence.row), sequence, tokens))

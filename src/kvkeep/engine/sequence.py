@@ -83,11 +83,13 @@ class Sequence:
         ends: tokens that end the text.
         tail: turns tokens into text and looks for stop texts; ``None`` without a tokenizer.
         constraint: the tokens that its form allows next; ``None``: all.
-        status: where it stands. `start`, `commit`, `begin_prefilled`, `swap_out` and `finish` change it.
+        status: where it stands. `start`, `commit`, `begin_prefilled`, `begin_again`, `swap_out` and `finish`
+            change it.
         row: its row; ``None`` while it waits.
         fed: tokens that the model has seen, of the prompt and new ones; counted when a step has succeeded.
         token_ids: the new tokens.
         logprobs: an entry for each new token, if asked for.
+        read_again: new tokens that are read again together with the prompt.
         prompt_logprobs: an entry for each token of the prompt but the first that the model has seen, if asked for.
         finish_reason: why it has ended; ``None`` while it runs.
         error: the reason, if a step failed.
@@ -121,6 +123,7 @@ class Sequence:
     row: int | None = None
     fed: int = 0
     token_ids: list[int] = field(default_factory=list)
+    read_again: int = 0
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -155,6 +158,16 @@ class Sequence:
         """Return the token ids of the prompt; an empty tuple while they are not known."""
         found = self.request.prompt
         return () if found is None or isinstance(found, str) else found
+
+    @property
+    def to_read(self) -> GenericSequence[int]:
+        """Return the tokens that are read as a prompt, to which new ones belong after `begin_again`."""
+        return (*self.prompt, *self.token_ids[: self.read_again]) if self.read_again else self.prompt
+
+    def begin_again(self) -> None:
+        """Note that its row is empty, and that all of its tokens are to be read as a prompt."""
+        self.fed, self.read_again, self.levels = 0, len(self.token_ids), ()
+        self.status = SequenceStatus.PREFILL
 
     @property
     def pins(self) -> Spans:
@@ -208,7 +221,7 @@ class Sequence:
     @property
     def prompt_left(self) -> int:
         """Return the number of prompt tokens that the model has not seen."""
-        return max(0, len(self.prompt) - self.fed)
+        return max(0, len(self.to_read) - self.fed)
 
     def take(self, token_id: int) -> Event:
         """Add a new token, finish the request if this is its last one, and return the token's event, without a result.

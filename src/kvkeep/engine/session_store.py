@@ -417,9 +417,10 @@ class Parked:
         self.turns.pop(number, None)
 
     def ready(self, wait: float) -> Iterator[tuple[Sequence, Event]]:
-        """Yield the turns whose memories are on the disk, or could not be written, each with its last event.
+        """Yield the turns whose writing has ended, the oldest first, each with the event that was noted with it.
 
-        The memory is taken over first; if that fails, the turn ends with an error.
+        A turn's memory is taken over before it is yielded; if that fails, its sequence ends with an error, and the
+        event stays as it was. The first turn that is still being written ends the iteration; later turns wait with it.
 
         Args:
             wait: most seconds to wait for the oldest turn; ``inf``: for all.

@@ -22,10 +22,11 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from kvkeep.backends import AttentionInputs, choose
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
-from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_sharding import Heads
 from kvkeep.models.device import check_offloaded, without_autocast
 from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.rotary import LengthRule, follows_length, rotate_by_text
 from kvkeep.models.support import (
     check_attention,
     check_cache,
@@ -283,7 +284,8 @@ _ONE_AT_A_TIME = threading.RLock()
 def attach(model: _Model) -> _Model:
     """Select kvkeep's attention for a model's text decoder and return the model.
 
-    With a dynamic cache, or without a cache, the model computes what it did before. A run is refused if it needs
+    With a dynamic cache, or without a cache, the model computes what it did before; where its rotary frequencies follow
+    the length of a text, each row has those of its own length. A run is refused if it needs
     something that kvkeep's attention does not compute: attention dropout, 4-D masks, packed sequences, attention
     matrices, static caches. Encoders of images and sounds keep their own attention.
     ``model.set_attn_implementation("sdpa")`` undoes it.
@@ -313,6 +315,9 @@ def attach(model: _Model) -> _Model:
             inner.set_attn_implementation({"": ATTENTION})  # for the masks that the outer model makes
     if _tell_ids not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_tell_ids, with_kwargs=True)
+    for module in inner.modules():
+        if follows_length(module) and rotate_by_text not in module._forward_hooks.values():
+            module.register_forward_hook(rotate_by_text, with_kwargs=True)
     return model
 
 
@@ -331,6 +336,7 @@ def attached(model: _Model) -> Iterator[_Model]:
         modes = [(part, part.training) for part in model.modules()]
         parts = [part.config for part in inner.modules() if isinstance(part, PreTrainedModel)]
         chosen, told = [config._attn_implementation for config in parts], _tell_ids in inner._forward_pre_hooks.values()
+        turned = [module for module in inner.modules() if rotate_by_text not in module._forward_hooks.values()]
         try:
             model.eval()
             yield attach(model)
@@ -343,6 +349,10 @@ def attached(model: _Model) -> Iterator[_Model]:
                 for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
                     inner._forward_pre_hooks.pop(number)
                     inner._forward_pre_hooks_with_kwargs.pop(number, None)
+            for module in turned:
+                for number in [number for number, hook in module._forward_hooks.items() if hook is rotate_by_text]:
+                    module._forward_hooks.pop(number)
+                    module._forward_hooks_with_kwargs.pop(number, None)
 
 
 def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
@@ -363,6 +373,17 @@ def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
         )
 
 
+def _check_lengths(rule: LengthRule, cache: BoundedCache, new: int) -> None:
+    """Refuse to read on where the keys in the cache have the frequencies of a shorter text.
+
+    Raises:
+        UnsupportedOperationError: see above.
+    """
+    for seen in next(iter(cache.bounded_layers().values())).seen.tolist():
+        if (why := rule.refusal(seen, seen + new)) is not None:
+            raise UnsupportedOperationError(why)
+
+
 def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a run of the model, check a bounded cache that it is given, and tell it the token ids and the weights.
 
@@ -371,6 +392,8 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     Raises:
         InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong;
             there is no new token; or the cache is not to be used.
+        SnapshotError: the cache holds a memory of other weights or adapters.
+        UnsupportedOperationError: each row has an adapter of its own.
     """
     cache = handed_over(kwargs)
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -390,6 +413,9 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
             _check_heads(cache, cast(PreTrainedModel, model).config)
             cache.feeds(WeightsOf(model))
+        cache.check_adapters()
+        if ids.shape[1] > 1 and cache.get_seq_length() and (rule := LengthRule.of(model)):
+            _check_lengths(rule, cache, ids.shape[1])
         if cache.records and ids.shape[1] > 1:
             check_positions(cast(PreTrainedModel, model), ids)
         if cache.get_seq_length() == 0:

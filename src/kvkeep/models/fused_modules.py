@@ -86,7 +86,8 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
 def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Module] | None = None) -> bool:
     """Return whether products of so many rows are faster after ``make``, which by default packs the weights.
 
-    As in a decode step, all layers are run in turn, so that the processor's caches are cold.
+    The first layers, up to `TIMED_BYTES` of weights, are run one after the other several times, as in decode steps, so
+    that the processor's caches are cold; the medians are compared.
     """
     sample: list[nn.Linear] = []
     for layer in layers:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +57,8 @@ from kvkeep.models.tokenization import Writer
 
 # The model's ``generation_config.json``: which of its settings kvkeep uses.
 #
-# kvkeep uses the tokens that end a text. It leaves out every other setting, so that a single prompt, a batch and a
-# session give the same text. `remark` names the settings that are left out.
+# kvkeep uses the tokens that end a text, and those that may not be generated. It leaves out all other settings, so that
+# a single prompt, a batch and a session give the same text. `remark` names the settings that are left out.
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -65,7 +67,12 @@ OWN = frozenset(
 )
 """Settings for which kvkeep has options of its own."""
 
-KEPT = frozenset({"eos_token_id", "pad_token_id", "bos_token_id"})
+KEPT = frozenset(
+    {
+        *("eos_token_id", "pad_token_id", "bos_token_id"),
+        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+    }
+)
 """Settings that kvkeep obeys, or that change no text of a single row."""
 
 SAME_TEXT = frozenset(
@@ -88,7 +95,7 @@ def check_generation_config(name: str) -> None:
         name: a folder, or a hub name.
 
     Raises:
-        ModelFileError: the file is not a JSON object, or its end tokens are not whole numbers.
+        ModelFileError: the file is not a JSON object, or its end tokens or banned tokens are not whole numbers.
     """
     path = optional(name, GENERATION_CONFIG)
     if path is None:
@@ -97,7 +104,7 @@ def check_generation_config(name: str) -> None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         ends = fields.get("eos_token_id")
-        GenerationConfig.from_dict(dict(fields))
+        BannedTokens.of(GenerationConfig.from_dict(dict(fields)))
     except Exception as error:  # whatever transformers raises for its values
         raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -127,6 +134,66 @@ def ends_of(model: PreTrainedModel) -> set[int]:
     return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
 
 
+class BannedTokens(NamedTuple):
+    """The tokens that a generation config forbids.
+
+    Attributes:
+        always: tokens that are never generated (``suppress_tokens``, and words of one token).
+        first: tokens with which no answer begins (``begin_suppress_tokens``).
+        words: sequences of two or more tokens whose last one may not follow the others (``bad_words_ids``).
+    """
+
+    always: frozenset[int] = frozenset()
+    first: frozenset[int] = frozenset()
+    words: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, config: Any, vocabulary: int | None = None) -> BannedTokens:
+        """Read them from a generation config, as transformers does: a word that is an end token is allowed.
+
+        Args:
+            config: the generation config.
+            vocabulary: number of tokens of the model, if it is known.
+
+        Raises:
+            InputError: a value is no list of token ids, or nothing is left to generate.
+        """
+        always, first = (_token_ids(name, getattr(config, name, None)) for name in (_SUPPRESS, _BEGIN_SUPPRESS))
+        listed = getattr(config, _BAD_WORDS, None)
+        if not isinstance(listed, list | tuple | None):
+            raise InputError(f"{_BAD_WORDS} is {listed!r:.60}. Give a list of lists of token ids.")
+        words = {_token_ids(_BAD_WORDS, word) for word in listed or ()}
+        if () in words:
+            raise InputError(f"{_BAD_WORDS} has a word without tokens. Leave it out.")
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        single = {word[0] for word in words if len(word) == 1} - set(ends)
+        longer = tuple(sorted(word for word in words if len(word) > 1))
+        banned = single.union(always)
+        if vocabulary is not None and banned.union(first).issuperset(range(vocabulary)):
+            raise InputError(
+                f"{_SUPPRESS}, {_BEGIN_SUPPRESS} and {_BAD_WORDS} of the generation config ban all {vocabulary} tokens "
+                "of the model. Remove them from its generation_config."
+            )
+        return cls(frozenset(banned), frozenset(first), longer)
+
+
+_SUPPRESS, _BEGIN_SUPPRESS, _BAD_WORDS = "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Return a setting that is a list of token ids; empty for ``None``.
+
+    Raises:
+        InputError: it is something else.
+    """
+    listed = () if value is None else value
+    if not isinstance(listed, list | tuple) or not all(
+        isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in listed
+    ):
+        raise InputError(f"{name} is {value!r:.60}. Give a list of token ids.")
+    return tuple(listed)
+
+
 def _asked(model: PreTrainedModel) -> dict[str, object]:
     """Return generation settings that differ from transformers' defaults and that kvkeep has no option for."""
     usual = GenerationConfig._get_default_generation_params()
@@ -144,6 +211,9 @@ def _listed(values: dict[str, object]) -> str:
     """Return names and values as a text, separated by commas; empty without any."""
     parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
     return ", ".join(parts)
+
+
+_log = logging.getLogger(__name__)
 
 
 def load(
@@ -253,6 +323,7 @@ def _read(
             **quantisation,
         )
     _check_complete(checkpoint.name, report)
+    _check_left_over(checkpoint.name, model, sorted(report["unexpected_keys"]))
     return model
 
 
@@ -288,6 +359,50 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
                 f"The weights of {name} {problem}: {tensors[0]}{more}. Download the model again, or check that its "
                 "config.json belongs to these weights."
             )
+
+
+def _check_left_over(name: str, model: PreTrainedModel, tensors: Sequence[str]) -> None:
+    """Refuse weights of more layers than the model has, and log the names of other tensors that the model lacks.
+
+    Layers that predict further tokens, which some checkpoints hold behind the others, are named like other tensors.
+
+    Raises:
+        ModelFileError: config.json names fewer layers than the weights have.
+    """
+    if not tensors:
+        return
+    parts, text = {_unnumbered(part) for part in model.state_dict()}, model.config.get_text_config(decoder=True)
+    most = (getattr(text, "num_hidden_layers", None) or 0) + (getattr(text, "num_nextn_predict_layers", None) or 0)
+    surplus = [part for part in tensors if _unnumbered(part) in parts and _layer_of(part) >= most]
+    if surplus:
+        raise ModelFileError(
+            f"The weights of {name} have tensors for which the model has no layer: {_shown(surplus)}. Its config.json "
+            "belongs to another model or names too few layers: download the model again, or mend num_hidden_layers."
+        )
+    _log.warning(
+        "The weights of %s have tensors that no part of the model takes; the model runs without them: %s.",
+        name,
+        _shown(tensors),
+    )
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def _unnumbered(name: str) -> str:
+    """Return the name of a tensor without the numbers of its layers and experts."""
+    return _NUMBER.sub("*", name)
+
+
+def _layer_of(name: str) -> int:
+    """Return the first number in the name of a tensor, or -1."""
+    return int(found[0]) if (found := _NUMBER.findall(name)) else -1
+
+
+def _shown(tensors: Sequence[str], most: int = 5) -> str:
+    """Return the names of tensors, the first few of many."""
+    more = f" and {len(tensors) - most} more" if len(tensors) > most else ""
+    return f"{', '.join(tensors[:most])}{more}"
 
 
 def read_config(name: str) -> PreTrainedConfig:

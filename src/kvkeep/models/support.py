@@ -42,7 +42,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
     Raises:
         InputError: the object holds no transformers model of that kind.
-        UnsupportedModelError: an adapter of PEFT puts keys of its own before the prompt.
+        UnsupportedModelError: an adapter of PEFT puts keys of its own before the prompt, or depends on the prompt.
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -272,10 +272,20 @@ def try_out(skeleton: PreTrainedModel) -> None:
         return
 
 
+_ROUTED = {"XLORA", "POLY"}
+"""Kinds of adapters whose weights depend on the prompt, or on an argument of PEFT's forward."""
+
+
 def _check_adapter(model: Any) -> None:
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} has learned a prompt or a prefix ({config.peft_type}), whose keys kvkeep cannot "
             "place. Adapters that change weights, such as LoRA, work."
+        )
+    kind = str(getattr(getattr(config, "peft_type", None), "value", "")).upper()
+    if kind in _ROUTED or getattr(config, "alora_invocation_tokens", None):
+        raise UnsupportedModelError(
+            f"The adapter ({'aLoRA' if kind not in _ROUTED else kind}) chooses its weights for each prompt anew, "
+            "in the forward of PEFT that kvkeep does not call. Adapters that change weights, such as LoRA, work."
         )

@@ -27,7 +27,7 @@ _NAMES = {
     "version": "format version",
     "config": "model configuration",
     "dtype": "dtype",
-    "weights": "weights",
+    "weights": "weights or adapters",
     "tokenizer": "tokenizer",
     "policy": "policy",
     "budget": "budget",

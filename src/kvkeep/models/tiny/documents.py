@@ -86,7 +86,7 @@ _ROW = "{owner} | {thing} | {kind} | {value}"
 
 
 def _program(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    """Yield comments that state other facts, each with lines of a program below it."""
+    """Yield, for each of the facts, a comment that states it, with random lines of a program below."""
     for comment in _stated(rng, facts):
         names = {"owner": rng.choice(HELD_OUT.names).lower(), "thing": rng.choice(HELD_OUT.things)}
         yield "\n".join([comment, *(line.format(**names, n=rng.randrange(10)) for line in rng.choice(_PROGRAMS))])
