@@ -148,7 +148,7 @@ def test_a_sample_of_the_weights_is_timed(monkeypatch):
             super().__init__(linear, rows)
 
     monkeypatch.setattr(fused_modules, "PackedLinear", Watched)
-    monkeypatch.setattr(fused_modules, "_TIMED_BYTES", 40_000)
+    monkeypatch.setattr(fused_modules, "TIMED_BYTES", 40_000)
     monkeypatch.setattr(fused_modules, "_works", lambda dtype: True)
     fused_modules.faster([m for m in llama().modules() if type(m) is nn.Linear], 5)
     assert 20_000 < sum(size for size, _ in made) <= 40_000

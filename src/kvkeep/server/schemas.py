@@ -173,13 +173,13 @@ class Templated(Body):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description=parameters.CHAT_TEMPLATE_KWARGS.help)
     add_generation_prompt: bool | None = Field(None, description=parameters.ADD_GENERATION_PROMPT.help)
     continue_final_message: bool | None = Field(None, description=parameters.CONTINUE_FINAL_MESSAGE.help)
+    reasoning_effort: str | None = Field(None, description=parameters.REASONING_EFFORT.help)
 
 
 class ChatBody(Templated, Generating):
     """The body of a chat."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
-    reasoning_effort: str | None = Field(None, description=parameters.REASONING_EFFORT.help)
     max_completion_tokens: int | None = _within(1)
     logprobs: bool | None = None
     top_logprobs: int | None = _within(0, 20)
