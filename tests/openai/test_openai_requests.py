@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.batch.input import InputLine, parse
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
+from kvkeep.models.load import embedded, find
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
 from kvkeep.openai.responses import answer, error
@@ -257,22 +259,23 @@ def test_any_body_is_read_or_refused(url, body):
 # ------------------------------------------------------------------ answers
 
 
-def show(before, token):
-    return {1: "a", 2: " b", 3: "\ufffd", 9: "</s>"}[token]
+TOKENIZER = find(embedded()).tokenizer
+WORDS = TokenTexts(TOKENIZER)
+A, B, PART, END = TOKENIZER.convert_tokens_to_ids(["a", "Ġb", "ð", "<|end|>"])
 
 
 def logprob(token, value=-0.5, top=()):
     return Logprob(token, value, top)
 
 
-TOKENS = (logprob(1, top=((1, -0.5), (2, float("-inf")))), logprob(2, -1.5, ((3, -0.1),)), logprob(9))
+TOKENS = (logprob(A, top=((A, -0.5), (B, float("-inf")))), logprob(B, -1.5, ((PART, -0.1),)), logprob(END))
 
 
 def test_an_answer_to_a_chat():
     asked = chat(n=2, logprobs=True, top_logprobs=2)
-    one = result_of(text="a b", token_ids=(1, 2, 9), prompt_tokens=4, logprobs=TOKENS)
+    one = result_of(text="a b", token_ids=(1, 2, 9), prompt_tokens=4, logprobs=TOKENS, end_token=True)
     two = result_of(text="a", finish_reason="length", prompt_tokens=4, logprobs=TOKENS[:1])
-    found = answer(asked, [one, two], name="7", created=12, model="m", show=show)
+    found = answer(asked, [one, two], name="7", created=12, model="m", texts=WORDS)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert (found["id"], found["object"], found["created"], found["model"]) == (
         "chatcmpl-7",
@@ -289,16 +292,18 @@ def test_an_answer_to_a_chat():
     content = first["logprobs"]["content"]
     assert "".join(entry["token"] for entry in content) == "a b"
     assert content[0]["top_logprobs"][1] == {"token": " b", "logprob": -9999.0, "bytes": [32, 98]}
-    assert content[1]["top_logprobs"][0]["bytes"] is None
+    assert content[1]["top_logprobs"][0] == {"token": "\ufffd", "logprob": -0.1, "bytes": [0xF0]}
     assert chat().options == {}
-    plain = answer(chat(), [one], name="7", created=12, model="m", show=show)
+    plain = answer(chat(), [one], name="7", created=12, model="m", texts=WORDS)
     assert plain["choices"][0]["logprobs"] is None
 
 
 def test_an_answer_to_a_completion():
     asked = text(prompt=["x", "y"], logprobs=2)
-    results = [result_of(text="a b", logprobs=TOKENS, prompt_tokens=n, token_ids=(1, 2, 9)) for n in (3, 5)]
-    found = answer(asked, results, name="7", created=12, model="m", show=show)
+    results = [
+        result_of(text="a b", logprobs=TOKENS, prompt_tokens=n, token_ids=(1, 2, 9), end_token=True) for n in (3, 5)
+    ]
+    found = answer(asked, results, name="7", created=12, model="m", texts=WORDS)
     assert (found["id"], found["object"]) == ("cmpl-7", "text_completion")
     assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (8, 6)
     choice = found["choices"][1]
@@ -306,10 +311,12 @@ def test_an_answer_to_a_completion():
     assert choice["logprobs"] == {
         "tokens": ["a", " b"],
         "token_logprobs": [-0.5, -1.5],
-        "top_logprobs": [{"a": -0.5, " b": -9999.0}, {"\ufffd": -0.1}],
+        "top_logprobs": [{"a": -0.5, " b": -9999.0}, {"bytes:\\xf0": -0.1}],
         "text_offset": [0, 1],
     }
-    nothing = answer(asked, [result_of(text="", logprobs=TOKENS[2:])], name="7", created=12, model="m", show=show)
+    nothing = answer(
+        asked, [result_of(text="", logprobs=TOKENS[2:], end_token=True)], name="7", created=12, model="m", texts=WORDS
+    )
     assert nothing["choices"][0]["logprobs"]["text_offset"] == []
 
 

@@ -143,6 +143,25 @@ def test_logprobs_of_chats_and_streams(server):
         assert [one for part in parts if part for one in part[name]] == text["logprobs"][name]
 
 
+def test_parts_of_characters_have_entries_in_answers_and_streams(server):
+    asked = {"structured_outputs": {"choice": ["a 😀 好"]}, "max_tokens": 32}
+    whole = server.chat(**asked, logprobs=True, top_logprobs=20).json()
+    (choice,) = whole["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == whole["usage"]["completion_tokens"] > len("a 😀 好")
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == choice["message"]["content"] == "a 😀 好"
+    pieces = events(server.chat(**asked, logprobs=True, top_logprobs=20, stream=True))
+    parts = [one["logprobs"] for piece in pieces for one in piece["choices"] if one["logprobs"]]
+    assert [one for part in parts for one in part["content"]] == content
+    (text,) = server.complete(**asked, logprobs=20).json()["choices"]
+    found = text["logprobs"]
+    assert {len(column) for column in found.values()} == {len(content)}
+    assert {len(named) for named in found["top_logprobs"]} == {20}
+    pieces = events(server.complete(**asked, logprobs=20, stream=True))
+    parts = [one["logprobs"] for piece in pieces for one in piece["choices"] if one["logprobs"]]
+    assert {name: [one for part in parts for one in part[name]] for name in found} == found
+
+
 def test_tokens_and_texts(server):
     found = server.post("/tokenize", {"prompt": "Once upon a time"}).json()
     assert found["count"] == len(found["tokens"])

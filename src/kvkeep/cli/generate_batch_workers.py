@@ -19,6 +19,7 @@ from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
 from kvkeep.cli.loading import writer_of
 from kvkeep.cli.progress import BatchBar
 from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.prompt_encoding import ConversationHistory, question_of
 from kvkeep.engine.request import Request as Asked
@@ -34,7 +35,6 @@ from kvkeep.models.prepare import chosen, compile_layers, prepare
 from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.openai.requests import Prompt
-from kvkeep.openai.responses import Show
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
 from kvkeep.scale.driver import run_pieces
@@ -162,19 +162,6 @@ def engine_of(
     return engine
 
 
-def show_with(writer: Writer) -> Show:
-    """Return a function that decodes a token after the token before it: many tokenizers drop leading white space."""
-
-    def show(before: int | None, token: int) -> str:
-        if before is not None:
-            first, both = writer.show_token(before), str(writer.checkpoint.tokenizer.decode([before, token]))
-            if both.startswith(first):
-                return both.removeprefix(first)
-        return writer.show_token(token)
-
-    return show
-
-
 _ANY_LINE = b'{"prompt": "a"}'
 
 
@@ -232,7 +219,7 @@ class EngineRecipe:
                 weights = fingerprint(writer.model)  # before layers are packed
             engine = engine_of(writer, self.request, self.batch, most=self.most, budget=self.budget, like=like)
         snapshot = None if memory is None else memory.snapshot
-        return Built(engine, read_line, show_with(writer), weights, chosen(writer.model), snapshot)
+        return Built(engine, read_line, TokenTexts(checkpoint.tokenizer), weights, chosen(writer.model), snapshot)
 
 
 # A batch job on workers of Ray: this process reads the lines, hands them out, and writes the answers.

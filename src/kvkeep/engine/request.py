@@ -410,6 +410,7 @@ class Result:
         cached_tokens: tokens of the prompt that were not read again: a session's or a snapshot's, or a common
             beginning of prompts.
         prompt_logprobs: one entry per token of the prompt but the first, if asked for.
+        end_token: whether the last token is one that ends a text, and no part of it.
     """
 
     id: int
@@ -429,6 +430,7 @@ class Result:
     guarded: bool | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[Logprob, ...] = ()
+    end_token: bool = False
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,9 @@ class Sequence:
             read = len(self.prompt) - self.cached
         self.token_ids.append(token_id)
         looks = len(self.token_ids) > self.request.sampling.min_new_tokens
-        piece, stopped = self.tail.add(token_id, looks=looks) if self.tail else ("", False)
-        if stopped or token_id in self.ends or (self.constraint and self.constraint.complete):
+        ends = token_id in self.ends  # no part of the text, also where the tokenizer has it as an ordinary token
+        piece, stopped = self.tail.add(token_id, looks=looks) if self.tail and not ends else ("", False)
+        if stopped or ends or (self.constraint and self.constraint.complete):
             self.finish("stop")
         elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
             self.finish("length")
@@ -266,5 +267,6 @@ class Sequence:
             memory_usage=self.memory_usage,
             budget=self.budget,
             lost_mass=self.lost,
+            end_token=self.finish_reason == "stop" and self.token_ids[-1] in self.ends,
             guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,
         )
