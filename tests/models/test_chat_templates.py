@@ -166,3 +166,16 @@ def test_a_process_that_does_not_start(body, limit_s, why, tokenizer, monkeypatc
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(InputError, match=f"does not start .*{why}"):
         chat_templates.fill(tokenizer, MESSAGES)
+
+
+def test_a_template_reads_more_variables(tokenizer):
+    tokenizer.chat_template = "{{ enable_thinking }} {{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
+    asked = {"enable_thinking": False, "add_generation_prompt": False}
+    assert chat_templates.fill(tokenizer, [{"role": "user", "content": "x"}], variables=asked) == "False x"
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations", "tools", "chat_template"])
+def test_variables_do_not_replace_the_conversation(name, tokenizer):
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(InputError, match=f"cannot be given the variable {name}"):
+        chat_templates.fill(tokenizer, MESSAGES, variables={name: "x"})

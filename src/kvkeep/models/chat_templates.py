@@ -26,11 +26,17 @@ from kvkeep.pins import Span, Spans, spans
 
 TIMEOUT_S = 10.0
 MEMORY_BYTES = 2**30
+_TAKEN = {"messages", "conversations", "tools", "chat_template", "return_assistant_tokens_mask"}
+"""Names that no variable may have: they are the conversation, or arguments of transformers."""
 _REMEDY = "Use `raw=True` to leave it out and write the whole prompt."
 
 
 def fill(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation in the tokenizer's chat template, up to the beginning of the model's answer.
 
@@ -38,11 +44,16 @@ def fill(
         tokenizer: has the template.
         messages: each with ``role`` and ``content``.
         tools: functions of which the template tells the model, if it takes them.
+        variables: more variables of the template, such as ``{"enable_thinking": False}``. ``add_generation_prompt`` and
+            ``continue_final_message`` have their meaning in transformers.
 
     Raises:
-        InputError: the template fails, or takes too long or too much memory.
+        InputError: the template fails, or takes too long or too much memory; or a variable has a name that the
+            conversation has already.
     """
     known = list(map(dict, tools)) or None
+    if taken := _TAKEN & (variables or {}).keys():
+        raise InputError(f"The chat template cannot be given the variable {min(taken)}: kvkeep sets it. Leave it out.")
     try:
         asked = {
             **tokenizer.special_tokens_map,
@@ -50,6 +61,7 @@ def fill(
             "tools": known,
             "messages": list(map(dict, messages)),
             "add_generation_prompt": True,
+            **(variables or {}),
         }
         line = json.dumps(asked)
     except Exception as error:  # templates without a default, tokens that are not text
