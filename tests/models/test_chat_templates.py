@@ -169,7 +169,9 @@ def test_a_process_that_does_not_start(body, limit_s, why, tokenizer, monkeypatc
 
 
 def test_a_template_reads_more_variables(tokenizer):
-    tokenizer.chat_template = "{{ enable_thinking }} {{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
+    tokenizer.chat_template = (
+        "{{ enable_thinking }} {{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
+    )
     asked = {"enable_thinking": False, "add_generation_prompt": False}
     assert chat_templates.fill(tokenizer, [{"role": "user", "content": "x"}], variables=asked) == "False x"
 

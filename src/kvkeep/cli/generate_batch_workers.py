@@ -68,7 +68,7 @@ def reader(
         return system_spans(checkpoint, prompt) if request.pin_system else ()
 
     def read(number: int, raw: bytes) -> InputLine | BadLine:
-        line = parse(number, raw, encode, defaults, pinned=pinned)
+        line = parse(number, raw, encode, defaults, pinned=pinned, raws=request.raw)
         return line if memory is None else after(line, memory.snapshot, request.policy)
 
     return read

@@ -213,7 +213,13 @@ class PreparedRequest:
         schema = self.request.json_schema
         form = None if schema is None else json_structure(schema)
         if self.memory is None:
-            return engines.Request(prompt=self.prompt, sampling=self.sampling, pins=self.pins, structured_outputs=form)
+            return engines.Request(
+                prompt=self.prompt,
+                chat=not self.request.raw,
+                sampling=self.sampling,
+                pins=self.pins,
+                structured_outputs=form,
+            )
         return engines.Request(
             prompt=self.prompt,
             raw=self.request.raw,

@@ -297,7 +297,7 @@ class Admission:
         self._staging = staging
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
-        self._end_ids = frozenset(ends_of(model))
+        self._end_ids = frozenset(ends_of(model, tokenizer))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
         self.identity = Identity(model, tokenizer, self._chunk)
@@ -323,6 +323,7 @@ class Admission:
             budget = budget_guard.chosen(self._layout(policy), budget, past.budgets)
         if past and past.ids and request.prompt_logprobs is not None:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
+        turn_ends = self.words.turn_ends if self.words.is_chat(request) else frozenset()
         prompt = self.words.continued(request, past or ConversationHistory())
         if prompt is not request.prompt:
             request = request.replaced(prompt=prompt, messages=None, tools=())
@@ -339,7 +340,7 @@ class Admission:
         self._check_tokens(prompt, request.sampling)
         if request.stop and self._tokenizer is None:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
-        ends = frozenset() if request.ignore_end else self._end_ids
+        ends = frozenset() if request.ignore_end else self._end_ids | turn_ends
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
         load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
         bound = self.grammars.constraint(request)

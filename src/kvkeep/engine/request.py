@@ -277,6 +277,8 @@ class Request:
         tools: functions of which the chat template tells the model, each ``{"type": "function", "function": {…}}``.
             They need messages, and a template that takes tools.
         raw: take the prompt's text as it is, without the chat template.
+        chat: the prompt's token ids are a conversation in the form of the chat template, as messages become anyway: the
+            token with which the template ends an answer ends the text.
         sampling: how tokens are chosen, and how many.
         policy: the eviction policy or its string; by default the engine's.
         budget: tokens kept per layer and head; by default, and at most, the engine's.
@@ -305,6 +307,7 @@ class Request:
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     raw: bool = False
+    chat: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     policy: str | Policy | None = None
     budget: int | None = None
@@ -354,8 +357,9 @@ class Request:
 
     def _take_text(self) -> None:
         """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers."""
-        if not isinstance(self.raw, bool):
-            raise InputError(f"raw={self.raw!r:.80} is neither True nor False.")
+        for name in ("raw", "chat"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InputError(f"{name}={value!r:.80} is neither True nor False.")
         if (self.prompt is None) == (self.messages is None):
             raise InputError("A request has either a prompt (text or token ids) or messages; give one of them.")
         if self.messages is not None:

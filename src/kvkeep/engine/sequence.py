@@ -24,7 +24,7 @@ from kvkeep.snapshot.snapshot import Pending
 from kvkeep.types import MemoryUsage
 
 _FREE = {
-    *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),
+    *("prompt", "messages", "raw", "chat", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),
     *("policy", "budget", "sequence", "snapshot"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""

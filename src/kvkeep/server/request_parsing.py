@@ -80,7 +80,7 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
     defaults = sampling_of(parameters, settings)
     made: list[Request] = []
     for ids in prompts:
-        wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids}
+        wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids, "chat": not raw}
         fitting = fitted(defaults, parameters, len(ids), settings)
         if echo and "logprobs" in parameters.options:
             wishes["prompt_logprobs"] = parameters.options["logprobs"]
