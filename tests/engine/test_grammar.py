@@ -343,13 +343,16 @@ def test_a_forked_process_leaves_the_workers_process_alone(engine):
     assert worker.runs
 
 
+CLOSED = {"additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     "form",
     [
         {"choice": ["<|end|>"]},
         {"regex": "a<\\|user\\|>b"},
         {"json": {"const": "x<|end|>y"}},
-        {"json": {"type": "object", "properties": {"<|pad|>": {"const": 1}}, "required": ["<|pad|>"]}},
+        {"json": {"type": "object", "properties": {"<|pad|>": {"const": 1}}, "required": ["<|pad|>"], **CLOSED}},
         {"grammar": 'start: "<|end|>" "b"'},
         {"grammar": 'root ::= "<|end|>" "b"'},
     ],

@@ -57,6 +57,9 @@ def request_of(url=CHAT, number=1, defaults=DEFAULTS, **body):
         ({"temperature": None, "top_p": None, "seed": None, "max_tokens": None}, {}),
         ({"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stream": False}, {}),
         ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False}, {}),
+        ({"store": True, "metadata": {"a": "b"}}, {}),
+        ({"max_tokens": -1}, {}),
+        ({"max_completion_tokens": -1, "max_tokens": -1}, {}),
         ({"user": "me", "metadata": {"a": "b"}, "model": "gpt", "parallel_tool_calls": True}, {}),
     ],
 )
@@ -113,7 +116,7 @@ def test_prompts_of_completions(prompt, expected):
 
 def test_choices_are_drawn_apart_and_the_first_as_a_line_of_its_own():
     fields = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": ["a", "b"], "n": 2}}
-    own = parse(3, b'{"prompt": "a"}', lambda prompt: [1], DEFAULTS)
+    own = parse(3, b'{"prompt": "a"}', lambda prompt: [1], DEFAULTS, raws=True)
     found = parse(3, json.dumps(fields).encode(), lambda prompt, raw: [1], DEFAULTS).requests
     assert len({one.sequence for one in found}) == len(found) == 4
     assert found[0] == own.request
@@ -142,7 +145,6 @@ REFUSED = [
     ({"reasoning_effort": "low"}, "reasoning_effort", "leave it out"),
     ({"modalities": ["text", "audio"]}, "modalities", "leave it out"),
     ({"service_tier": "flex"}, "service_tier", "leave it out"),
-    ({"store": True}, "store", "leave it out"),
     ({"max_token": 5}, "max_token", "perhaps max_tokens"),
     ({"echo": True}, "echo", "is unknown"),
     ({"prompt": "x"}, "prompt", "is unknown"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvkeep
+from kvkeep.server.settings import ServerSettings
 
 from .running import HELLO, NAME, alone, events, keys, serve
 
@@ -107,6 +108,22 @@ def test_completions_of_texts_and_token_ids(server):
         mine = [one["text"] for piece in streamed for one in piece["choices"] if one["index"] == place]
         assert "".join(mine) == prompt + texts[place]
     assert len(server.post("/v1/completions", {"prompt": "a", "ignore_eos": True}).json()["choices"]) == 1
+
+
+def test_an_answer_may_be_as_long_as_the_server_allows(server):
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        asked = {"messages": HELLO} if "chat" in path else {"prompt": " \n"}  # white space is a text to go on with
+        found = server.post(path, {**asked, "max_tokens": -1, "ignore_eos": True, "temperature": 0}).json()
+        assert found["usage"]["completion_tokens"] == ServerSettings(name=NAME).max_new_tokens
+    assert "empty" in server.refused(server.complete(prompt=""))["message"]
+    server.refused(server.complete(max_tokens=-2))
+
+
+def test_a_load_balancer_asks_for_the_status_alone(server):
+    for path in ("/health", "/v1/models", "/metrics", "/version", "/"):
+        answer = server.client.head(path)
+        assert (answer.status_code, answer.content) == (server.client.get(path).status_code, b"")
+    assert server.client.head("/v1/sessions/nobody").status_code == 404
 
 
 def test_echo_with_logprobs_scores_the_prompt(server):

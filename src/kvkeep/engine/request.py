@@ -371,7 +371,7 @@ class Request:
             raise InputError("tools are told by the chat template, and a prompt goes without; give messages instead.")
         elif not isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", token_ids(self.prompt))
-        elif not self.prompt.strip():
+        elif not (self.prompt if self.raw else self.prompt.strip()):
             raise InputError("The prompt is an empty text; give some words.")
 
 

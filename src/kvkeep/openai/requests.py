@@ -83,6 +83,8 @@ _COMMON: Mapping[str, tuple[type, ...]] = {
     "n": _WHOLE,
     **dict.fromkeys(("stream", "ignore_eos"), _FLAG),
     **dict.fromkeys(("model", "user"), _TEXT),
+    "store": _FLAG,
+    "metadata": (dict,),
     "stop": (str, list),
     **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
 }
@@ -90,9 +92,9 @@ _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     CHAT: {
         **_COMMON,
         **dict.fromkeys(("max_completion_tokens", "top_logprobs"), _WHOLE),
-        **dict.fromkeys(("logprobs", "store", "parallel_tool_calls"), _FLAG),
+        **dict.fromkeys(("logprobs", "parallel_tool_calls"), _FLAG),
         **dict.fromkeys(("messages", "tools", "functions", "modalities"), (list,)),
-        **dict.fromkeys(("metadata", "audio", "prediction", "web_search_options"), (dict,)),
+        **dict.fromkeys(("audio", "prediction", "web_search_options"), (dict,)),
         **dict.fromkeys(("tool_choice", "function_call"), (str, dict)),
         **dict.fromkeys(("service_tier", "reasoning_effort", "verbosity"), _TEXT),
         **dict.fromkeys(("safety_identifier", "prompt_cache_key", "prompt_cache_retention"), _TEXT),
@@ -107,7 +109,7 @@ _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 }
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("stream", "store", "echo"), (False,)),
+    **dict.fromkeys(("stream", "echo"), (False,)),
     "functions": ([],),
     "function_call": ("none", "auto"),
     **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
@@ -127,6 +129,8 @@ _SAME = (
     "guard",
 )
 _OPTIONS = {**{name: name for name in _SAME}, "ignore_eos": "ignore_end", "min_tokens": "min_new_tokens"}
+_NO_LIMIT = -1
+"""The number of new tokens by which clients of other servers ask for as many as there may be."""
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
 
@@ -146,6 +150,7 @@ class ParsedBody:
         tools: the tools that the model may call.
         begins_with_call: whether an answer is either a text or calls, and no text comes before them.
         form: the parameter that gives the answer its form, if one does.
+        unbounded: whether an answer is as long as it may be: ``"max_tokens": -1``.
     """
 
     url: str
@@ -158,6 +163,7 @@ class ParsedBody:
     tools: Tools | None = None
     begins_with_call: bool = False
     form: str | None = None
+    unbounded: bool = False
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
@@ -209,7 +215,8 @@ def read(
         spelling["min_new_tokens"] = "min_tokens"
     names = ("structured_outputs", "response_format")
     named = "tools" if tools else next((name for name in names if structure is not None and given.get(name)), None)
-    return ParsedBody(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, named)
+    unbounded = _NO_LIMIT in (given.get("max_tokens"), given.get("max_completion_tokens"))
+    return ParsedBody(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, named, unbounded)
 
 
 def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
@@ -243,7 +250,7 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
     if not prompts:
         raise ParameterError("prompt", "has no text")
     for text_or_ids in prompts:
-        if isinstance(text_or_ids, str) and not text_or_ids.strip():
+        if text_or_ids == "":
             raise ParameterError("prompt", "is an empty text")
         if not isinstance(text_or_ids, str) and not (text_or_ids and _are_ids(text_or_ids)):
             raise ParameterError("prompt", "is no text, no list of texts, and no list of token ids")
@@ -261,7 +268,7 @@ def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     if len({given[name] for name in names}) > 1:
         raise ParameterError("max_tokens", "and max_completion_tokens differ; give one of them")
-    if not names:
+    if not names or given[names[0]] == _NO_LIMIT:
         return {}, {}
     return {"max_new_tokens": given[names[0]]}, {"max_new_tokens": names[0]}
 

@@ -129,7 +129,7 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
 
 def sampling_of(parameters: ParsedBody, settings: ServerSettings) -> SamplingParams:
     """Return how to sample where a body does not say: as in OpenAI's API, with a seed of its own."""
-    most = settings.max_new_tokens if parameters.url == CHAT else _FEW
+    most = settings.max_new_tokens if parameters.url == CHAT or parameters.unbounded else _FEW
     return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 

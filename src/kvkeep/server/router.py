@@ -212,7 +212,7 @@ class Router:
         """Answer a request."""
         request = Request(scope, receive)
         sums = {"/health": self._health, "/metrics": self._metrics, "/v1/sessions": self._sessions}
-        if request.method == "GET" and (summed := sums.get(scope["path"])) is not None:
+        if request.method in ("GET", "HEAD") and (summed := sums.get(scope["path"])) is not None:
             await (await summed(request))(scope, receive, send)
             return
         if self.draining:
@@ -351,13 +351,13 @@ class Router:
     async def _health(self, request: Request) -> Response:
         """Sum the rows of all replicas up."""
         forwarded = await _received(request, self._settings)
-        answers = await self._all(replace(forwarded, query=b"check=live"))
+        answers = await self._all(replace(forwarded, method="GET", query=b"check=live"))
         body, status = health({replica: json.loads(raw) for replica, raw in answers.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)
 
     async def _metrics(self, request: Request) -> Response:
         """Show the metrics of all replicas, each by its name."""
-        answers = await self._all(await _received(request, self._settings))
+        answers = await self._all(replace(await _received(request, self._settings), method="GET"))
         text = metrics({replica: raw.decode() for replica, raw in answers.items()}, self.refusals.text())
         return Response(text, headers={"Content-Type": _METRICS})
 
@@ -368,7 +368,7 @@ class Router:
             RefusalError: no replica says which it has.
         """
         self._here()
-        if not (answers := await self._all(await _received(request, self._settings))):
+        if not (answers := await self._all(replace(await _received(request, self._settings), method="GET"))):
             raise RefusalError(
                 503, "No replica could list its sessions. Try again in 5 s.", headers={"Retry-After": "5"}
             )

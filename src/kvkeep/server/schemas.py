@@ -114,7 +114,7 @@ class Generating(Body):
 
     own: ClassVar[tuple[str, ...]] = (*OWN, "structured_outputs")
     model: str | None = None
-    max_tokens: int | None = _within(0, description="The most new tokens.")
+    max_tokens: int | None = _within(-1, description="The most new tokens; -1: as many as the server allows.")
     min_tokens: int | None = _within(0, description=parameters.MIN_NEW_TOKENS.help)
     temperature: float | None = _described(parameters.TEMPERATURE, "0: the likeliest token. By default 1.")
     top_p: float | None = _described(parameters.TOP_P)
@@ -153,7 +153,7 @@ class ChatBody(Generating):
 
     model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
     messages: Messages = None
-    max_completion_tokens: int | None = _within(1)
+    max_completion_tokens: int | None = _within(-1)
     logprobs: bool | None = None
     top_logprobs: int | None = _within(0, 20)
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")

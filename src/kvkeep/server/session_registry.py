@@ -52,6 +52,7 @@ class ServerSession:
         answer: the answer of ``/v1/responses`` with which it ends; ``None`` for a session that a client has named.
         created: seconds since 1970 at which it was opened.
         states: its memory after its last turns, oldest first.
+        beginning: the settings with which it began, if all of its turns can be taken back.
     """
 
     id: str
@@ -59,6 +60,7 @@ class ServerSession:
     answer: Mapping[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
+    beginning: Mapping[str, Any] | None = None
     _users: set[threading.Event] = field(default_factory=set)
     _unwritten: bool = False
     _not_before: float = 0.0
@@ -85,18 +87,25 @@ class ServerSession:
         """Remember the present state, to which the session can go back later; without a turn there is none."""
         if not self.session.token_ids:
             return
+        if len(self.states) == _MOST_STATES:
+            self.beginning = None
         with suppress(SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
             self.states.append(self.session.snapshot())
 
+    @property
+    def turns_to_rewind(self) -> int:
+        """Return how many turns can be taken back."""
+        return len(self.states) if self.beginning is not None else max(0, len(self.states) - 1)
+
     def rewind(self, turns: int) -> None:
-        """Take back the last turns.
+        """Take back the last turns, but not all.
 
         Raises:
             RefusalError: the earlier turns are not kept.
         """
-        if turns >= len(self.states):
-            most = max(0, len(self.states) - 1)
-            raise RefusalError(400, f"The session {self.id} can go back {most} turns, and not {turns}.", param="turns")
+        if turns > self.turns_to_rewind:
+            told = f"The session {self.id} can go back {self.turns_to_rewind} turns, and not {turns}."
+            raise RefusalError(400, told, param="turns")
         target = self.states[-1 - turns]
         self.session.rewind(target)
         while self.states[-1] is not target:
@@ -231,7 +240,10 @@ class SessionRegistry:
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
-        return self._opened(owner, self._free(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins)
+        settings = {"policy": body.policy, "budget": body.budget, "pins": pins}
+        entry = self._opened(owner, self._free(owner, body.id), None, **settings)
+        entry.beginning = settings
+        return entry
 
     @_alone
     def find(self, owner: str, name: str, until: threading.Event | None = None) -> ServerSession:
@@ -285,8 +297,18 @@ class SessionRegistry:
             RefusalError: it is not there, or its earlier turns are not kept.
         """
         entry = self.find(owner, name)
-        entry.rewind(turns)
+        if turns == len(entry.states) and entry.beginning is not None:
+            self._begin_anew(owner, entry)
+        else:
+            entry.rewind(turns)
         return entry
+
+    def _begin_anew(self, owner: str, entry: ServerSession) -> None:
+        """Take back all turns of a session."""
+        entry.session.rewind(entry.states[0])  # refuses while a turn runs
+        entry.session.close(delete=True)
+        entry.session = self._engine.session(name=_full(owner, entry.id), **(entry.beginning or {}))
+        entry.states.clear()
 
     @_alone
     def pin(self, owner: str, name: str, pins: Spans) -> ServerSession:
@@ -384,6 +406,7 @@ class SessionRegistry:
         for other in sorted(self._open, key=lambda other: other is entry):  # its own states go last
             while nbytes > _MOST_BYTES and len(other.states) > 1:
                 nbytes -= other.states.popleft().nbytes
+                other.beginning = None
 
     def ran(self, entry: ServerSession) -> None:
         """Note that a turn of a session has ended well: it can be taken back, and other servers may go on from it."""

@@ -136,7 +136,7 @@ def card(entry: ServerSession) -> dict[str, Any]:
         "messages": [dict(message) for message in session.messages],
         "seen_tokens": len(session.token_ids),
         "kv_bytes": session.nbytes,
-        "turns_to_rewind": max(0, len(entry.states) - 1),
+        "turns_to_rewind": entry.turns_to_rewind,
     }
 
 
