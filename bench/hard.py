@@ -19,7 +19,7 @@ from lib import report
 from quality import replaced, rows_of
 
 from kvkeep.evals.confidence import Answers, answers, kept
-from kvkeep.evals.report import FULL, Row
+from kvkeep.evals.results import FULL, Row
 
 POLICIES = ("full", "reread", "leverage", "keydiff:document", "blend", "snapkv:late", "h2o", "local")
 BUDGET = "10%"

@@ -25,7 +25,7 @@ from quality import rows_of
 from kvkeep import parse
 from kvkeep.evals.confidence import Answers, PolicyDifference, answers, difference, kept
 from kvkeep.evals.forward import Setup
-from kvkeep.evals.report import FULL, Row, grouped
+from kvkeep.evals.results import FULL, Row, grouped
 from kvkeep.models.load import embedded, find
 
 CELLS = {

@@ -55,7 +55,8 @@ def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows:
     engine = kvkeep.Engine(
         model, policy=options.policy, budget=options.budget, rows=options.rows, host_rows=host_rows, graphs=False
     )
-    if (staging := engine._swapper.staging) is not None and not staged:
+    swapper = engine._swapper
+    if (staging := swapper.staging if swapper else None) is not None and not staged:
         staging.most_bytes = 0
     ids = torch.randint(0, model.config.vocab_size, (options.requests, options.prompt), generator=seeded())
     sampling = kvkeep.SamplingParams(max_new_tokens=options.new)
@@ -68,16 +69,17 @@ def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows:
     while engine.busy:
         found += [event.result for event in engine.step() if event.result]
         steps += 1
-    took, turns = time.perf_counter() - began, engine._swapper
+    took = time.perf_counter() - began
     first = sorted(one.ttft_s or 0.0 for one in found)
-    copy_s = turns.copied_s / turns.swaps if turns.swaps else 0.0
-    share = turns.copied_s / (turns.copied_s + turns.worked_s)
+    swaps, copied_s, worked_s = (swapper.swaps, swapper.copied_s, swapper.worked_s) if swapper else (0, 0.0, took)
+    copy_s = copied_s / swaps if swaps else 0.0
+    share = copied_s / (copied_s + worked_s)
     return Run(
         host_rows,
         staged and staging is not None,
         first,
         options.requests * options.new / took,
-        turns.swaps,
+        swaps,
         share,
         copy_s,
         took / steps,

@@ -23,7 +23,7 @@ import torch
 from lib import finish, interleaved, kernel, positive, show, spread
 
 from kvkeep.attention_stats import Mass
-from kvkeep.backends import Backend, choose
+from kvkeep.backends import AttentionInputs, Backend, choose
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.kv.slot_codec import CodedSlots, Codes, encode
 from kvkeep.types import AttentionOptions, Slots
@@ -104,7 +104,7 @@ class Block:
         def run() -> None:
             for _ in range(self.calls):
                 slots, statistic = next(self._order), Mass()
-                backend.attend(self._query, slots, self._now, statistic=statistic, options=self._options)
+                backend.attend(AttentionInputs(self._query, slots, self._now, self._options, statistic))
                 if isinstance(slots, CodedSlots):
                     slots.forget()
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from lib import report
 
 from kvkeep.evals.confidence import Answers, KeptShare, answers, difference, kept, of_mean
-from kvkeep.evals.report import FULL, Row, grouped, over
+from kvkeep.evals.results import FULL, Row, grouped, over
 from kvkeep.policies import DEFAULT, LATER
 from kvkeep.result_files import ROWS
 

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 import kvkeep
 from kvkeep.attention_stats import Low, Mass, Statistic
-from kvkeep.backends import SWITCH, choose, reference
+from kvkeep.backends import SWITCH, AttentionInputs, choose, reference
 from kvkeep.backends.triton import prefill_ops
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
@@ -70,12 +70,12 @@ def _attention(
     options = AttentionOptions(dim**-0.5, window=slots, softcap=5.0, sinks=sinks) if all_options else plain
     slots = Slots(keys, values, held)
     limit = FULL if dtype == torch.float32 else HALF
-    want, report = reference.attend(query, slots, at, statistic=statistic, options=options)
+    want, report = reference.attend(AttentionInputs(query, slots, at, options, statistic))
     if chunk and bench.on_gpu:
-        found = prefill_ops.attend(query, slots, at, statistic=statistic, options=options, output="triton")
+        found = prefill_ops.attend(AttentionInputs(query, slots, at, options, statistic), output="triton")
         assert found is not None
     else:
-        found = choose(query.device, dtype).attend(query, slots, at, statistic=statistic, options=options)
+        found = choose(query.device, dtype).attend(AttentionInputs(query, slots, at, options, statistic))
     name = f"{'prompt' if chunk else 'token'}, {str(dtype)[6:]}, head dim {dim}, {type(statistic).__name__}"
     real = (at >= 0)[:, None, :, None]
     yield {"name": f"{name}: output", "error": _error(found[0] * real, want * real), "limit": limit}

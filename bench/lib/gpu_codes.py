@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvkeep.attention_stats import Mass
-from kvkeep.backends import choose
+from kvkeep.backends import AttentionInputs, choose
 from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, encode
 from kvkeep.types import AttentionOptions, Slots
 from lib.gpu import Bench, middle
@@ -40,7 +40,7 @@ def _codes(bench: Bench, rows: int, slots: int, bits: str) -> dict:
 
     def attend() -> None:
         for block in blocks:
-            backend.attend(query, block, now, statistic=Mass(), options=options)
+            backend.attend(AttentionInputs(query, block, now, options, Mass()))
 
     def write() -> None:
         for block in blocks:

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvkeep
 from kvkeep.attention_stats import Mass, Nothing, Statistic
-from kvkeep.backends import choose
+from kvkeep.backends import AttentionInputs, choose
 from kvkeep.types import AttentionOptions, Fresh, Phase, Slots
 from lib.gpu import Bench, fill, middle
 
@@ -40,7 +40,7 @@ def _bandwidth(bench: Bench, rows: int, slots: int) -> dict:
 
     def run() -> None:
         for keys, values in blocks:
-            backend.attend(query, Slots(keys, values, positions), now, statistic=Mass(), options=options)
+            backend.attend(AttentionInputs(query, Slots(keys, values, positions), now, options, Mass()))
 
     with torch.inference_mode():
         times = [seconds / copies for seconds in bench.seconds(bench.recorded(run, f"a: {rows} x {slots}"))]
@@ -117,12 +117,10 @@ def _ours(query, keys, values, at, statistic: Statistic, options: AttentionOptio
     held = at[:, None].to(torch.int32)
     if not query.is_cuda:
         backend = choose(query.device, query.dtype)
-        return backend.attend(query, Slots(keys, values, held), at, statistic=statistic, options=options)
+        return backend.attend(AttentionInputs(query, Slots(keys, values, held), at, options, statistic))
     from kvkeep.backends.triton import prefill_ops
 
-    found = prefill_ops.attend(
-        query, Fresh(keys, values, held), at, statistic=statistic, options=options, output=output
-    )
+    found = prefill_ops.attend(AttentionInputs(query, Fresh(keys, values, held), at, options, statistic), output=output)
     assert found is not None
     return found
 

@@ -67,6 +67,7 @@ _HOME = {
     "Report": "types:Report",
     "Request": "engine.request:Request",
     "Result": "engine.request:Result",
+    "Sampling": "engine.sampling_params:SamplingParams",  # as scripts before 0.1.0 call it; not in __all__
     "SamplingParams": "engine.sampling_params:SamplingParams",
     "ShapeError": "errors:ShapeError",
     "Snapshot": "snapshot.snapshot:Snapshot",

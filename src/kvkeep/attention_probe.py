@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Mass
-from kvkeep.backends import choose, reference
+from kvkeep.backends import AttentionInputs, choose, reference
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import (
     BoundedLayer,
@@ -59,7 +59,7 @@ class LayerStep:
 
     @property
     def positions(self) -> Int[Tensor, "B T"]:
-        """Return the tokens' positions in their texts, -1 for padding, if the step is a text's first."""
+        """Return the tokens' positions in their texts, -1 for padding. The step must be the first of its texts."""
         if self.real is not None:
             return positions_of(self.real)
         return positions_of(
@@ -67,7 +67,7 @@ class LayerStep:
         )
 
     def run(self, layer: Stepper) -> Float[Tensor, "B Hq T E"]:
-        """Have a layer take this step, and return its output."""
+        """Pass this step on to a layer, and return its output."""
         return layer.step(self.query, self.keys, self.values, options=self.options, phase=self.phase, real=self.real)
 
 
@@ -84,12 +84,12 @@ class Probe(abc.ABC):
         phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Take new tokens, as `kvkeep.Layer.step` does."""
+        """Wrap new tokens into a `LayerStep` and return what `take` returns."""
         return self.take(LayerStep(query, keys, values, options, phase, real))
 
     @abc.abstractmethod
     def take(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Take a step and return the attention output."""
+        """Take a step, and return the attention output."""
 
 
 P = TypeVar("P", bound=Stepper)
@@ -109,8 +109,8 @@ def probe_cache(config: Any, make: Callable[[int], C]) -> tuple[PhasedCache, dic
     """Return a cache whose layers with attention are probes, and the probes by the layer's number in the model.
 
     Args:
-        config: the model's.
-        make: makes a probe from the layer's number in the model.
+        config: the model's configuration.
+        make: returns a probe for a layer's number in the model.
     """
     probes: dict[int, C] = {}
 
@@ -179,7 +179,7 @@ class LayerTape:
         return self._softmax(first, held & reference.visible(now, columns[None], self.options.window))
 
     def feed(self, layer: Stepper, start: int, stop: int) -> None:
-        """Give a layer the tokens from ``start`` to ``stop``: a prompt if they are the first, else generated ones."""
+        """Run tokens ``start`` to ``stop`` through a layer: as a prompt if ``start`` is 0, else as generated tokens."""
         at = slice(start, stop)
         phase = Phase.PREFILL if start == 0 else Phase.DECODE
         layer.step(self.query[:, :, at], self.keys[:, :, at], self.values[:, :, at], options=self.options, phase=phase)
@@ -206,7 +206,9 @@ class TapeRecorder(Probe):
         self._held: list[Int[Tensor, "B Hk S"]] = []
 
     def take(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Remember the step, and have the layer take it."""
+        """Record a copy of the step and of what the layer holds, then let the layer take the step and return its
+        output.
+        """
         if step.phase is Phase.DECODE:
             self._held.append(self._layer.store.positions.clone())
         self._given.append((step.query.clone(), step.keys.clone(), step.values.clone()))
@@ -214,7 +216,7 @@ class TapeRecorder(Probe):
         return step.run(self._layer)
 
     def tape(self) -> LayerTape:
-        """Return the record so far."""
+        """Return all steps so far as one record."""
         query, keys, values = (_joined(parts) for parts in zip(*self._given, strict=True))
         held = [members(positions, keys.shape[2]) for positions in self._held]
         return LayerTape(query, keys, values, self._options, torch.stack(held, dim=2) if held else None)
@@ -226,7 +228,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def tapes(model: Any, ids: Int[Tensor, "B n"]) -> dict[int, LayerTape]:
-    """Run texts under the full cache and record every layer, by its number in the model."""
+    """Run texts under the full cache, and return the record of every layer, by its number in the model."""
     cache = BoundedCache(model.config, "full", ids.shape[1])
     recorders = wrap_layers(cache, TapeRecorder)
     model(input_ids=ids.to(model.device), **handed(model, cache), use_cache=True, logits_to_keep=1)
@@ -249,7 +251,7 @@ class TextTensor:
         self._length = length
 
     def put(self, first: int, new: Float[Tensor, "1 Hk T D"]) -> Float[Tensor, "1 Hk S D"]:
-        """Write new tokens from a position on, and return all tokens so far.
+        """Write new tokens from a position on, and return all tokens so far. Position 0 begins a new text.
 
         Raises:
             ShapeError: there are more tokens than were announced.
@@ -281,7 +283,8 @@ class AttentionSums:
         self._length = length
 
     def attend(self, step: LayerStep, slots: Slots, now: Int[Tensor, "1 T"]) -> Float[Tensor, "1 Hq T E"]:
-        """Compute the attention of a step over some slots, in float32; keep what each token receives.
+        """Compute the attention of a step over some slots, in float32, set ``mass`` and ``newest``, and return the
+        output.
 
         Args:
             step: the step, of which the queries count.
@@ -293,7 +296,7 @@ class AttentionSums:
         """
         query, options = step.query.float(), step.options
         backend = choose(query.device, query.dtype)
-        out, report = backend.attend(query, slots, now, statistic=_MASS, options=options)
+        out, report = backend.attend(AttentionInputs(query, slots, now, options, _MASS))
         self.mass = self._by_position(report.sums["mass"][0], slots)
         sees = reference.visible(now[:, -1:], slots.positions, options.window)
         row = reference.softmax(reference.logits(query[:, :, -1:], slots.keys, sees, options), options.sinks)
@@ -326,7 +329,10 @@ class BoundedAttention(Probe):
         self._keys, self._length, self._columns = TextTensor(length), length, 0
 
     def take(self, step: LayerStep) -> Float[Tensor, "1 Hq T E"]:
-        """Compute the attention of the step, and have the layer take it."""
+        """Set ``sums`` from the attention of the step over what the layer holds, then let the layer take the step.
+
+        Return the layer's output, and set ``held`` to what it holds then.
+        """
         first, heads = self._columns, step.keys.shape[1]
         keys = self._keys.put(first, step.keys)
         self._columns = keys.shape[2]
@@ -340,7 +346,7 @@ class BoundedAttention(Probe):
         return out
 
     def _seen(self, keys: Float[Tensor, "1 Hk S D"], new: Int[Tensor, " T"]) -> Slots:
-        """The tokens that each head holds, and the new ones at the end."""
+        """Return the tokens that each head holds, with the new ones at the end."""
         most = int((self._positions >= 0).sum(dim=-1).amax())
         positions = torch.cat([self._positions.topk(most).values, new.expand(keys.shape[1], -1)], dim=-1).to(
             torch.int32
@@ -365,7 +371,9 @@ class WholeHistory(Probe):
         self._keys, self._values = TextTensor(length), TextTensor(length)
 
     def take(self, step: LayerStep) -> Float[Tensor, "1 Hq T E"]:
-        """Attend over all tokens so far."""
+        """Append the step's keys and values to the history, and return the output of attention over all tokens so
+        far.
+        """
         first = self.columns
         keys, values = self._keys.put(first, step.keys), self._values.put(first, step.values)
         self.columns = keys.shape[2]
@@ -375,7 +383,7 @@ class WholeHistory(Probe):
     def attend(
         self, step: LayerStep, keys: Float[Tensor, "1 Hk S D"], values: Float[Tensor, "1 Hk S E"]
     ) -> Float[Tensor, "1 Hq T E"]:
-        """Attend with the queries of a step over all tokens so far, the step's own at the end."""
+        """Return the attention output of a step's queries over all tokens so far; the step's own come last."""
 
 
 class FullAttention(WholeHistory):
@@ -395,7 +403,7 @@ class FullAttention(WholeHistory):
     def attend(
         self, step: LayerStep, keys: Float[Tensor, "1 Hk S D"], values: Float[Tensor, "1 Hk S E"]
     ) -> Float[Tensor, "1 Hq T E"]:
-        """Attend, and keep what each token receives."""
+        """Return the attention output of the step, and set ``sums`` to what each token receives."""
         positions = torch.arange(self.columns, dtype=torch.int32, device=keys.device)[None]
         now = positions[:, -step.query.shape[2] :].long()
         return self.sums.attend(step, Slots(keys, values, positions[None]), now)
@@ -414,7 +422,7 @@ class FullCache:
         self._cache, self._layers = probe_cache(model.config, lambda index: FullAttention(length))
 
     def feed(self, ids: Int[Tensor, " T"], phase: Phase) -> Float[Tensor, " V"]:
-        """Run new tokens and return the logits that follow the last one."""
+        """Run new tokens, and return the logits that follow the last one."""
         return next_logits(self._model, self._cache, ids, phase)
 
     def mass(self) -> Float[Tensor, "H n"]:
@@ -426,13 +434,13 @@ class FullCache:
         return torch.cat([layer.sums.newest for layer in self._layers.values()]).cpu()
 
     def go_back(self, tokens: int) -> None:
-        """Forget all but the first tokens."""
+        """Forget all tokens after the first ``tokens`` ones."""
         for layer in self._layers.values():
             layer.columns = tokens
 
 
 def next_logits(model: Any, cache: PhasedCache, ids: Int[Tensor, " T"], phase: Phase) -> Float[Tensor, " V"]:
-    """Run new tokens of one text over a cache and return the logits that follow the last one."""
+    """Run new tokens of one text over a cache, and return the logits that follow the last one."""
     cache.phase = phase
     given = ids[None].to(model.device)
     logits: Tensor = model(input_ids=given, **handed(model, cache), use_cache=True, logits_to_keep=1).logits
@@ -450,7 +458,7 @@ class OnePass(Probe):
         self.columns = 0
 
     def take(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Attend over the whole texts.
+        """Return the output of attention over whole texts, which must come in one step.
 
         Raises:
             UnsupportedOperationError: there was a step before.
@@ -462,4 +470,4 @@ class OnePass(Probe):
 
     @abc.abstractmethod
     def attend(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Attend with the texts over themselves."""
+        """Return the attention output of the texts over themselves."""

@@ -61,7 +61,7 @@ class Statistic(abc.ABC):
     rows: int | Int[Tensor, " B"] = -1
 
     def selects(self, query_positions: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        """Tell whether each query is selected. Padded queries (position -1) never are."""
+        """Return whether each query counts. Padded queries (position -1) never do."""
         real = query_positions >= 0
         if isinstance(self.rows, int) and self.rows < 0:
             return real
@@ -71,7 +71,7 @@ class Statistic(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Reduce a block of rows to one tensor for each of `fields`."""
+        """Return the statistic of a block of rows: one tensor for each of `fields`."""
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"], name: str) -> None:
         """Add a block's result for the field ``name`` to the result of the earlier blocks, in place."""
@@ -107,7 +107,7 @@ class Mass(Statistic):
     last: Int[Tensor, " B"] | int = 0
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Transform the probabilities, average over the group, sum over the selected rows."""
+        """Return each key's transformed probabilities, averaged over the group and summed over the selected rows."""
         p = self._transformed(rows)
         B, Hk, G, T, S = p.shape
         weights = self.weights(rows.selected, rows.queries).to(p.dtype)
@@ -158,15 +158,15 @@ class RowMasses(Statistic):
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]  # their number depends on an option
-        """Return the names of the report's fields, one for each query row."""
+        """Return the names of the report's fields, one for each of the last rows."""
         return tuple(f"row{place}" for place in range(self.places))
 
     def weights_of(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> list[Float[Tensor, "B T"]]:
-        """For each field, 1 for the row that it belongs to and 0 for the others."""
+        """Return for each field 1 for the row that it belongs to and 0 for the others."""
         return [(selected & (queries % self.places == place)).float() for place in range(self.places)]
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Average over the group."""
+        """Return each counted row's probabilities, averaged over the group, in the field of that row."""
         weights = torch.stack(self.weights_of(rows.selected, rows.queries), dim=1).to(rows.probabilities.dtype)
         found = weights[:, None] @ rows.probabilities.mean(dim=2)
         return dict(zip(self.fields, found.unbind(dim=2), strict=True))
@@ -209,7 +209,7 @@ def ring_span(first: Int[Tensor, " B"], stop: Int[Tensor, " B"], words: int) -> 
 
 
 def ones(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """Count the bits that are set in each word."""
+    """Return the number of bits that are set in each word."""
     pairs = (bits & 0x1555555) + (bits >> 1 & 0x0555555)
     fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F
@@ -232,7 +232,7 @@ class Peak(Statistic):
         return {"peak": rows.probabilities.masked_fill(~counts, 0.0).amax(dim=(2, 3))}
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"], name: str) -> None:
-        """Take the larger one, in place."""
+        """Replace ``total`` by the larger of both, in place."""
         torch.maximum(total, part, out=total)
 
 
@@ -251,10 +251,13 @@ class LastHit(Statistic):
     quantile: float = 0.9
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Average over the group, compare with the quantile, take the newest selected row above it."""
+        """Return the newest selected row in which each key's mean probability is above the quantile, counted from 1;
+        0 for none.
+        """
         p = rows.probabilities.mean(dim=2)
         S = p.shape[-1]
         length = rows.queries + 1
+        # 1e-9: a product that should be whole may be a little less in floats
         above = length - (self.quantile * length.double() + 1e-9).long()  # values from the quantile's own upwards
         ranked = p.sort(dim=-1, descending=True).values
         place = (above - 1).clamp(min=0)[:, None, :, None].expand(*p.shape[:3], 1)
@@ -263,7 +266,7 @@ class LastHit(Statistic):
         return {"hit": (hit * length[:, None, :, None]).amax(dim=2).to(p.dtype)}
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"], name: str) -> None:
-        """Take the newer row, in place."""
+        """Replace ``total`` by the newer row, in place."""
         torch.maximum(total, part, out=total)
 
 
@@ -285,7 +288,9 @@ class Worst(Statistic):
     kernel: int = 5
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Average along the positions, take the maximum over the group and the selected rows."""
+        """Return the maximum over group and selected rows of the probabilities averaged along the positions, and the
+        mass.
+        """
         before = torch.as_tensor(self.before, device=rows.keys.device).view(-1, 1, 1)
         older = (rows.keys >= 0) & (rows.keys < before)
         p = rows.probabilities.masked_fill(~(older[:, :, None, None] & rows.selected[:, None, None, :, None]), 0.0)
@@ -299,7 +304,7 @@ class Worst(Statistic):
         return {"mass": p.mean(dim=2).sum(dim=2), "worst": worst}
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"], name: str) -> None:
-        """Add the mass; of the largest probabilities take the larger one."""
+        """Add the field ``mass``; of other fields take the larger value, in place."""
         if name == "mass":
             total.add_(part)
         else:
@@ -324,7 +329,7 @@ class Low(Statistic):
     live: bool = False
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Average over the group, compare with the threshold, sum over the selected rows."""
+        """Return in how many selected rows each key's mean probability is below the threshold, and the key's mass."""
         p, low = self._compared(rows)
         counts = rows.selected[:, None, :, None]
         return {"mass": (p * counts).sum(dim=2), "low": (low & counts).sum(dim=2).to(p.dtype)}
@@ -366,7 +371,7 @@ class LowRows(Low):
         return sums | dict(zip(word_names(self.words), bits, strict=True))
 
     def reduce(self, rows: ProbabilityRows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Average over the group, compare with the threshold, set the bit of each selected row."""
+        """Return the bits of the selected rows in which each key is below the threshold, and two sums of mass."""
         p, low = self._compared(rows)
         sums = {"mass": p, "due": p}
         weights = self.weights(rows.selected, rows.queries)

@@ -25,7 +25,7 @@ RULES = {"uniform": "0", "ramp": "0.2", "pyramid": "20", "taper": "0.5"}
 
 
 def from_ratio(keep_ratio: float, tokens: int) -> int:
-    """Turn a fraction of ``tokens`` into a budget: ``floor(keep_ratio * tokens)``, at least 1.
+    """Return the budget for a fraction of ``tokens``: ``floor(keep_ratio * tokens)``, at least 1.
 
     Args:
         keep_ratio: fraction to keep, in (0, 1].
@@ -41,11 +41,11 @@ def from_ratio(keep_ratio: float, tokens: int) -> int:
         )
     if tokens < 1:
         raise BudgetError("keep_ratio needs the length of a prompt, and this prompt has no tokens.")
-    return max(1, math.floor(keep_ratio * tokens + 1e-9))
+    return max(1, math.floor(keep_ratio * tokens + 1e-9))  # 0.29 * 100 is 28.999999999999996 in floats
 
 
 def check(budget: object) -> tuple[Number, ...]:
-    """Check a budget and return it as one number per row, or as a single number for all rows.
+    """Return a budget, checked, as a tuple with one number per row, or with a single number for all rows.
 
     A row may have a tuple of numbers instead, one for each of its KV heads.
 
@@ -70,7 +70,7 @@ def _whole(number: object, name: str = "budget") -> int:
     """Return a whole number of any library as Python's own.
 
     Raises:
-        BudgetError: it is none.
+        BudgetError: the value is no whole number.
     """
     try:
         if isinstance(number, bool):
@@ -82,14 +82,14 @@ def _whole(number: object, name: str = "budget") -> int:
 
 
 def check_one(number: object, name: str = "budget") -> int:
-    """Check a number of tokens, rows or bytes, and return it as an int. NumPy's integers pass, too.
+    """Return a number of tokens, rows or bytes as an int, after a check of its range. NumPy's integers pass, too.
 
     Args:
         number: the number.
         name: the argument's name, for the error.
 
     Raises:
-        BudgetError: it is not an integer, is below 1, or is more than any memory holds.
+        BudgetError: the value is not an integer, is below 1, or is more than any memory holds.
     """
     found = _whole(number, name)
     if found < 1:
@@ -122,7 +122,7 @@ def smallest(number: Number) -> int:
 
 
 def at_most(number: Number, most: int | None) -> Number:
-    """Limit a row's budget, head by head, to at most ``most`` tokens (``None``: no limit)."""
+    """Return a row's budget, limited head by head to ``most`` tokens; ``None``: no limit."""
     if most is None:
         return number
     return tuple(min(head, most) for head in number) if isinstance(number, tuple) else min(number, most)
@@ -144,7 +144,9 @@ def per_head(numbers: Sequence[Number], rows: int, heads: int, device: torch.dev
 
 
 def check_rows(budget: object) -> tuple[int, ...]:
-    """Check a budget as `check` does, where heads have none of their own.
+    """Return a budget, checked as by `check`, as a tuple of one number per row or one for all.
+
+    Heads cannot have their own.
 
     Raises:
         BudgetError: see `check`; or a row has several numbers.
@@ -172,7 +174,7 @@ def per_row(numbers: Sequence[Number], rows: int, device: torch.device) -> Budge
 
 
 def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Return one budget per row, the mean where heads differ. ``seen`` gives the number of rows and the device."""
+    """Return one budget per row; the mean where heads differ. ``seen`` gives the number of rows and the device."""
     number = budget if isinstance(budget, Tensor) else seen.new_full((1,), budget)
     if number.ndim == 2 and number.shape[1] > 1:
         number = number.sum(dim=1) // number.shape[1]
@@ -187,7 +189,10 @@ def table(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, "B #Hk"]:
 
 
 def between(low: int, budget: Budget, high: int | None) -> Budget:
-    """Limit a budget to the range from ``low`` to ``high``. Budgets may differ by row."""
+    """Return a budget limited to the range from ``low`` to ``high`` (``None``: no upper limit).
+
+    Budgets may differ by row.
+    """
     if isinstance(budget, Tensor):
         return budget.clamp(min=low, max=high)
     return max(low, budget if high is None else min(high, budget))
@@ -244,7 +249,11 @@ def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[floa
 
 
 def _weights(how: str | Sequence[float], layers: int) -> list[float]:
-    """Return the weight of each layer, a positive number."""
+    """Return the weight of each layer, a positive number.
+
+    Raises:
+        BudgetError: the rule or the weights cannot be used.
+    """
     if not isinstance(how, str):
         try:
             weights = list(map(float, how))
@@ -274,7 +283,10 @@ def _weights(how: str | Sequence[float], layers: int) -> list[float]:
 
 
 def _round(shares: Sequence[float], total: int) -> list[int]:
-    """Round the shares so that they add up to the total. The largest remainders go up; among equals, the first."""
+    """Return the shares as whole numbers that add up to the total.
+
+    The largest remainders go up; among equal ones, the first.
+    """
     whole = [math.floor(share + 1e-9) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
     for i in by_remainder[: total - sum(whole)]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
@@ -14,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvkeep import budget as budgets
-from kvkeep.errors import InputError, KVKeepError, PolicyError
+from kvkeep.errors import InputError, KVKeepError, PolicyError, closest
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies._head_budgets import parsed as head_rule
 from kvkeep.policies.base import Policy
@@ -27,7 +26,7 @@ NAME = "kvkeep.toml"
 NOTES = "tuned"
 """A table about how the settings were found; nothing reads it."""
 
-_LARGEST = 2**20
+_LARGEST = 2**20  # bytes; the file has a line per setting
 _POSITIONS = ("true", "slot")
 
 
@@ -63,7 +62,7 @@ class Config:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], source: str = "The configuration") -> Config:
-        """Check settings.
+        """Return the settings of a mapping, after a check of each. The table `NOTES` is left out.
 
         Args:
             settings: name → value.
@@ -84,10 +83,10 @@ class Config:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Config:
-        """Read a file.
+        """Return the settings of a file.
 
         Raises:
-            InputError: it cannot be read, is not TOML, or has a setting that cannot be used.
+            InputError: the file cannot be read, is not TOML, or has a setting that cannot be used.
         """
         return cls.of(_toml(path), str(path))
 
@@ -99,7 +98,7 @@ class Config:
         """Return the content of a configuration file with these settings.
 
         Args:
-            heading: a comment at its beginning.
+            heading: a comment at the file's beginning.
             notes: the table `NOTES`.
         """
         lines = [f"# {''.join(filter(str.isprintable, line))}" for line in heading.splitlines()]
@@ -130,15 +129,15 @@ def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
+    close = closest(name.lower().replace("-", "_"), known)
+    return f" Did you mean {close!r}?" if close else f" There are: {', '.join(known)}."
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
     """Return the value of a setting after checking its kind and range.
 
     Raises:
-        InputError: it is of the wrong kind, or out of range.
+        InputError: the value is of the wrong kind, or out of range.
     """
     try:
         wanted = _CHECKS[name](value)
@@ -160,10 +159,10 @@ def _policy(value: object) -> str | None:
 
 
 def policy_of(name: str) -> Policy:
-    """Return the policy that a file names. Only registered names count, since a file could name any module.
+    """Return the policy that a file names. Modules are refused, since a file could name any.
 
     Raises:
-        PolicyError: no policy of that name is registered, or its options are wrong.
+        PolicyError: the name is a module's, no policy of that name is registered, or its options are wrong.
     """
     if ":" in split(name)[0] and split(name)[0] not in available():
         raise PolicyError(f"policy {name!r:.80} names a module, which a file may not. Give it as `policy` instead.")

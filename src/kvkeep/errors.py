@@ -20,6 +20,9 @@ A message says what happened (with numbers), why it matters and what to do. It n
 both by its flags, prints the message as one line and exits with code 2.
 """
 
+import difflib
+from collections.abc import Iterable
+
 ADDRESS = "git+https://github.com/kvkeep/kvkeep"
 """Where pip finds kvkeep, which is on no package index."""
 
@@ -97,6 +100,15 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, KVKeepError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_ALIKE = 0.5
+"""Similarity of names. At difflib's own 0.6, fp16 (0.57) does not lead to fp8, nor (0.55) to float16."""
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that was probably meant, for messages about an unknown one; ``None`` if none is alike."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=_ALIKE)), None)
 
 
 def pip_install(extra: str) -> str:

@@ -38,6 +38,7 @@ _SAME = {
 }
 """Facts about a model that have to agree with its configuration, as far as both sides know them, and their names."""
 _SCALE = 2**60
+"""Needs become whole numbers of this fineness, whose sums do not depend on their order."""
 _AGAIN = "kvkeep calibrate makes one."
 
 
@@ -63,10 +64,10 @@ class Profile:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the profile's numbers.
 
         Raises:
-            InputError: see `fault`.
+            InputError: `fault` finds something wrong.
         """
         if (what := fault(self.as_dict())) is not None:
             raise InputError(f"This is no profile: {what}.")
@@ -180,13 +181,13 @@ class Profile:
         return [each[at : at + heads] for at in range(0, len(each), heads)]
 
     def limited(self) -> list[tuple[bool, ...]]:
-        """Tell which heads of each layer need only their first and newest tokens. If all heads do, none is marked."""
+        """Return which heads of each layer need only their first and newest tokens. If all heads do, none is marked."""
         any_need = any(map(any, self.heads))
         return [tuple(any_need and need == 0 for need in layer) for layer in self.heads]
 
 
 def _shares(needs: Sequence[int], total: int, room: Sequence[int] | None) -> list[int]:
-    """Whole shares in proportion to the needs, none above its room; equal ones where nobody needs anything.
+    """Return whole shares in proportion to the needs, none above its room; equal ones if no head needs anything.
 
     The largest remainders are rounded up; among equal ones, the first. The total must fit into the room of all.
     """
@@ -205,7 +206,7 @@ def _shares(needs: Sequence[int], total: int, room: Sequence[int] | None) -> lis
 
 
 def _in_proportion(weights: Sequence[int], total: int) -> list[int]:
-    """Divide a total in proportion to integer weights, into integers that add up to the total."""
+    """Return integers in proportion to integer weights that add up to the total."""
     everything = sum(weights)
     parts, rests = zip(*(divmod(total * weight, everything) for weight in weights), strict=True)
     whole = list(parts)
@@ -248,13 +249,13 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"The profile {path} cannot be read: {error.strerror}. {_AGAIN}") from error
     except ValueError as error:
-        if isinstance(error, InputError):
+        if isinstance(error, InputError):  # a ValueError that says already what happened
             raise
         raise InputError(f"{path} is no profile: {error}. {_AGAIN}") from error
 
 
 def fault(found: Any) -> str | None:
-    """Return what is wrong with the content of a profile's file, or ``None`` if it is valid."""
+    """Return what is wrong with the content of a profile's file; ``None`` if it is valid."""
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return f'it has no "format": "{FORMAT}"'
     if (version := found.get("version")) != VERSION:

@@ -60,7 +60,7 @@ class Heads:
         """Refuse keys of another number of heads than this process should hold.
 
         Raises:
-            ShapeError: see above.
+            ShapeError: there are other heads than this process should hold; an unknown count is not checked.
         """
         if self.ranks > 1 and mine * self.ranks != self.count:
             raise ShapeError(
@@ -69,11 +69,12 @@ class Heads:
             )
 
     def all(self, mine: Shaped[Tensor, "B Hk *rest"]) -> Shaped[Tensor, "B heads *rest"]:
-        """Return the numbers of all heads in order, gathered from all processes. Their shapes must be alike."""
+        """Return the numbers of all heads in order, gathered from all processes. Their shapes must be equal."""
         return mine if self.ranks == 1 else torch.cat(self._gathered(mine), dim=1)
 
     def all_slots(self, mine: Shaped[Tensor, "B Hk S"], empty: int | float) -> Shaped[Tensor, "B heads most"]:
-        """Gather the slots of all heads as `all` does, with empty slots put in front where a process has fewer.
+        """Return the slots' numbers of all heads, as `all` does, with empty slots put in front where a process has
+        fewer.
 
         A chunk's tokens, which come last, therefore stay in the same columns in all heads.
 
@@ -95,13 +96,13 @@ class Heads:
         return torch.arange(self.rank * mine, (self.rank + 1) * mine, device=device)
 
     def most(self, number: int, device: torch.device) -> int:
-        """Return the largest of the numbers that the processes pass."""
+        """Return the largest ``number`` of all processes."""
         if self.ranks == 1:
             return number
         return int(torch.stack(self._gathered(torch.tensor(number, device=device))).max())
 
     def first(self, numbers: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return the numbers that the first process passes."""
+        """Return ``numbers`` of the first process, in all processes."""
         if self.ranks > 1:
             numbers = numbers.clone()
             dist.broadcast(numbers, 0)
@@ -116,11 +117,11 @@ class Heads:
         return [bytes(text.tolist()).rstrip(b"\0").decode() for text in self._gathered(padded)]
 
     def alike(self, number: int, device: torch.device) -> bool:
-        """Tell whether a number is the same in all processes."""
+        """Return whether a number is the same in all processes."""
         return self.ranks == 1 or len({int(rank) for rank in self._gathered(torch.tensor(number, device=device))}) == 1
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
-        """Gather the tensors of all processes, in their order."""
+        """Return the tensors of all processes, in the order of their ranks."""
         sent = (mine.to(torch.uint8) if mine.dtype == torch.bool else mine).contiguous()
         found = [torch.empty_like(sent) for _ in range(self.ranks)]
         dist.all_gather(found, sent)
@@ -152,10 +153,10 @@ def sharing(config: Any) -> Heads:
 
 
 def _ranks(config: Any) -> int:
-    """Return how many processes a model is split over, or 1 if its plan leaves everything whole.
+    """Return how many processes a model is split over; 1 if its plan leaves everything whole.
 
     Raises:
-        UnsupportedModelError: it is split in another way as well.
+        UnsupportedModelError: the model is split in another way as well.
     """
     split = getattr(config, "distributed_config", None)
     if others := [name for name in _OTHERS if (getattr(split, name, None) or 1) > 1]:
@@ -167,7 +168,7 @@ def _ranks(config: Any) -> int:
 
 
 def _divides(config: Any, split: Any) -> bool:
-    """Tell whether a model's plan divides its heads. If it does not, every process has all of them."""
+    """Return whether a model's plan divides its heads. If it does not, every process has all of them."""
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     own = getattr(split, "tp_plan", None)
     plan |= own if isinstance(own, dict) else {}
@@ -178,7 +179,7 @@ def number_of_heads(config: Any, ranks: int) -> int:
     """Return the number of KV heads of a model, after checking that the ranks divide them equally.
 
     Raises:
-        UnsupportedModelError: they do not, or there is no such number.
+        UnsupportedModelError: the ranks do not divide the heads equally, or the model has no single number of them.
     """
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries

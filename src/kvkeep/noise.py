@@ -14,13 +14,14 @@ from torch import Tensor
 
 from kvkeep.head_sharding import ALONE, Heads
 
+# minus 2^64: the same bits as signed numbers, for torch shifts no unsigned ones
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def _shift_right(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
-    """Shift right and fill with zeros: torch cannot multiply unsigned 64-bit integers."""
+    """Return ``x`` shifted right with zeros filled in: torch does not shift unsigned 64-bit integers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -31,7 +32,7 @@ def _mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 
 def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Uniform numbers in [0, 1), one for each element of the broadcast ``keys``.
+    """Return uniform numbers in [0, 1), one for each element of the broadcast ``keys``.
 
     Args:
         seed: the user's seed.
@@ -48,12 +49,12 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def spread(key: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Hash a key to 64 random bits, which can be combined with another key by exclusive or. 0 stays 0."""
+    """Return 64 random bits from a key, which can be combined with another key by exclusive or. 0 stays 0."""
     return _mix(key.to(torch.int64))
 
 
 def gumbel(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform`, moved to the middle of its step."""
+    """Return standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform`, moved to the middle of its step."""
     u = uniform(seed, *keys).double() + 2.0**-25
     return -(-u.log()).log()
 

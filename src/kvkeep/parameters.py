@@ -49,7 +49,7 @@ class Parameter:
 
     @property
     def json_types(self) -> tuple[type, ...]:
-        """The types that JSON may have for it."""
+        """Return the types that the parameter's value may have in JSON."""
         return (int, float) if self.kind is float else (self.kind,)
 
     def allows(self, number: int | float) -> bool:

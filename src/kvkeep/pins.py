@@ -25,10 +25,11 @@ _EXAMPLE = "give spans of positions such as [(0, 120)]: the first one, and the o
 
 
 def spans(pins: object) -> Spans:
-    """Return the pins of one sequence in order; overlapping spans become one, and empty ones are left out.
+    """Return the pins of one sequence in order; overlapping or touching spans become one, and empty ones are left
+    out.
 
     Raises:
-        InputError: they are no spans, or a span is negative, reversed or beyond any position.
+        InputError: ``pins`` is no list of spans, or a span is negative, reversed or beyond any position.
     """
     if not _is_list(pins):
         raise InputError(f"pins={pins!r:.60} are no list; {_EXAMPLE}.")
@@ -44,7 +45,7 @@ def spans(pins: object) -> Spans:
 
 
 def spans_of_rows(pins: object) -> tuple[Spans, ...]:
-    """Return the pins of a batch: one entry for all rows, or one for each.
+    """Return the pins of a batch: one entry for all rows, or one for each row.
 
     Raises:
         InputError: see `spans`.
@@ -64,7 +65,7 @@ def _span(pin: object) -> Span:
     """Return one span as a pair of Python's numbers.
 
     Raises:
-        InputError: it is none, or out of range.
+        InputError: the pin is no pair of whole numbers, or out of range.
     """
     try:
         if isinstance(pin, str | bytes | dict | set):
@@ -87,7 +88,7 @@ def count(pins: Spans, sinks: int = 0) -> int:
 
 
 def end(pins: Spans) -> int:
-    """Return the position after the last pinned one; 0 without pins."""
+    """Return the position after the last pinned one; 0 if nothing is pinned."""
     return pins[-1][1] if pins else 0
 
 
@@ -105,10 +106,10 @@ def table(rows: Sequence[Spans], device: torch.device, *, width: int = 0) -> Int
 
 
 def for_rows(pins: Sequence[Spans], rows: int) -> list[Spans]:
-    """Return the pins of each row of a batch.
+    """Return the pins of each row of a batch; a single entry is repeated for all rows.
 
     Raises:
-        ShapeError: there are pins of several rows, but not of each.
+        ShapeError: there are pins of several rows, but not of each row.
     """
     if len(pins) not in (1, rows):
         raise ShapeError(

@@ -70,7 +70,7 @@ class Lock:
                 ) from error
 
     def release(self) -> None:
-        """Let others write to a folder. A file stays open, and locked until it is closed."""
+        """Release the lock on a folder. That of a file is released when the file is closed."""
         if self._own is not None:
             os.close(self._own)
             self._own = None
@@ -182,7 +182,11 @@ def parse(data: bytes) -> Any:
 
 
 def _check_plain(value: object, room: int) -> None:
-    """Refuse values that JSON, a float or UTF-8 cannot hold, and nesting too deep for recursive functions."""
+    """Refuse values that JSON, a float or UTF-8 cannot hold, and nesting too deep for recursive functions.
+
+    Raises:
+        ValueError: there is such a value.
+    """
     if room == 0:
         raise ValueError("it is nested too deeply")
     if isinstance(value, dict):
@@ -199,7 +203,7 @@ def _check_plain(value: object, room: int) -> None:
 
 
 def read_object(path: Path, remedy: str = "Remove it, or choose another `output` folder.") -> dict[str, Any] | None:
-    """Read a file that holds a JSON object; ``None`` if there is no file.
+    """Return the JSON object that a file holds; ``None`` if there is no file.
 
     Args:
         path: the file.
@@ -291,7 +295,7 @@ class Results:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and keep other runs out; a nested call does nothing.
+        """Make the folder, and keep other runs out while the context lasts; a nested call does nothing.
 
         Raises:
             InputError: another run is writing there, or the folder cannot be made.
@@ -339,7 +343,7 @@ class Results:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn a failed write into an `InputError` that says what is safe and how to go on.
+        """Raise an `InputError` in place of a failed write; it says what is safe and how to go on.
 
         Raises:
             InputError: something cannot be written.
@@ -357,7 +361,7 @@ class Results:
 def read_rows(
     path: Path, beginning: bytes, fault: Callable[[dict[str, Any]], str | None]
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Read a file of one JSON object per line: the number of bytes of its whole lines, and the rows.
+    """Return the number of bytes of a file's whole lines, and its rows: one JSON object per line.
 
     A last line that was cut off, as by a power cut, is left out.
 
@@ -387,13 +391,17 @@ def read_rows(
 
 
 def _is_torn(line: bytes, beginning: bytes) -> bool:
-    """Tell whether a line was cut off, or never reached the disk, which then has zero bytes in its place."""
+    """Return whether a line was cut off, or never reached the disk, which then has zero bytes in its place."""
     written = line.rstrip(b"\0\n")
     return line != b"\n" and beginning.startswith(written[: len(beginning)])
 
 
 def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
-    """Return the value of a line (``None`` if cut off) and what is wrong with it (``None`` if nothing is)."""
+    """Return the value of a line, and what is wrong with it (``None`` if nothing is).
+
+    The value is ``None`` for a line that was cut off or is no JSON, and the line itself if `parse` refuses something in
+    it.
+    """
     try:
         row = parse(line) if line.endswith(b"\n") else None
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -425,7 +433,8 @@ class RowFile:
 
     @contextmanager
     def locked(self) -> Iterator[IO[bytes]]:
-        """Make the file, keep other writers out, and remove a last line that was cut off.
+        """Open the file for writing, keep other writers out while the context lasts, and remove a last line that was
+        cut off.
 
         Raises:
             InputError: another run is writing there, or see `read_rows`.
@@ -440,7 +449,7 @@ class RowFile:
         """Write rows, wait until they are on the disk, and return them as they will be read.
 
         Raises:
-            OSError: they cannot be written; all earlier rows are safe.
+            OSError: the rows cannot be written; all earlier ones are safe.
             ValueError: a number is not finite; see `finite`.
         """
         lines = [as_line(row) for row in rows]
@@ -450,10 +459,10 @@ class RowFile:
         return [json.loads(line) for line in lines]
 
     def replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows in place of all rows.
+        """Write the file anew with these rows in place of all others.
 
         Raises:
-            OSError: they cannot be written; the old rows stay.
+            OSError: the rows cannot be written; the old ones stay.
         """
         write_whole(self.path, map(as_line, rows))
 
@@ -532,7 +541,7 @@ class RowFolder(Results, abc.ABC):
         """Write rows and wait until they are on the disk.
 
         Raises:
-            InputError: they cannot be written; all earlier rows are safe.
+            InputError: the rows cannot be written; all earlier ones are safe.
         """
         with self.writing():
             written = self._file.extend(rows)
@@ -601,7 +610,7 @@ Schema = Mapping[str, ValueKind]
 
 
 def whole_number(least: int | None = 0) -> ValueKind:
-    """Whole numbers."""
+    """Return the kind of whole numbers of at least ``least``; ``None``: any."""
 
     def fits(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
@@ -610,7 +619,7 @@ def whole_number(least: int | None = 0) -> ValueKind:
 
 
 def real_number(least: int | float = -math.inf, most: int | float = math.inf) -> ValueKind:
-    """Finite numbers."""
+    """Return the kind of finite numbers within a range."""
 
     def fits(value: object) -> bool:
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -621,18 +630,18 @@ def real_number(least: int | float = -math.inf, most: int | float = math.inf) ->
 
 
 def text_value(longest: int | None = None) -> ValueKind:
-    """Text."""
+    """Return the kind of texts of at most so many characters; ``None``: any."""
     name = "text" if longest is None else f"text of at most {longest} characters"
     return ValueKind(lambda value: isinstance(value, str) and (longest is None or len(value) <= longest), name)
 
 
 def optional(kind: ValueKind) -> ValueKind:
-    """Values of a kind, or null."""
+    """Return the kind of values of another kind, or null."""
     return ValueKind(lambda value: value is None or kind.fits(value), f"{kind.name} or null")
 
 
 def list_of(kind: ValueKind, length: int | None = None) -> ValueKind:
-    """Lists of values of one kind."""
+    """Return the kind of lists whose entries are of one kind, of any or of one length."""
 
     def fits(value: object) -> bool:
         return isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value))
@@ -641,7 +650,7 @@ def list_of(kind: ValueKind, length: int | None = None) -> ValueKind:
 
 
 def tuple_of(*kinds: ValueKind) -> ValueKind:
-    """Lists that have one value of each of some kinds."""
+    """Return the kind of lists that have one value of each of these kinds, in order."""
 
     def fits(value: object) -> bool:
         if not isinstance(value, list) or len(value) != len(kinds):
@@ -652,7 +661,7 @@ def tuple_of(*kinds: ValueKind) -> ValueKind:
 
 
 def either(*kinds: ValueKind) -> ValueKind:
-    """Values of one of some kinds."""
+    """Return the kind of values that are of one of these kinds."""
     return ValueKind(lambda value: any(kind.fits(value) for kind in kinds), " or ".join(kind.name for kind in kinds))
 
 
@@ -660,7 +669,9 @@ OBJECT = ValueKind(lambda value: isinstance(value, dict), "an object")
 
 
 def first_fault(found: Mapping[str, Any], schema: Schema, of: str = "") -> str | None:
-    """Return the first entry that is missing or of the wrong kind, as part of a sentence; ``None`` if there is none.
+    """Return what is wrong with the first entry that is missing or of the wrong kind; ``None`` if all are right.
+
+    The answer is part of a sentence. A name such as ``a.b`` stands for the entry ``b`` of the mapping ``a``.
 
     Args:
         found: the entries.

@@ -36,20 +36,21 @@ class Rotation:
     _latest: dict[torch.dtype, tuple[bytes, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
-        """Rotate each vector to its position."""
+        """Return the vectors rotated to their positions."""
         first, second, rest = self._split(x)
         cos, sin = self._wide(self.angles(positions, x.dtype))
         return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
 
     def ahead(self, x: Float[Tensor, "B H T D"], by: Int[Tensor, "B H"]) -> Float[Tensor, "B H T D"]:
-        """Rotated vectors as they would be ``by`` positions later; their lengths stay the same."""
+        """Return rotated vectors as they would be ``by`` positions later; their lengths stay the same."""
         first, second, rest = self._split(x)
         angles = by[:, :, None, None].float() * self.on(x.device)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
-        """Invert `apply`, with cosine and sine rounded exactly as the model rounds them.
+        """Return the vectors without the rotation of `apply`, with cosine and sine rounded exactly as the model
+        rounds them.
 
         At position four million float32 angles are off by a quarter of a radian. With equal rounding the error cancels.
         """
@@ -58,7 +59,7 @@ class Rotation:
     def unrotated(
         self, query: Float[Tensor, "B Hq T D"], keys: Float[Tensor, "B Hk T D"], positions: Int[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hk T D"]]:
-        """New queries and keys without the rotation to their true positions."""
+        """Return new queries and keys without the rotation to their true positions."""
         if positions.shape[1] > 1 or not positions.is_cpu:
             return self.undo(query, positions[:, None]), self.undo(keys, positions[:, None])
         angles = self.angles_now(positions, query.dtype)[:, None, None]
@@ -72,7 +73,7 @@ class Rotation:
         positions: Int[Tensor, "B #Hk S"],
         new: Int[Tensor, "B T"],
     ) -> tuple[Tensor, Tensor]:
-        """Rotate unrotated queries and keys to the ranks of their tokens in each KV head.
+        """Return unrotated queries and keys rotated to the ranks of their tokens in each KV head.
 
         Args:
             query: new queries.
@@ -87,7 +88,7 @@ class Rotation:
         return self.apply(query, own), self.apply(keys, ranks(positions))
 
     def table(self, n: int, dtype: torch.dtype) -> Float[Tensor, "m F2"]:
-        """Return the cosines and sines of positions 0 to at least ``n - 1``, on the CPU. They are computed once."""
+        """Return the cosines and sines of positions 0 to at least ``n - 1``, on the CPU. They are cached."""
         known = self._tables.get(dtype)
         if known is None or len(known) < n:
             self._tables[dtype] = known = self.angles(torch.arange(n), dtype)
@@ -120,7 +121,7 @@ class Rotation:
         return x[..., :half], x[..., half : 2 * half], [rest] if rest.shape[-1] else []
 
     def _undone(self, x: Float[Tensor, "B H T D"], angles: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T D"]:
-        """Undo a rotation of vectors, given its cosines and sines."""
+        """Return vectors without a rotation that is given by its cosines and sines."""
         (first, second, rest), (cos, sin) = self._split(x), angles
         size = cos * cos + sin * sin
         unturned = [(first * cos + second * sin) / size, (second * cos - first * sin) / size]
@@ -133,7 +134,7 @@ class Rotation:
 
 
 def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:
-    """Return the rank of each token among the tokens of its head, oldest first, or -1 for an empty slot."""
+    """Return the rank of each token among the tokens of its head, oldest first; -1 for an empty slot."""
     order = positions.argsort(dim=-1)
     places = torch.empty_like(order)
     places.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
@@ -157,7 +158,7 @@ FIXED = {"default", "linear", "llama3", "yarn"}
 
 
 def rotation_for(config: PreTrainedConfig, asked: str | None, *, own: str) -> Rotation | None:
-    """Return the model's rotation if attention sees slot positions, or ``None`` if it sees true positions.
+    """Return the model's rotation if attention is to see slot positions; ``None`` if true positions.
 
     Args:
         config: the model's configuration.

@@ -136,7 +136,7 @@ class Turning(Protocol):
 
     @property
     def scaling(self) -> float:
-        """Factor on rotated vectors."""
+        """Return the factor on rotated vectors."""
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """Return the vectors as they were before the rotation to their positions."""
@@ -240,12 +240,12 @@ class Report:
 
     @property
     def low(self) -> Float[Tensor, "B Hk S"]:
-        """Number of rows that count in which a key received less than its share."""
+        """Return in how many of the counted rows each key received less than its share."""
         return self.sums["low"]
 
     @property
     def hit(self) -> Float[Tensor, "B Hk S"]:
-        """Newest row that counts, numbered from 1, in which a key was among the highest; 0 for none."""
+        """Return the newest counted row, numbered from 1, in which each key was among the highest; 0 for none."""
         return self.sums["hit"]
 
 
@@ -270,7 +270,7 @@ class Stepper(Protocol):
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Sum of the tensors' sizes in bytes."""
+    """Return the sum of the tensors' sizes in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -296,5 +296,5 @@ class MemoryUsage:
 
     @property
     def compression(self) -> float:
-        """Full bytes per allocated byte, e.g. 4.0 for a quarter of the memory."""
+        """Return the full bytes per allocated byte, e.g. 4.0 for a quarter of the memory."""
         return self.full_bytes / self.allocated_bytes if self.allocated_bytes else 1.0

@@ -7,6 +7,7 @@ import torch
 from conformance.cases import GREAT_SINK_AND_ALL, token
 
 from kvkeep.attention_stats import LastHit, Mass, Nothing
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends.native import NativeBackend, native, ops
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.cache.layer import Layer
@@ -35,7 +36,9 @@ def test_the_number_of_threads_changes_nothing(backend):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            out, report = backend.attend(*arguments, statistic=Mass(gain=1.5), options=GREAT_SINK_AND_ALL)
+            out, report = backend.attend(
+                AttentionInputs(*arguments, statistic=Mass(gain=1.5), options=GREAT_SINK_AND_ALL)
+            )
         finally:
             torch.set_num_threads(1)
         found.append((out, report.mass))
@@ -74,9 +77,9 @@ def test_the_mean_of_two_halves_is_rounded_to_even(dtype):
 def test_what_the_kernel_does_not_know_is_left_to_torch(statistic, options, monkeypatch):
     asked, honest = [], TorchBackend.attend
     monkeypatch.setattr(TorchBackend, "attend", lambda *one, **more: asked.append(1) or honest(*one, **more))
-    NativeBackend().attend(*token(40, 32, 2), statistic=Mass(), options=PLAIN)
+    NativeBackend().attend(AttentionInputs(*token(40, 32, 2), statistic=Mass(), options=PLAIN))
     assert asked == []
-    NativeBackend().attend(*token(40, 32, 2), statistic=statistic, options=options)
+    NativeBackend().attend(AttentionInputs(*token(40, 32, 2), statistic=statistic, options=options))
     assert asked == [1]
 
 

@@ -6,6 +6,7 @@ import torch
 from conformance.cases import chunk
 
 from kvkeep.attention_stats import Mass, Nothing
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends.native import native, ops
 from kvkeep.types import AttentionOptions
 
@@ -23,7 +24,9 @@ def prompt(dtype=torch.float32, **shape):
 
 
 def shares(query, slots, now, second, options=PLAIN, statistic=None):
-    found = ops.attend_twice(query, slots, now, statistic=statistic or Nothing(), options=options, again=second)
+    found = ops.attend_twice(
+        AttentionInputs(query, slots, now, statistic=statistic or Nothing(), options=options), second
+    )
     assert found is not None
     return found[2]
 

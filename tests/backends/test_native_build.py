@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import kvkeep
 from kvkeep import backends
 from kvkeep.attention_stats import Nothing
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends.native import Native, NativeBackend, bindings, build, native
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.types import AttentionOptions, Phase, Slots
@@ -232,6 +234,12 @@ def test_a_compiler_that_makes_nonsense(cache, tmp_path, monkeypatch, caplog):
     assert reason(caplog).endswith("was compiled but cannot be loaded")
 
 
+def test_a_system_that_does_not_say_who_can_write_to_a_directory(monkeypatch):
+    monkeypatch.setattr(build, "os", SimpleNamespace(name="nt"))
+    with pytest.raises(build._UnavailableError, match="only POSIX systems"):
+        build._folder()
+
+
 def test_a_directory_that_others_can_write_to(cache, caplog):
     cache.mkdir()
     cache.chmod(0o777)
@@ -324,7 +332,9 @@ def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
     slots, now = Slots(k, v, torch.arange(9).view(1, 1, 9)), torch.tensor([[8]])
 
     def output(backend):
-        return backend.attend(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.5))[0]
+        return backend.attend(
+            AttentionInputs(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.5))
+        )[0]
 
     monkeypatch.setattr(bindings, "native", lambda: Native(None, "not today"))
     assert torch.equal(output(NativeBackend()), output(TorchBackend()))

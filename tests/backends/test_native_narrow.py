@@ -7,6 +7,7 @@ import torch
 from conformance.cases import chunk
 
 from kvkeep.attention_stats import Mass, Nothing
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends.native import native, ops
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.types import AttentionOptions
@@ -18,7 +19,7 @@ SINKS = torch.tensor([0.3, -1.0, 2.0, 5.0])
 
 
 def by_kernel(query, slots, now, statistic, options):
-    found = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
+    found = ops.attend_prefill(AttentionInputs(query, slots, now, options, statistic))
     assert found is not None
     return found[0], found[1].sums.get("mass")
 
@@ -27,7 +28,7 @@ def check(query, slots, now, statistic, options):
     """Outputs and masses are those of torch in double precision."""
     out, mass = by_kernel(query, slots, now, statistic, options)
     wide = query.double(), slots._replace(keys=slots.keys.double(), values=slots.values.double()), now
-    want, expected = TorchBackend().attend(*wide, statistic=statistic, options=options)
+    want, expected = TorchBackend().attend(AttentionInputs(*wide, statistic=statistic, options=options))
     torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=2e-5)
     torch.testing.assert_close(mass, expected.mass.float(), rtol=1e-4, atol=1e-5)
 

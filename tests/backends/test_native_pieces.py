@@ -5,7 +5,7 @@ import torch
 from conformance.cases import OF_CHUNK, chunk
 
 from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, SecondReading, reference
 from kvkeep.backends.native import NativeBackend, native, ops
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str
 
 
 def by_kernel(query, slots, now, statistic, options=PLAIN):
-    found = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
+    found = ops.attend_prefill(AttentionInputs(query, slots, now, options, statistic))
     assert found is not None
     return found[:2]
 
@@ -28,7 +28,7 @@ def check(query, slots, now, statistic, options=PLAIN, backend=None):
     """Outputs and sums are those of a backend in double precision; counts differ next to the threshold only."""
     out, report = by_kernel(query, slots, now, statistic, options)
     wide = query.double(), slots._replace(keys=slots.keys.double(), values=slots.values.double()), now
-    want, expected = (backend or TorchBackend()).attend(*wide, statistic=statistic, options=options)
+    want, expected = (backend or TorchBackend()).attend(AttentionInputs(*wide, statistic=statistic, options=options))
     real = (now >= 0)[:, None, :, None].expand_as(want)
     close = {"rtol": 2.0**-8, "atol": 2e-5} if query.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(out[real].double(), want[real].double(), **close)
@@ -91,7 +91,7 @@ def test_logits_that_rise_or_fall_from_piece_to_piece(dtype, step):
     for statistic in (Nothing(), Mass(), Mass(gain=0.3), Mass(gain=2.5), Mass(gain=30.0), Low(live=True)):
         out, report = by_kernel(*given, statistic, options)
         wide = query.double(), slots._replace(keys=keys.double(), values=slots.values.double()), now
-        want, expected = TorchBackend().attend(*wide, statistic=statistic, options=options)
+        want, expected = TorchBackend().attend(AttentionInputs(*wide, statistic=statistic, options=options))
         real = (now >= 0)[:, None, :, None].expand_as(want)
         torch.testing.assert_close(out[real].double(), want[real], rtol=2.0**-8, atol=2e-4)
         if statistic.fields and isinstance(statistic, Mass):
@@ -153,9 +153,14 @@ def test_a_second_reading_of_many_pieces(dtype, option):
     rotation, length = Rotation(torch.tensor([1.0, 0.1, 0.01])), torch.full((2, 1), int(now.max()) + 1)
     for statistic in (Nothing(), Mass(), Mass(gain=2.0, rows=4), Low()):
         asked = {"statistic": statistic, "options": OF_CHUNK[option]}
-        out, report, again = NativeBackend().attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
+        out, report, again = NativeBackend().attend_twice(
+            AttentionInputs(query, slots, now, **asked), SecondReading(length=length, rotation=rotation)
+        )
         want, expected = by_kernel(query, slots, now, statistic, OF_CHUNK[option])
         assert torch.equal(out, want)
         assert all(torch.equal(report.sums[name], field) for name, field in expected.sums.items())
-        second = reference.reread(query, slots, now, length=length, rotation=rotation, options=OF_CHUNK[option])
+        second = reference.reread(
+            AttentionInputs(query, slots, now, options=OF_CHUNK[option]),
+            SecondReading(length=length, rotation=rotation),
+        )
         torch.testing.assert_close(again.double(), second, rtol=1e-4, atol=1e-6)

@@ -5,7 +5,7 @@ import torch
 from conformance.cases import OF_CHUNK, ON_CHUNK, chunk
 
 from kvkeep.attention_stats import LastHit, Low, LowRows, Mass, MassAndLast, Nothing
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, reference
 from kvkeep.backends.native import NativeBackend, bindings, native, ops
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
@@ -19,7 +19,7 @@ KNOWN = [Nothing(), Mass(), Mass(rows=9, gain=2.5, decay=0.9, last=1090), MassAn
 
 
 def by_kernel(query, slots, now, statistic, options=PLAIN):
-    found = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
+    found = ops.attend_prefill(AttentionInputs(query, slots, now, options, statistic))
     assert found is not None
     return found
 
@@ -32,7 +32,7 @@ def test_every_known_statistic_comes_from_the_kernel_and_is_that_of_torch(statis
         out, report = by_kernel(*given, statistic, options)
         query, slots, now = given
         wide = query.double(), slots._replace(keys=slots.keys.double(), values=slots.values.double()), now
-        want, expected = TorchBackend().attend(*wide, statistic=statistic, options=options)
+        want, expected = TorchBackend().attend(AttentionInputs(*wide, statistic=statistic, options=options))
         real = (now >= 0)[:, None, :, None].expand_as(want)
         torch.testing.assert_close(out[real].double(), want[real], rtol=1e-5, atol=5e-6)
         for name, found in report.sums.items():
@@ -54,7 +54,7 @@ def test_bfloat16_is_exact_whatever_products_the_processor_has(D, E, G, statisti
         AttentionOptions(scaling=0.3, window=90, softcap=2.0, sinks=sinks),
     ):
         out, report = by_kernel(query, slots, now, statistic, options)
-        want, expected = TorchBackend().attend(*wide, statistic=statistic, options=options)
+        want, expected = TorchBackend().attend(AttentionInputs(*wide, statistic=statistic, options=options))
         real = (now >= 0)[:, None, :, None].expand_as(want)
         torch.testing.assert_close(out[real].double(), want[real], rtol=2.0**-8, atol=2e-5)
         for name, found in report.sums.items():
@@ -76,7 +76,7 @@ def test_keys_are_read_a_piece_at_a_time(S, dtype):
         for statistic in (Nothing(), Mass(), Mass(rows=2, gain=2.5, decay=0.9, last=int(now.max())), Low(live=True)):
             for options in (PLAIN, AttentionOptions(scaling=0.2, window=S // 3)):
                 out, report = by_kernel(query, slots._replace(keys=keys), now, statistic, options)
-                want, expected = TorchBackend().attend(*wide, statistic=statistic, options=options)
+                want, expected = TorchBackend().attend(AttentionInputs(*wide, statistic=statistic, options=options))
                 close = {"rtol": 2.0**-8, "atol": 2e-5} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
                 real = (now >= 0)[:, None, :, None].expand_as(want)
                 torch.testing.assert_close(out[real].double(), want[real], **close)
@@ -102,7 +102,7 @@ def test_keys_that_come_after_some_rows_of_a_block_get_nothing_of_them(dtype):
         wide = query.double(), slots._replace(keys=slots.keys.double(), values=slots.values.double()), now
         for statistic in (Mass(), Mass(gain=1.5)):
             _, report = by_kernel(query, slots, now, statistic)
-            _, expected = TorchBackend().attend(*wide, statistic=statistic, options=PLAIN)
+            _, expected = TorchBackend().attend(AttentionInputs(*wide, statistic=statistic, options=PLAIN))
             torch.testing.assert_close(report.mass, expected.mass.float(), rtol=1e-3, atol=1e-5)
 
 
@@ -114,7 +114,7 @@ def test_a_number_that_is_none_spoils_the_rows_that_see_it_whatever_its_piece(dt
     slots.keys[:, :, place, 5] = number
     for statistic in (Nothing(), Mass()):
         out, _ = by_kernel(query, slots, now, statistic)
-        want, _ = TorchBackend().attend(query, slots, now, statistic=statistic, options=PLAIN)
+        want, _ = TorchBackend().attend(AttentionInputs(query, slots, now, statistic=statistic, options=PLAIN))
         sees = reference.visible(now, slots.positions, None)[..., place, None]  # torch spoils the other rows, too
         assert torch.equal(out.isnan(), want.isnan() & sees)
 
@@ -124,7 +124,7 @@ def test_so_many_keys_that_a_blocks_logits_leave_the_cache(statistic):
     """Blocks do not shrink below some rows, or all keys would be read from memory for every few of them."""
     query, slots, now = chunk(T=45, S=12000, D=16, G=2, Hk=2, pads=3)
     out, report = by_kernel(query, slots, now, statistic)
-    want, expected = TorchBackend().attend(query, slots, now, statistic=statistic, options=PLAIN)
+    want, expected = TorchBackend().attend(AttentionInputs(query, slots, now, statistic=statistic, options=PLAIN))
     real = (now >= 0)[:, None, :, None].expand_as(want)
     torch.testing.assert_close(out[real], want[real], rtol=1e-4, atol=1e-5)
     for name, found in report.sums.items():
@@ -170,9 +170,9 @@ def _joined(reports):
 def test_what_the_kernel_does_not_know_is_left_to_torch(statistic, monkeypatch):
     asked, honest = [], TorchBackend.attend
     monkeypatch.setattr(TorchBackend, "attend", lambda *one, **more: asked.append(1) or honest(*one, **more))
-    NativeBackend().attend(*chunk(), statistic=ON_CHUNK["window"], options=PLAIN)
+    NativeBackend().attend(AttentionInputs(*chunk(), statistic=ON_CHUNK["window"], options=PLAIN))
     assert asked == []
-    NativeBackend().attend(*chunk(), statistic=statistic, options=PLAIN)
+    NativeBackend().attend(AttentionInputs(*chunk(), statistic=statistic, options=PLAIN))
     assert asked == [1]
 
 
@@ -203,7 +203,7 @@ def test_tensors_and_options_that_the_kernel_does_not_take():
 
     def taken(query=query, keys=keys, options=PLAIN):
         slots = Slots(keys, values, positions)
-        return ops.attend_prefill(query, slots, now, statistic=Mass(), options=options) is not None
+        return ops.attend_prefill(AttentionInputs(query, slots, now, options, Mass())) is not None
 
     assert taken()
     assert not taken(keys=keys.mT.contiguous().mT)
@@ -250,7 +250,7 @@ def test_logits_that_are_no_numbers_stay_so(dtype, number, where):
     (query if where == "queries" else slots.keys).fill_(number)
     for options in (PLAIN, OF_CHUNK["window"]):
         out, report = by_kernel(query, slots, now, Mass(), options)
-        want, expected = TorchBackend().attend(query, slots, now, statistic=Mass(), options=options)
+        want, expected = TorchBackend().attend(AttentionInputs(query, slots, now, statistic=Mass(), options=options))
         real = (now >= 0)[:, None, :, None].expand_as(out)
         assert torch.equal(out.isnan() & real, want.isnan() & real)
         assert out[real].isnan().any()

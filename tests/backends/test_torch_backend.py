@@ -4,6 +4,7 @@ import pytest
 from conformance.cases import chunk
 
 from kvkeep.attention_stats import Mass, Nothing
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.types import AttentionOptions
@@ -13,7 +14,7 @@ PLAIN = AttentionOptions(scaling=0.5)
 
 def attend(given, statistic, options=PLAIN):
     query, slots, now = given
-    return TorchBackend().attend(query, slots, now, statistic=statistic, options=options)
+    return TorchBackend().attend(AttentionInputs(query, slots, now, statistic=statistic, options=options))
 
 
 def test_no_block_is_larger_than_asked(monkeypatch):

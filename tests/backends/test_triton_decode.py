@@ -7,7 +7,7 @@ from phases import phase_of
 
 import kvkeep
 from kvkeep.attention_stats import LastHit, Mass, Nothing
-from kvkeep.backends import SWITCH
+from kvkeep.backends import SWITCH, AttentionInputs
 from kvkeep.backends.base import Added, FusedStep, SlotLimits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, launch, ops, prefill_ops
@@ -46,10 +46,10 @@ def kernels_on(monkeypatch):
 def test_torch_does_what_no_kernel_knows_and_says_so_once(given, statistic, options, reason, caplog):
     given, statistic, options = on("triton", given, statistic, options)
     for _ in range(2):
-        found, _ = TritonBackend().attend(*given, statistic=statistic, options=options)
+        found, _ = TritonBackend().attend(AttentionInputs(*given, statistic=statistic, options=options))
     (record,) = caplog.records
     assert reason in record.getMessage()
-    assert torch.equal(found, TorchBackend().attend(*given, statistic=statistic, options=options)[0])
+    assert torch.equal(found, TorchBackend().attend(AttentionInputs(*given, statistic=statistic, options=options))[0])
 
 
 def test_where_kernels_run(monkeypatch):
@@ -122,7 +122,7 @@ def test_attention_that_is_differentiated_is_torchs():
     query, slots, now = on("triton", token(20, 16, 2))[0]
     query.requires_grad_()
     found, want = (
-        backend.attend(query, slots, now, statistic=Nothing(), options=PLAIN)[0]
+        backend.attend(AttentionInputs(query, slots, now, statistic=Nothing(), options=PLAIN))[0]
         for backend in (TritonBackend(), TorchBackend())
     )
     assert torch.equal(found, want)
@@ -189,7 +189,7 @@ def test_a_fused_step_protects_the_recent_tokens_of_each_head():
             )
         else:
             slot = backend.append(held, *pair, at)
-            mass = backend.attend(query_, held, at, **asked)[1].mass
+            mass = backend.attend(AttentionInputs(query_, held, at, **asked))[1].mass
             backend.evict(held.positions, sums.scatter(-1, slot, 0.0) + mass, limits)
         found.append(held.positions.cpu())
     real = now[:, 0] >= 0

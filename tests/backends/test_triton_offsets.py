@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, reference
 from kvkeep.types import AttentionOptions, Slots
 
 pytest.importorskip("triton")
@@ -61,10 +61,12 @@ def problem(G):
 def test_lines_far_apart(which, axis, G, statistic, far):
     tensors = query, keys, values, now, positions = problem(G)
     slots = Slots(keys, values, positions)
-    want, report = reference.attend(query, slots, now, statistic=statistic, options=OPTIONS)
+    want, report = reference.attend(AttentionInputs(query, slots, now, statistic=statistic, options=OPTIONS))
     tensors[which] = far(tensors[which], axis)
     query, keys, values, now, positions = tensors
-    out, found = prefill_ops.attend(query, Slots(keys, values, positions), now, statistic=statistic, options=OPTIONS)
+    out, found = prefill_ops.attend(
+        AttentionInputs(query, Slots(keys, values, positions), now, statistic=statistic, options=OPTIONS)
+    )
     torch.testing.assert_close(out.double(), want, rtol=4e-3, atol=4e-3)
     for name, sums in report.sums.items():
         torch.testing.assert_close(found.sums[name].double(), sums, rtol=1e-4, atol=1e-5)

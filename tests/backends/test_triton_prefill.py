@@ -10,6 +10,7 @@ from conformance.cases import chunk
 import kvkeep
 from kvkeep import backends
 from kvkeep.attention_stats import LastHit, Low, Mass, Nothing
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
 from kvkeep.types import AttentionOptions, Fresh, Phase, Slots, Top
@@ -30,9 +31,8 @@ class Kernels(TritonBackend):
         super().__init__()
         self.output = output
 
-    def attend(self, query, slots, now, *, statistic, options):
-        asked = {"statistic": statistic, "options": options, "output": self.output}
-        found = prefill_ops.attend(query, slots, now, **asked)
+    def attend(self, inputs):
+        found = prefill_ops.attend(inputs, output=self.output)
         assert found is not None
         return found
 
@@ -45,7 +45,7 @@ def flat(given):
 
 def attend(given, statistic):
     query, slots, now = given
-    return Kernels().attend(query, slots, now, statistic=statistic, options=PLAIN)
+    return Kernels().attend(AttentionInputs(query, slots, now, statistic=statistic, options=PLAIN))
 
 
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.0), Low(live=True)], ids=["mass", "gain", "low"])
@@ -137,9 +137,9 @@ def test_a_prompt_without_padding_is_told_and_not_looked_at(monkeypatch):
     monkeypatch.setattr(prefill_ops.Prefill, "fits_torch", lambda work: work.fresh)
     told = []
     monkeypatch.setattr(prefill_ops, "causal", lambda *given: told.append(1) or (query * 0, None))
-    prefill_ops.attend(query, slots, now, statistic=Nothing(), options=PLAIN, output="torch")
+    prefill_ops.attend(AttentionInputs(query, slots, now, statistic=Nothing(), options=PLAIN), output="torch")
     assert not told
-    prefill_ops.attend(query, Fresh(*slots), now, statistic=Nothing(), options=PLAIN, output="torch")
+    prefill_ops.attend(AttentionInputs(query, Fresh(*slots), now, statistic=Nothing(), options=PLAIN), output="torch")
     assert told
 
 
@@ -148,9 +148,9 @@ def test_a_layer_tells_whether_there_may_be_padding(real, kind, monkeypatch):
     seen = []
     theirs = TorchBackend.attend
 
-    def attend(backend, query, slots, now, **asked):
-        seen.append(type(slots))
-        return theirs(backend, query, slots, now, **asked)
+    def attend(backend, inputs):
+        seen.append(type(inputs.slots))
+        return theirs(backend, inputs)
 
     monkeypatch.setenv(backends.SWITCH, "torch")
     monkeypatch.setattr(TorchBackend, "attend", attend)
@@ -205,7 +205,7 @@ UNKNOWN = {
 def test_what_is_not_known_is_left_to_others(reason):
     asked = {"statistic": Mass(), "options": PLAIN, **UNKNOWN[reason]}
     query, slots, now = chunk(T=2, S=3)
-    assert prefill_ops.attend(query, slots, now, **asked) is None
+    assert prefill_ops.attend(AttentionInputs(query, slots, now, **asked)) is None
     assert reason in prefill_ops.unknown(query, slots, **asked)
 
 
@@ -216,4 +216,4 @@ def test_types_and_sizes_that_are_not_known_are_left_to_others():
     assert "float64" in prefill_ops.unknown(q.double(), wide, **plain)
     assert "bfloat16" in prefill_ops.unknown(q, Slots(k.bfloat16(), v, positions), **plain)
     assert "256" in prefill_ops.unknown(q, Slots(k, torch.zeros(2, 2, 5, 257), positions), **plain)
-    assert prefill_ops.attend(q.double(), wide, now, **plain) is None
+    assert prefill_ops.attend(AttentionInputs(q.double(), wide, now, **plain)) is None

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 from triton_sources import usage
 
 from kvkeep.attention_stats import Low, Mass
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends.base import Added, SlotLimits, WantedReport
 from kvkeep.backends.triton import launch, ops, prefill_ops
 from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, blank
@@ -78,7 +79,7 @@ def prompt(dtype, dim, statistic, options):
     query, keys = (torch.empty(1, 64, heads, dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
     at = torch.arange(64)[None]
     slots = Slots(keys, keys, at[:, None].int())
-    prefill_ops.attend(query, slots, at, statistic=statistic, options=options, output="triton")
+    prefill_ops.attend(AttentionInputs(query, slots, at, statistic=statistic, options=options), output="triton")
 
 
 def main(arch):

@@ -17,8 +17,8 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
     del sys.modules[name]  # other tests import the scripts' folder anew
 sys.path.remove(str(BENCH))
 
-from kvkeep.evals.confidence import share_tables  # noqa: E402
 from kvkeep.evals.grid import split_arms  # noqa: E402
+from kvkeep.evals.report import share_tables  # noqa: E402
 
 
 def row(policy, kv_bits, budget, right, case="context=1024"):

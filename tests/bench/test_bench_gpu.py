@@ -69,8 +69,8 @@ def test_a_kernel_that_is_wrong_is_named(monkeypatch, capsys):
     check = import_module("lib.gpu_check")
 
     class Wrong(TorchBackend):
-        def attend(self, query, slots, now, *, statistic, options):
-            out, report = super().attend(query, slots, now, statistic=statistic, options=options)
+        def attend(self, inputs):
+            out, report = super().attend(inputs)
             return (out * torch.nan if out.dtype == torch.float16 else out), report
 
     monkeypatch.setattr(check, "choose", lambda device, dtype: Wrong())

@@ -219,9 +219,9 @@ def test_the_slots_and_one_chunk_are_all_that_a_prefill_ever_holds(monkeypatch):
     widths = []
     honest = TorchBackend.attend
 
-    def spy(self, query, slots, now, **options):
-        widths.append(slots.keys.shape[2])
-        return honest(self, query, slots, now, **options)
+    def spy(self, inputs):
+        widths.append(inputs.slots.keys.shape[2])
+        return honest(self, inputs)
 
     monkeypatch.setenv(SWITCH, "torch")
     monkeypatch.setattr(TorchBackend, "attend", spy)

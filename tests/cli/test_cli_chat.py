@@ -18,6 +18,7 @@ from kvkeep.cli.chat_folder import ChatFolder, complete_names
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.engine.model_runner import ModelRunner
+from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError
 from kvkeep.models.load import load, quiet
 from kvkeep.policies import LATER
@@ -234,11 +235,11 @@ def test_rewind_to_the_beginning(model, tmp_path):
 
 
 def test_so_many_turns_can_be_taken_back(model, monkeypatch):
-    turns = [f"turn {i}" for i in range(chat_sessions.MOST_BACK + 2)]
+    turns = [f"turn {i}" for i in range(MOST_TURNS_BACK + 2)]
     done = chat(model, "-n", 1, said=[*turns, "/rewind 8", "/memory", "/rewind"], code=2)
     assert "2 turns" in done.stdout
     assert "No turn can be taken back" in done.stderr
-    monkeypatch.setattr(chat_sessions, "_MOST_BYTES", 1)
+    monkeypatch.setattr(chat_sessions, "MOST_STATE_BYTES", 1)
     done = chat(model, "-n", 1, said=["one", "two", "three", "/rewind 2"], code=2)
     assert "1 turn can be taken back" in done.stderr
 

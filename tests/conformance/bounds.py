@@ -3,7 +3,7 @@
 import torch
 
 from kvkeep.attention_stats import Mass, ones
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, reference
 
 UNIT = 2.0**-24  # a float32 operation errs by at most this, relative to its result
 TINY = torch.finfo(torch.float32).tiny
@@ -19,9 +19,9 @@ CUT = {torch.float32: UNIT, torch.float64: 0.0, torch.bfloat16: 2.0**-7, torch.f
 def check(backend, given, statistic, options, *, slack=0.0):
     """Output, with `slack` beyond its bound, and report against the definition; what was found, for more questions."""
     query, slots, now = given
-    out, report = backend.attend(query, slots, now, statistic=statistic, options=options)
+    out, report = backend.attend(AttentionInputs(query, slots, now, statistic=statistic, options=options))
     clean = slots._replace(keys=slots.keys.nan_to_num(0.0), values=slots.values.nan_to_num(0.0))
-    want, want_report = reference.attend(query, clean, now, statistic=statistic, options=options)
+    want, want_report = reference.attend(AttentionInputs(query, clean, now, statistic=statistic, options=options))
     positions = slots.positions.expand(clean.keys.shape[:3])
     p = reference.probabilities(query, clean.keys, now, positions, options)
     size = torch.einsum("bhgts,bhse->bhgte", p, clean.values.double().abs()).flatten(1, 2)

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from kvkeep.attention_stats import ProbabilityRows
-from kvkeep.backends import Backend
+from kvkeep.backends import AttentionInputs, Backend
 from kvkeep.kv import ranking
 from kvkeep.types import EMPTY, Report, Slots
 
@@ -18,8 +18,8 @@ class DummyBackend(Backend):
     name = "dummy"
     fuses = True
 
-    def attend(self, query, slots, now, *, statistic, options):
-        keys, values, positions = slots
+    def attend(self, inputs):
+        query, (keys, values, positions), now, options, statistic = inputs
         positions = positions.expand(keys.shape[:3])
         Hk, S, T = *keys.shape[1:3], query.shape[2]
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -69,7 +69,7 @@ class DummyBackend(Backend):
     def step(self, step):
         query, slots, new, now, statistic, options, added, limits = step
         slot = self.append(slots, *new, now)
-        out, report = self.attend(query, Slots(*slots), now, statistic=statistic, options=options)
+        out, report = self.attend(AttentionInputs(query, Slots(*slots), now, statistic=statistic, options=options))
         for state in added.states:
             fade = torch.where(now >= 0, getattr(statistic, "decay", 1.0), 1.0)[:, :, None]
             state.scatter_(-1, slot, 0.0).mul_(fade).add_(report.mass)

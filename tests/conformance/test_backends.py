@@ -7,7 +7,7 @@ import torch
 from sweeps import sweep
 
 from kvkeep.attention_stats import Low, Mass, Nothing
-from kvkeep.backends import Backend, reference
+from kvkeep.backends import AttentionInputs, Backend, SecondReading, reference
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots
 
@@ -130,13 +130,13 @@ def test_positions_that_heads_share_and_views_of_larger_tensors(backend):
     keys, values = keys.nan_to_num(), values.nan_to_num()
     shared = torch.arange(NOW - 29, NOW + 1, device=keys.device).expand(ROWS, 30)[:, None]
     own = Slots(keys, values, shared.int().expand(ROWS, 2, 30).contiguous())
-    whole, report = backend.attend(query, own, now, statistic=Mass(), options=PLAIN)
+    whole, report = backend.attend(AttentionInputs(query, own, now, statistic=Mass(), options=PLAIN))
     wide = torch.zeros(ROWS, 2, 40, 48, device=keys.device)
     wide[:, :, :30, :32] = keys
     spaced = query.transpose(1, 2).contiguous().transpose(1, 2)
     part = slice(1, 4)
     views = Slots(wide[part, :, :30, :32], values[part], shared[part])
-    out, some = backend.attend(spaced[part], views, now[part], statistic=Mass(), options=PLAIN)
+    out, some = backend.attend(AttentionInputs(spaced[part], views, now[part], statistic=Mass(), options=PLAIN))
     same = {"rtol": 0, "atol": 0} if backend.name in ("native", "triton") else {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(out, whole[part], **same)  # kernels: to the bit, whatever runs beside a row
     torch.testing.assert_close(some.mass, report.mass[part], **same)
@@ -151,8 +151,10 @@ def test_a_last_axis_that_is_not_dense(backend):
 
 def test_a_chunk_s_row_is_the_same_alone_and_among_others(backend):
     query, slots, now = on(backend.name, chunk(S=70))[0]
-    out, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
-    one = backend.attend(query[1:], Slots(*(tensor[1:] for tensor in slots)), now[1:], statistic=Mass(), options=PLAIN)
+    out, report = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
+    one = backend.attend(
+        AttentionInputs(query[1:], Slots(*(tensor[1:] for tensor in slots)), now[1:], statistic=Mass(), options=PLAIN)
+    )
     same = {"rtol": 0, "atol": 0} if backend.name == "triton" else {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(one[0], out[1:], **same)
     torch.testing.assert_close(one[1].mass, report.mass[1:], **same)
@@ -160,7 +162,7 @@ def test_a_chunk_s_row_is_the_same_alone_and_among_others(backend):
 
 def test_mass_of_all_rows_adds_up_to_the_number_of_rows(backend):
     query, slots, now = on(backend.name, chunk(S=100, pads=33))[0]  # the second row is nothing but padding
-    _, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    _, report = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     torch.testing.assert_close(report.mass.sum(-1).cpu(), torch.tensor([[33.0, 33.0], [0.0, 0.0]]))
     assert (report.mass[slots.positions < 0] == 0).all()
 
@@ -180,9 +182,9 @@ def test_one_key_that_takes_all(backend):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_broken_key_breaks_its_head_alone(backend, bad):
     query, slots, now = on(backend.name, token(40, 32, 2))[0]
-    whole, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    whole, report = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     slots.keys[0, 1, 5] = bad
-    out, broken = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    out, broken = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     assert out[0, 2:].isnan().all()
     assert broken.mass[0, 1].isnan().any()
     assert torch.equal(out[0, :2], whole[0, :2])
@@ -194,7 +196,7 @@ def test_a_broken_key_breaks_its_head_alone(backend, bad):
 def test_a_padded_query_gives_zeros(name):
     backend = backend_of(name)
     query, slots, now = on(name, token(40, 32, 2))[0]
-    out, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    out, report = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     assert (out[now[:, 0] < 0] == 0).all()
     assert (report.mass[now[:, 0] < 0] == 0).all()
 
@@ -211,7 +213,7 @@ def test_a_query_that_sees_nothing_gives_zeros(name, given, statistic):
     backend, (query, (keys, values, positions), now) = backend_of(name), on(name, given)[0]
     slots = Slots(keys.nan_to_num(), values.nan_to_num(), torch.full_like(positions, -1))
     for at in (torch.full_like(now, 7), torch.full_like(now, -1)):
-        out, report = backend.attend(query, slots, at, statistic=statistic, options=PLAIN)
+        out, report = backend.attend(AttentionInputs(query, slots, at, statistic=statistic, options=PLAIN))
         assert (out == 0).all()
         assert all((field == 0).all() for field in report.sums.values())
 
@@ -222,9 +224,10 @@ def test_a_prompt_that_is_read_again(backend, option):
     (query, slots, now), options = on(backend.name, chunk(pads=5), OF_CHUNK[option])
     slots = slots._replace(keys=slots.keys.nan_to_num())
     rotation = Rotation(torch.tensor([1.0, 0.1, 0.01]))
-    given = {"length": torch.full((2, 1), 77, device=now.device), "rotation": rotation, "options": options}
-    want = reference.reread(query, slots, now, **given)
-    torch.testing.assert_close(backend.reread(query, slots, now, **given).double(), want, rtol=1e-4, atol=1e-6)
+    inputs = AttentionInputs(query, slots, now, options)
+    again = SecondReading(torch.full((2, 1), 77, device=now.device), rotation)
+    want = reference.reread(inputs, again)
+    torch.testing.assert_close(backend.reread(inputs, again).double(), want, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -237,9 +240,13 @@ def test_both_readings_at_once(backend, option, dtype):
     at_once = type(backend).attend_twice is not Backend.attend_twice  # else it is one after the other
     for statistic in (Nothing(), Mass(rows=3), Mass(gain=2.0), Low()) if at_once else (Mass(rows=3),):
         asked = {"statistic": statistic, "options": options}
-        out, report, again = backend.attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
-        want = backend.attend(query, slots, now, **asked)
+        out, report, again = backend.attend_twice(
+            AttentionInputs(query, slots, now, **asked), SecondReading(length=length, rotation=rotation)
+        )
+        want = backend.attend(AttentionInputs(query, slots, now, **asked))
         assert torch.equal(out, want[0])
         assert all(torch.equal(report.sums[name], field) for name, field in want[1].sums.items())
-        second = reference.reread(query, slots, now, length=length, rotation=rotation, options=options)
+        second = reference.reread(
+            AttentionInputs(query, slots, now, options=options), SecondReading(length=length, rotation=rotation)
+        )
         torch.testing.assert_close(again.double(), second, rtol=1e-4, atol=1e-6)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Mass
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, reference
 from kvkeep.backends.native import Native, bindings, build
 from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, encode, encode_keys, hadamard
 from kvkeep.types import AttentionOptions, Slots
@@ -49,11 +49,11 @@ def test_rounding_the_query_is_far_below_the_error_of_the_codes(outlier):
     query, now = hadamard(turned), torch.full((2, 1), 499)
     slots = Slots(keys, values, torch.arange(500, dtype=torch.int32).repeat(2, 4, 1))
     options, backend = AttentionOptions(scaling=0.2 / outlier), backend_of("native")
-    exact = reference.attend(query, slots, now, statistic=Mass(), options=options)
+    exact = reference.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=options))
     for bits in BITS:
         codes, wide = coded(slots, bits)
-        want = reference.attend(query, wide, now, statistic=Mass(), options=options)
-        found = backend.attend(query, codes, now, statistic=Mass(), options=options)
+        want = reference.attend(AttentionInputs(query, wide, now, statistic=Mass(), options=options))
+        found = backend.attend(AttentionInputs(query, codes, now, statistic=Mass(), options=options))
         for one, two, three in ((found[0], want[0], exact[0]), (found[1].mass, want[1].mass, exact[1].mass)):
             assert (one - two).norm() < 2e-4 * (two - three).norm()
 
@@ -63,9 +63,9 @@ def test_rounding_the_query_is_far_below_the_error_of_the_codes(outlier):
 def test_a_query_that_is_not_finite_spoils_its_own_head(bits, bad):
     query, slots, now = token(70, 64, 5)
     slots, backend = coded(slots, bits)[0], backend_of("native")
-    want, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    want, report = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     query[0, 2, 0, 9] = bad
-    out, found = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    out, found = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     assert out[0, 2].isnan().all()
     out[0, 2] = want[0, 2]
     assert torch.equal(out, want)
@@ -79,7 +79,7 @@ def test_a_query_that_is_not_finite_spoils_its_own_head(bits, bad):
 def test_rows_that_lie_apart(bits, D):
     query, slots, now = token(257, D, 3)
     dense, backend = coded(slots, bits)[0], backend_of("native")
-    want, report = backend.attend(query, dense, now, statistic=Mass(), options=PLAIN)
+    want, report = backend.attend(AttentionInputs(query, dense, now, statistic=Mass(), options=PLAIN))
 
     def apart(codes):
         wide = torch.full((*codes.numbers.shape[:3], codes.numbers.shape[3] + 3), 77, dtype=codes.numbers.dtype)
@@ -87,7 +87,7 @@ def test_rows_that_lie_apart(bits, D):
         return Codes(wide[..., :-3], codes.scales, codes.bits)
 
     slots = CodedSlots.of(apart(dense.coded_keys), apart(dense.coded_values), dense.positions, dense.dtype)
-    out, found = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    out, found = backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     assert torch.equal(out, want)
     assert torch.equal(found.mass, report.mass)
 

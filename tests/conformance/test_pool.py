@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import Added, FusedStep, SlotLimits, in_pool
+from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits, in_pool
 from kvkeep.kv.pooled_store import PoolSlots, indices
 from kvkeep.kv.slot_codec import Vectors
 from kvkeep.rotary import Rotation
@@ -68,8 +68,8 @@ def test_attention_over_ranges_is_that_over_slots_side_by_side(name, option, sta
     backend, pool = backend_of(name), moved(pool, name)
     query, plain, now, asked = on(name, query, plain, now, (ON_TOKEN[statistic], OF_TOKEN[option]))
     asked = {"statistic": asked[0], "options": asked[1]}
-    out, report = in_pool(backend).attend(query, pool, now, **asked)
-    want, want_report = backend.attend(query, plain, now, **asked)
+    out, report = in_pool(backend).attend(AttentionInputs(query, pool, now, **asked))
+    want, want_report = backend.attend(AttentionInputs(query, plain, now, **asked))
     real = (now >= 0)[:, None, :, None].expand_as(out)
     torch.testing.assert_close(out[real], want[real], rtol=1e-5, atol=1e-6)
     assert report.sums.keys() == want_report.sums.keys()
@@ -82,8 +82,8 @@ def test_attention_over_ranges_is_that_over_slots_side_by_side(name, option, sta
 def test_the_kernel_reads_ranges_of_any_dtype_bit_for_bit(D, dtype):
     query, pool, plain, now = given(D, dtype)
     backend = backend_of("native")
-    out, report = backend.attend(query, pool, now, statistic=Low(), options=PLAIN)
-    want, want_report = backend.attend(query, plain, now, statistic=Low(), options=PLAIN)
+    out, report = backend.attend(AttentionInputs(query, pool, now, statistic=Low(), options=PLAIN))
+    want, want_report = backend.attend(AttentionInputs(query, plain, now, statistic=Low(), options=PLAIN))
     assert torch.equal(out, want)
     assert all(torch.equal(held, want_report.sums[field]) for field, held in report.sums.items())
 
@@ -93,8 +93,8 @@ def test_the_kernel_turns_keys_of_ranges_to_their_ranks():
     for slots in (pool, plain):
         slots.positions.copy_(torch.where(slots.positions >= 0, torch.arange(S, dtype=torch.int32), -1))
     backend, now = backend_of("native").at_ranks(ROTATION), now.clamp(max=S)
-    out, report = in_pool(backend).attend(query, pool, now, statistic=Mass(), options=PLAIN)
-    want, want_report = backend.attend(query, plain, now, statistic=Mass(), options=PLAIN)
+    out, report = in_pool(backend).attend(AttentionInputs(query, pool, now, statistic=Mass(), options=PLAIN))
+    want, want_report = backend.attend(AttentionInputs(query, plain, now, statistic=Mass(), options=PLAIN))
     assert torch.equal(out, want)
     assert torch.equal(report.mass, want_report.mass)
 
@@ -153,13 +153,13 @@ def test_a_fused_step_over_ranges_is_that_over_slots_side_by_side(window, rotati
 def test_a_batch_of_ranges_is_each_row_alone():
     query, pool, _, now = given()
     backend = backend_of("native")
-    out, report = backend.attend(query, pool, now, statistic=Mass(), options=PLAIN)
+    out, report = backend.attend(AttentionInputs(query, pool, now, statistic=Mass(), options=PLAIN))
     for row in range(6):
         part = slice(row, row + 1)
         parts = (*pool.pool.tensors.values(),), pool.positions, (pool.starts, pool.sizes)
         pools, positions, ranges = (_part(thing, part) for thing in parts)
         one = PoolSlots.of(vectors(*pools), positions, ranges, indices(*ranges, width=S, pool=pools[0].shape[1]))
-        got, mass = backend.attend(query[part], one, now[part], statistic=Mass(), options=PLAIN)
+        got, mass = backend.attend(AttentionInputs(query[part], one, now[part], statistic=Mass(), options=PLAIN))
         assert torch.equal(got, out[part])
         assert torch.equal(mass.mass, report.mass[part])
 

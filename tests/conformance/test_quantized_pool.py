@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import Added, FusedStep, SlotLimits, in_codes, in_pool
+from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits, in_codes, in_pool
 from kvkeep.kv.pooled_store import PoolSlots, indices
 from kvkeep.kv.slot_codec import KV_BITS, LazySlots, Vectors, encode, encode_keys
 from kvkeep.types import AttentionOptions
@@ -72,8 +72,8 @@ def test_attention_over_ranges_is_that_over_codes_side_by_side(name, option, sta
     backend, pool, plain = backend_of(name), moved(pool, name), moved(plain, name)
     query, now, sees, asked = on(name, query, now, sees, (ON_TOKEN[statistic], OF_TOKEN[option]))
     asked = {"statistic": asked[0], "options": asked[1]}
-    out, report = over(backend, pool).attend(query, pool, now, **asked)
-    want, want_report = over(backend, plain).attend(query, plain, now, **asked)
+    out, report = over(backend, pool).attend(AttentionInputs(query, pool, now, **asked))
+    want, want_report = over(backend, plain).attend(AttentionInputs(query, plain, now, **asked))
     real = sees & (now >= 0)
     torch.testing.assert_close(out[real], want[real], rtol=1e-5, atol=1e-6)
     assert report.sums.keys() == want_report.sums.keys()
@@ -88,8 +88,8 @@ def test_the_kernel_reads_codes_of_ranges_bit_for_bit_where_they_lie(D, dtype, k
     monkeypatch.setattr(PoolSlots, "laid", property(lambda slots: pytest.fail("the pool was copied")))
     query, pool, plain, now = given(kv_bits, D, dtype)
     backend = backend_of("native")
-    out, report = over(backend, pool).attend(query, pool, now, statistic=Low(), options=PLAIN)
-    want, want_report = backend.attend(query, plain, now, statistic=Low(), options=PLAIN)
+    out, report = over(backend, pool).attend(AttentionInputs(query, pool, now, statistic=Low(), options=PLAIN))
+    want, want_report = backend.attend(AttentionInputs(query, plain, now, statistic=Low(), options=PLAIN))
     assert torch.equal(out, want)
     assert all(torch.equal(held, want_report.sums[field]) for field, held in report.sums.items())
 
@@ -102,7 +102,7 @@ def test_keys_of_ranges_are_turned_to_their_ranks(name, kv_bits):
         slots.positions.copy_(torch.where(slots.positions >= 0, torch.arange(S, dtype=torch.int32), -1))
     backend, now = backend_of(name).at_ranks(ROTATION), now.clamp(max=S)
     found, want = (
-        over(backend, slots, turned=True).attend(query, slots, now, statistic=Mass(), options=PLAIN)
+        over(backend, slots, turned=True).attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
         for slots in (pool, plain)
     )
     check_alike(found, want, now, rtol=1e-5, atol=1e-6)
@@ -166,12 +166,14 @@ def test_a_fused_step_over_ranges_is_that_over_codes_side_by_side(kv_bits, windo
 def test_a_batch_of_ranges_is_each_row_alone(kv_bits):
     query, pool, _, now = given(kv_bits)
     backend = backend_of("native")
-    out, report = backend.attend(query, pool, now, statistic=Mass(), options=AttentionOptions(scaling=0.2))
+    out, report = backend.attend(
+        AttentionInputs(query, pool, now, statistic=Mass(), options=AttentionOptions(scaling=0.2))
+    )
     for row in range(6):
         rows = slice(row, row + 1)
         ranges, held = (pool.starts[rows], pool.sizes[rows]), pool.pool.each(lambda x, rows=rows: x[rows])
         index = indices(*ranges, width=S, pool=held.tensors["keys"].shape[1])
         one = PoolSlots.of(held, pool.positions[rows], ranges, index)
-        got, mass = backend.attend(query[rows], one, now[rows], statistic=Mass(), options=PLAIN)
+        got, mass = backend.attend(AttentionInputs(query[rows], one, now[rows], statistic=Mass(), options=PLAIN))
         assert torch.equal(got, out[rows])
         assert torch.equal(mass.mass, report.mass[rows])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Mass
-from kvkeep.backends import in_codes
+from kvkeep.backends import AttentionInputs, in_codes
 from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, encode, encode_keys
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions
@@ -47,8 +47,8 @@ def test_attention_over_codes_is_that_over_their_vectors(name, option, statistic
     backend, slots = backend_of(name), moved(slots, name)
     query, plain, now, asked = on(name, query, plain, now, (ON_TOKEN[statistic], OF_TOKEN[option]))
     asked = {"statistic": asked[0], "options": asked[1]}
-    out, report = in_codes(backend, turned=False).attend(query, slots, now, **asked)
-    want, want_report = backend.attend(query, plain, now, **asked)
+    out, report = in_codes(backend, turned=False).attend(AttentionInputs(query, slots, now, **asked))
+    want, want_report = backend.attend(AttentionInputs(query, plain, now, **asked))
     real = (now >= 0)[:, None, :, None].expand_as(out)
     torch.testing.assert_close(out[real], want[real], rtol=2e-4, atol=2e-5)
     assert report.sums.keys() == want_report.sums.keys()
@@ -64,8 +64,10 @@ def test_queries_and_codes_of_any_dtype(D, dtype, kv_bits):
     query, slots, now = token(S, D, 3, dtype)
     slots, plain = coded(slots, kv_bits)
     backend = backend_of("torch")
-    out, report = in_codes(backend, turned=False).attend(query, slots, now, statistic=Mass(), options=PLAIN)
-    want, want_report = backend.attend(query, plain, now, statistic=Mass(), options=PLAIN)
+    out, report = in_codes(backend, turned=False).attend(
+        AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN)
+    )
+    want, want_report = backend.attend(AttentionInputs(query, plain, now, statistic=Mass(), options=PLAIN))
     rtol, atol = DTYPES[dtype]
     real = (now >= 0)[:, None, :, None].expand_as(out)
     torch.testing.assert_close(out[real], want[real], rtol=rtol, atol=atol)
@@ -80,8 +82,8 @@ def test_keys_of_codes_are_turned_back_before_they_are_turned_to_their_ranks(nam
     slots, now = moved(slots, name), now.clamp(max=S)
     query, plain, now = on(name, query, plain, now)
     backend = backend_of(name).at_ranks(ROTATION)
-    found = in_codes(backend, turned=True).attend(query, slots, now, statistic=Mass(), options=PLAIN)
-    want = backend.attend(query, plain, now, statistic=Mass(), options=PLAIN)
+    found = in_codes(backend, turned=True).attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
+    want = backend.attend(AttentionInputs(query, plain, now, statistic=Mass(), options=PLAIN))
     check_alike(found, want, now, rtol=2e-4, atol=2e-5)
 
 

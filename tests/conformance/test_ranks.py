@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, reference
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots, Top
 
@@ -49,7 +49,7 @@ def definition(given, angles, statistic, options):
     own = (held[..., None, :] & (positions[..., None, :] < now[:, None, :, None])).sum(dim=-1)
     q = turned(query, own.repeat_interleave(G, dim=1), angles)
     slots = Slots(turned(keys.nan_to_num(), older, angles), values.double().nan_to_num(), positions)
-    return reference.attend(q, slots, now, statistic=statistic, options=options)
+    return reference.attend(AttentionInputs(q, slots, now, statistic=statistic, options=options))
 
 
 def check(name, given, angles, statistic=None, options=PLAIN):
@@ -57,7 +57,11 @@ def check(name, given, angles, statistic=None, options=PLAIN):
     given, statistic, options = on(name, given, statistic, options)
     want, want_report = definition(given, angles, statistic, options)
     query, slots, now = given
-    out, report = backend_of(name).at_ranks(angles).attend(query, slots, now, statistic=statistic, options=options)
+    out, report = (
+        backend_of(name)
+        .at_ranks(angles)
+        .attend(AttentionInputs(query, slots, now, statistic=statistic, options=options))
+    )
     real = (now >= 0)[:, None, :, None].expand_as(want)
     error = ROUNDING[query.dtype]
     assert out.dtype == query.dtype
@@ -135,8 +139,8 @@ def test_a_chunk_whose_heads_share_positions(name):
     query, slots, now = chunk(S=40, shared=True)
     per_head = slots._replace(positions=slots.positions.expand(slots.keys.shape[:3]))
     backend, asked = backend_of(name).at_ranks(rotation(32)), {"statistic": Mass(), "options": PLAIN}
-    out, report = backend.attend(query, slots, now, **asked)
-    want, want_report = backend.attend(query, per_head, now, **asked)
+    out, report = backend.attend(AttentionInputs(query, slots, now, **asked))
+    want, want_report = backend.attend(AttentionInputs(query, per_head, now, **asked))
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(report.mass, want_report.mass, rtol=1e-5, atol=1e-6)
 
@@ -148,6 +152,6 @@ def test_a_query_whose_own_token_is_not_held(name):
     slots.positions[0] = -1
     given = query, slots._replace(keys=slots.keys.nan_to_num(), values=slots.values.nan_to_num()), now
     want, _ = definition(given, rotation(32), Mass(), PLAIN)
-    out, _ = backend_of(name).at_ranks(rotation(32)).attend(*given, statistic=Mass(), options=PLAIN)
+    out, _ = backend_of(name).at_ranks(rotation(32)).attend(AttentionInputs(*given, statistic=Mass(), options=PLAIN))
     torch.testing.assert_close(out[[1, 2, 4]].double(), want[[1, 2, 4]], rtol=1e-5, atol=1e-5)
     assert out[0].isfinite().all()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Low, Mass
+from kvkeep.backends import AttentionInputs
 from kvkeep.backends import torch as plain
 from kvkeep.backends.native import Native, bindings, build
 from kvkeep.backends.triton import launch
@@ -72,6 +73,6 @@ def test_a_report_in_two_splits(kernels, monkeypatch, statistic):
     monkeypatch.setattr(launch, "splits", lambda programs, like: 2)
     given = on("triton", chunk(S=70, pads=5))[0]
     out, report = check(kernels, given, statistic, AttentionOptions(scaling=0.3))
-    again, same = kernels.attend(*given, statistic=statistic, options=AttentionOptions(scaling=0.3))
+    again, same = kernels.attend(AttentionInputs(*given, statistic=statistic, options=AttentionOptions(scaling=0.3)))
     assert out.equal(again)
     assert all(report.sums[name].equal(same.sums[name]) for name in statistic.fields)

@@ -8,7 +8,7 @@ import torch
 from sweeps import sweep
 
 from kvkeep.attention_stats import Low, Mass
-from kvkeep.backends import Added, FusedStep, SlotLimits, in_codes
+from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits, in_codes
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.kv.slot_codec import KV_BITS, CodedSlots, Codes, decode, encode, encode_keys, hadamard
 from kvkeep.rotary import Rotation
@@ -56,8 +56,8 @@ class Over:
         backend = backend_of(name)
         self.name, self.backend, self.slots = name, in_codes(backend, turned=False), there(name, slots)
 
-    def attend(self, query, slots, now, **asked):
-        return self.backend.attend(query, self.slots, now, **asked)
+    def attend(self, inputs):
+        return self.backend.attend(inputs._replace(slots=self.slots))
 
 
 def ask(name, given, bits, statistic, options):
@@ -139,7 +139,7 @@ def test_a_token_that_is_not_finite_leaves_its_slot_empty_in_its_head_alone(bits
     slot = backend.append(parts, *new, now)
     assert parts.positions[0, 1, slot[0, 1, 0]] == -1
     assert parts.positions[0, 0, slot[0, 0, 0]] == now[0]
-    out, _ = backend.attend(query, parts, now, statistic=Mass(), options=PLAIN)
+    out, _ = backend.attend(AttentionInputs(query, parts, now, statistic=Mass(), options=PLAIN))
     assert out.isfinite().all()
     added, limits = Added((sums,), is_score=True), SlotLimits(now[:, 0] + 1, 0, 1, 20)
     step = backend.step(FusedStep(query, whole, tuple(new), now, Mass(), PLAIN, added, limits))
@@ -160,7 +160,7 @@ def test_a_fused_step_is_its_parts(bits, window):
     sums, lost = torch.rand(6, 2, 70), torch.zeros(6, 2, 2)
     want = sums.clone()
     slot = backend.append(parts, *new, now)
-    out, report = backend.attend(query, parts, now, statistic=Mass(), options=options)
+    out, report = backend.attend(AttentionInputs(query, parts, now, statistic=Mass(), options=options))
     want = torch.scatter(want, -1, slot, 0.0) + report.mass
     if window is not None:
         backend.expire(parts.positions, limits.seen, window)
@@ -181,7 +181,9 @@ def test_the_number_of_threads_changes_nothing():
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            out, report = backend_of("native").attend(query, slots, now, statistic=Mass(), options=PLAIN)
+            out, report = backend_of("native").attend(
+                AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN)
+            )
         finally:
             torch.set_num_threads(1)
         found.append((out, report.mass))
@@ -219,7 +221,7 @@ def test_triton_makes_no_copy(monkeypatch):
     monkeypatch.delattr(CodedSlots, "write")
     given = on("triton", query, torch.randn(2, 6, 2, 1, 64), now)
     backend.append(slots, *given[1], given[2])
-    backend.attend(given[0], slots, given[2], statistic=Mass(), options=PLAIN)
+    backend.attend(AttentionInputs(given[0], slots, given[2], statistic=Mass(), options=PLAIN))
 
 
 def test_the_kernel_makes_no_copy(monkeypatch):
@@ -230,7 +232,7 @@ def test_the_kernel_makes_no_copy(monkeypatch):
     monkeypatch.delattr(CodedSlots, "copy_values")
     new = torch.randn(2, 6, 2, 1, 64)
     backend.append(slots, *new, now)
-    backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    backend.attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     added, limits = Added((), is_score=False), SlotLimits(now[:, 0] + 1, 0, 1, 40)
     asked = {"statistic": ON_TOKEN["nothing"], "options": PLAIN, "added": added, "limits": limits}
     assert backend.step(FusedStep(query, slots, tuple(new), now, **asked)) is not None
@@ -258,7 +260,7 @@ def test_codes_that_the_kernel_does_not_take(damage, monkeypatch):
     slots, asked = coded(slots, (8, 4))[0], []
     slots = CodedSlots.of(*damage(slots.coded_keys, slots.coded_values), slots.positions, slots.dtype)
     monkeypatch.setattr(TorchBackend, "attend", lambda *one, **more: asked.append(1) or LEFT_TO_TORCH)
-    backend_of("native").attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    backend_of("native").attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     assert asked == [1]
     new, now = torch.randn(2, 6, 2, 1, 64), torch.full((6, 1), NOW + 1)
     added, limits = Added((torch.ones(6, 2, 40),), is_score=True), SlotLimits(now[:, 0] + 1, 0, 1, 40)
@@ -272,8 +274,10 @@ def test_a_chunk_over_codes(bits):
     slots, _ = coded(slots, bits)
     for codes in (slots.coded_keys, slots.coded_values):
         codes.scales.nan_to_num_(0.0)  # a chunk's slots are finite
-    want, report = backend_of("native").attend(query, slots.copied(), now, statistic=Mass(), options=PLAIN)
-    out, found = backend_of("native").attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    want, report = backend_of("native").attend(
+        AttentionInputs(query, slots.copied(), now, statistic=Mass(), options=PLAIN)
+    )
+    out, found = backend_of("native").attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
     assert torch.equal(out, want)
     assert torch.equal(found.mass, report.mass)
 
@@ -292,7 +296,7 @@ def test_a_fused_step_under_slot_positions_is_its_parts(bits, window, monkeypatc
     options = dataclasses.replace(PLAIN, window=window)
     plain, key = rotation.unrotated(query, new[0], now)
     backend.append(parts, key, new[1], now)
-    out, report = backend.attend(plain, parts, now, statistic=Mass(), options=options)
+    out, report = backend.attend(AttentionInputs(plain, parts, now, statistic=Mass(), options=options))
     monkeypatch.delattr(CodedSlots, "copy_keys")
     sums, limits = torch.zeros(6, 2, 70), SlotLimits(now[:, 0] + 1, 0, 1, 70, window)
     added = Added((sums,), is_score=True)
@@ -312,9 +316,13 @@ def test_keys_are_turned_to_their_ranks(bits, D, monkeypatch):
     slots.positions.copy_(torch.where(slots.positions >= 0, torch.arange(70, dtype=torch.int32), -1))
     slots, wide = coded(slots, bits)
     now = now.clamp(max=70)
-    want = TorchBackend().at_ranks(rotation).attend(query, wide, now, statistic=Mass(), options=PLAIN)
+    want = TorchBackend().at_ranks(rotation).attend(AttentionInputs(query, wide, now, statistic=Mass(), options=PLAIN))
     monkeypatch.delattr(CodedSlots, "copy_keys")
-    out = backend_of("native").at_ranks(rotation).attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    out = (
+        backend_of("native")
+        .at_ranks(rotation)
+        .attend(AttentionInputs(query, slots, now, statistic=Mass(), options=PLAIN))
+    )
     real = now[:, 0] >= 0
     torch.testing.assert_close(out[0][real], want[0][real], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out[1].mass[real], want[1].mass[real], rtol=1e-4, atol=1e-6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvkeep.attention_stats import Mass, Nothing
-from kvkeep.backends import Added, FusedStep, SlotLimits
+from kvkeep.backends import Added, AttentionInputs, FusedStep, SlotLimits
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.triton import launch
 from kvkeep.types import EMPTY, AttentionOptions, Slots
@@ -201,7 +201,7 @@ def parts(step):
     """Make a step as `Backend.step` is defined."""
     query, slots, new, now, statistic, options, added, limits = step
     slot = REFERENCE.append(slots, *new, now)
-    out, report = REFERENCE.attend(query, slots, now, statistic=statistic, options=options)
+    out, report = REFERENCE.attend(AttentionInputs(query, slots, now, statistic=statistic, options=options))
     fade = torch.where(now >= 0, getattr(statistic, "decay", 1.0), 1.0)[:, :, None]
     for state in added.states:
         state.scatter_(-1, slot, 0.0)

@@ -144,7 +144,7 @@ def named(seed, head_budget):
 def staged(engine, seed):
     """Lets half of the engines whose rows change hands copy beside their steps, often without success."""
     rng = random.Random(seed + 0.6)
-    if not engine._swapper.host_rows or rng.random() < 0.5:
+    if engine._swapper is None or rng.random() < 0.5:
         return None
 
     def fails(name):

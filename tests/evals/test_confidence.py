@@ -104,26 +104,26 @@ def test_only_the_same_questions_are_compared():
 
 def test_tables_show_intervals_the_best_policy_and_stars():
     rows = [row("full", [1.0] * 40, "100%"), row("a", [1.0] * 40), row("b", [0.0] * 40), row("c", [1.0] * 39 + [0.0])]
-    (own, _) = report.tables(rows, confidence.of_cell)
+    (own, _) = report.tables(rows)
     assert own.rows["b"][0] == "0% (0–9)"
     assert own.title.endswith("with 95 % intervals")
-    (table,) = confidence.difference_tables(rows)
+    (table,) = report.difference_tables(rows)
     assert table.columns == ["20%"]
     assert table.rows["a"] == ["best"]
     assert table.rows["b"][0].startswith("−100 (")
     assert table.rows["b"][0].endswith(" *")
     assert not table.rows["c"][0].endswith("*")
-    (note,) = confidence.notes(rows)
+    (note,) = report.notes(rows)
     assert "at n=40" in note
     assert "would need about" in note
 
 
 def test_one_policy_or_rows_without_grades_have_no_table():
-    assert confidence.difference_tables([row("a", [1.0, 0.0])]) == []
-    assert confidence.notes([row("a", [1.0, 0.0])]) == []
+    assert report.difference_tables([row("a", [1.0, 0.0])]) == []
+    assert report.notes([row("a", [1.0, 0.0])]) == []
     bare = {**row("a", []), "score": {"score": 0.5}}
     assert confidence.pairs([bare, {**bare, "policy": "b"}]) == []
-    assert report.tables([bare], confidence.of_cell)[0].rows == {"a": ["50%"]}
+    assert report.tables([bare])[0].rows == {"a": ["50%"]}
 
 
 def test_json_is_plain_and_finite():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvkeep.evals import confidence
+from kvkeep.evals import confidence, report
 from kvkeep.evals.confidence import of_clustered_difference, of_clustered_share, of_share
 
 
@@ -102,15 +102,13 @@ def test_tables_name_their_protocol_and_their_questions():
         row("h2o", "10%", [[text, i, int(i == 1)] for text in range(8) for i in range(3)]),
         row("h2o", "10%", [[text, i, 1] for text in range(8) for i in range(3)], setup="positions=slot"),
     ]
-    (table,) = confidence.share_tables(rows)
+    (table,) = report.share_tables(rows)
     assert "(context=1, later; the full cache answers 16 of 24 questions about 8 texts)" in table.title
     assert table.columns == ["10%"]
     assert table.rows["h2o"][0].startswith("50 (")
     assert table.rows["h2o (positions=slot)"][0].startswith("100 (")
-    assert confidence.share_tables(rows[1:]) == []  # nothing to compare with
-    assert (
-        confidence.share_tables([{**one, "score": {"accuracy": 1.0}} for one in rows]) == []
-    )  # rows of earlier versions
+    assert report.share_tables(rows[1:]) == []  # nothing to compare with
+    assert report.share_tables([{**one, "score": {"accuracy": 1.0}} for one in rows]) == []  # rows of earlier versions
 
 
 def test_seeds_are_other_texts():

@@ -10,7 +10,7 @@ from kvkeep import plots
 from kvkeep.errors import InputError, pip_install
 from kvkeep.evals import curves, report
 from kvkeep.evals.confidence import of_mean, of_share
-from kvkeep.evals.report import MEASURES, over
+from kvkeep.evals.results import MEASURES, over
 
 POLICIES = ("local", "h2o", "tova")
 

@@ -419,7 +419,7 @@ def test_a_prompt_asked_later_has_the_tokens_of_one_asked_inside():
 
 
 def test_every_task_with_questions_shows_its_protocol():
-    from kvkeep.evals.report import ASKED, MEASURES
+    from kvkeep.evals.results import ASKED, MEASURES
 
     asked = {name for name, task in TASKS.items() if hasattr(task, "make")} | {"recall", "choice"}
     assert asked == set(ASKED)

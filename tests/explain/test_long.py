@@ -46,12 +46,13 @@ def recorded(monkeypatch, tokens, moments):
     backend = choose(torch.device("cpu"), torch.float32)
 
     class Counting:
-        def attend(self, query, slots, now, **options):
+        def attend(self, inputs):
+            query, slots, *_ = inputs
             seen = slots.keys.shape[2]
             bounded = slots.keys is slots.values
             assert not bounded or seen <= BUDGET + chunk + 1
             products["bounded" if bounded else "full"] += query.shape[2] * seen
-            return backend.attend(query, slots, now, **options)
+            return backend.attend(inputs)
 
     monkeypatch.setattr(attention_probe, "choose", lambda device, dtype: Counting())
     with Made() as made:

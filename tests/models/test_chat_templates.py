@@ -154,7 +154,12 @@ def test_a_forked_process_fills_in_templates_by_itself(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("body", "limit_s", "why"), [("exit 3", 300.0, "ends with code 3"), ("exec sleep 600", 1.0, "not ready after 1 s")]
+    ("body", "limit_s", "why"),
+    [
+        ("exit 3", 300.0, "ends with code 3"),
+        ("kill -9 $$", 300.0, "ends with code -9"),
+        ("exec sleep 600", 1.0, "not ready after 1 s"),
+    ],
 )
 def test_a_process_that_does_not_start(body, limit_s, why, tokenizer, monkeypatch, tmp_path):
     tokenizer.chat_template = "x"

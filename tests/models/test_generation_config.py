@@ -7,17 +7,16 @@ import model_folders
 import pytest
 import torch
 from sweeps import sweep
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
+import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.models.load import KEPT, OWN, SAME_TEXT, quiet
 
 PROMPT = "the quick brown fox"
 
 NAMED = {
-    "bad_words_ids": [[5]],
-    "begin_suppress_tokens": [1, 2],
     "constraints": [{"token_ids": [3]}],
     "diversity_penalty": 0.5,
     "dola_layers": "high",
@@ -42,7 +41,6 @@ NAMED = {
     "remove_invalid_values": True,
     "sequence_bias": [[[5], 10.0]],
     "stop_strings": ["e", "a"],
-    "suppress_tokens": [1, 2, 3],
     "token_healing": True,
     "top_h": 0.4,
     "typical_p": 0.5,
@@ -161,6 +159,77 @@ def test_ends_are_the_makers(tmp_path: Path, plain: list[int]):
     result = json.loads(generate(asking(tmp_path / "m", eos_token_id=[299, plain[1]])).stdout)
     assert result["token_ids"] == plain[:2]
     assert result["finish_reason"] == "stop"
+
+
+def transformers_text(folder: Path) -> list[int]:
+    """What transformers itself generates with the folder's generation config."""
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
+    return model.generate(ids, do_sample=False, max_new_tokens=4)[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "a longer word", "all"])
+def test_tokens_that_the_makers_ban_are_not_generated(name: str, tmp_path: Path, plain: list[int]):
+    wishes: dict[str, dict[str, object]] = {
+        "suppress_tokens": {"suppress_tokens": [plain[0], 10**6, -1]},
+        "begin_suppress_tokens": {"begin_suppress_tokens": plain[:1]},
+        "bad_words_ids": {"bad_words_ids": [[plain[1]], [7]]},
+        "a longer word": {"bad_words_ids": [plain[:3], plain[1:2] + plain[:1], [299] * 300]},
+    }
+    wishes["all"] = {key: value for wish in wishes.values() for key, value in wish.items()}
+    folder = asking(tmp_path / "m", **wishes[name])
+    result = generate(folder)
+    found = json.loads(result.stdout)["token_ids"]
+    assert found != plain
+    assert "asks for" not in result.stderr
+    if name in {"begin_suppress_tokens", "bad_words_ids"}:  # transformers refuses ids beyond the vocabulary
+        assert found == transformers_text(folder)
+
+
+def test_a_banned_end_token_ends_as_transformers_does(tmp_path: Path, plain: list[int]):
+    """A bad word that is an end token may still end the text; a suppressed one may not."""
+    word = asking(tmp_path / "word", eos_token_id=plain[1], bad_words_ids=[[plain[1]]])
+    suppressed = asking(tmp_path / "suppressed", eos_token_id=plain[1], suppress_tokens=[plain[1]])
+    assert json.loads(generate(word).stdout)["token_ids"] == plain[:2] == transformers_text(word)
+    assert json.loads(generate(suppressed).stdout)["token_ids"] == transformers_text(suppressed) != plain[:2]
+
+
+def test_the_form_of_an_answer_goes_before_banned_tokens():
+    model, tokenizer = kvkeep.load(model_folders.folder())
+    model.generation_config.suppress_tokens = tokenizer.convert_tokens_to_ids(["a", "c"])
+    engine = kvkeep.Engine(model, tokenizer, budget=64, rows=1)
+    texts = []
+    for choice in (["a", "b"], ["a"]):
+        request = kvkeep.Request(prompt=PROMPT, raw=True, structured_outputs={"choice": choice})
+        texts += engine.generate([request])
+    assert [result.text for result in texts] == ["b", "a"], texts
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"suppress_tokens": "x"},
+        {"suppress_tokens": ["1"]},
+        {"begin_suppress_tokens": [True]},
+        {"suppress_tokens": [10**30]},
+        {"bad_words_ids": [5]},
+        {"bad_words_ids": [[]]},
+        {"bad_words_ids": {"5": 1}},
+    ],
+    ids=str,
+)
+def test_banned_tokens_that_are_none_are_refused(wishes: dict[str, object], tmp_path: Path):
+    result = generate(asking(tmp_path / "m", **wishes))
+    assert result.exit_code == 2, result.output or result.exception
+    assert f"generation_config.json cannot be used ({next(iter(wishes))} " in " ".join(result.stderr.split())
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_ban_of_all_tokens_is_refused(tmp_path: Path):
+    result = generate(asking(tmp_path / "m", suppress_tokens=list(range(150)), begin_suppress_tokens=list(range(300))))
+    assert result.exit_code == 2, result.output or result.exception
+    assert "ban all 296 tokens of the model" in " ".join(result.stderr.split())
 
 
 def test_a_model_configuration_of_old_with_options_of_sampling(tmp_path: Path, plain: list[int]):

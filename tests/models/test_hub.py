@@ -96,6 +96,13 @@ def test_the_hubs_own_variable_sets_the_patience(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("busy")
+def test_a_patience_of_nothing_is_the_default_as_it_is_for_the_hub(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "PATIENCE_S", 60.0)
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0")
+    assert files._answers()
+
+
+@pytest.mark.usefixtures("busy")
 def test_an_error_is_an_answer():
     with files.cached_if_unreachable(NAME):
         assert not constants.HF_HUB_OFFLINE

@@ -197,6 +197,43 @@ def test_weights_of_another_shape(tmp_path: Path):
         load(folder)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_weights_of_more_layers_than_the_model_has(family: str, tmp_path: Path):
+    folder = model_folders.copy(tmp_path / "m", family=family)
+    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    model_folders.edit_json(folder / "config.json", **{key: 1})
+    with pytest.raises(ModelFileError, match=r"no layer: \S+\.1\.\S+, .* and \d+ more\. .*mend num_hidden_layers"):
+        load(folder)
+
+
+@pytest.mark.parametrize("extra", ["model.layers.1.self_attn.q_proj.bias", "model.layers.0.mlp.gate", "visual.proj"])
+def test_tensors_that_no_part_of_the_model_takes_are_named(
+    extra: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder = model_folders.copy(tmp_path / "m")
+    load(folder)
+    assert not caplog.records
+    add_tensor(folder, extra)
+    load(folder)
+    assert f"no part of the model takes; the model runs without them: {extra}." in caplog.text
+
+
+def test_layers_that_predict_further_tokens_are_no_surplus(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = model_folders.copy(tmp_path / "m")
+    model_folders.edit_json(folder / "config.json", num_nextn_predict_layers=1)
+    add_tensor(folder, "model.layers.2.input_layernorm.weight")
+    load(folder)
+    assert "model.layers.2.input_layernorm.weight" in caplog.text
+    add_tensor(folder, "model.layers.3.input_layernorm.weight")
+    with pytest.raises(ModelFileError, match=r"no layer: model\.layers\.3\.input_layernorm\.weight\."):
+        load(folder)
+
+
+def add_tensor(folder: Path, name: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
+
+
 def test_falcon_is_refused_before_its_weights_are_read(tmp_path: Path):
     folder = model_folders.copy(tmp_path / "m", family="falcon")
     (folder / "model.safetensors").write_bytes(b"")

@@ -100,3 +100,34 @@ def test_modules_that_were_replaced_are_not_kept_alive(model):
     model.lm_head = nn.Linear(32, 61)
     gc.collect()
     assert old() is None
+
+
+def test_buffers_are_noticed_unless_the_configuration_explains_them(model):
+    before = fingerprint(model)
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.clone()
+    assert fingerprint(model) == before
+    rotary.inv_freq.mul_(1.01)
+    changed = fingerprint(model)
+    assert changed != before
+    model.model.layers[0].register_buffer("shift", torch.zeros(3))
+    assert len({before, changed, fingerprint(model)}) == 3
+    model.model.layers[0].shift[1] = 1
+    assert len({before, changed, fingerprint(model)}) == 3
+
+
+def test_frequencies_that_follow_the_text_are_no_part_of_the_hash():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=8,
+        rope_parameters=rope,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = fingerprint(model)
+    model(torch.ones((1, 20), dtype=torch.int64))
+    assert fingerprint(model) == before

@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig
 import kvkeep
 from kvkeep import AttentionOptions, BudgetError, Layer, parse
 from kvkeep.attention_stats import Nothing
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, SecondReading, reference
 from kvkeep.rotary import Rotation
 from kvkeep.types import Slots
 
@@ -98,12 +98,12 @@ def test_the_work_in_blocks_is_the_definition(options):
     slots = Slots(normal(2, 23, 1).nan_to_num(), normal(2, 23, 2), positions)
     rotation, length = Rotation(torch.tensor([0.7, 0.1])), torch.tensor([[30], [30]])
     given = (normal(4, 19), slots, now)
-    want = reference.reread(*given, length=length, rotation=rotation, options=options)
+    want = reference.reread(AttentionInputs(*given, options=options), SecondReading(length=length, rotation=rotation))
     backend = kvkeep.backends.choose(torch.device("cpu"), torch.float32)
-    got = backend.reread(*given, length=length, rotation=rotation, options=options)
+    got = backend.reread(AttentionInputs(*given, options=options), SecondReading(length=length, rotation=rotation))
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
     assert (got[:, :, 1] == 0).all()
-    _, report = backend.attend(*given, statistic=Nothing(), options=options)
+    _, report = backend.attend(AttentionInputs(*given, statistic=Nothing(), options=options))
     assert report.sums == {}
 
 
@@ -133,9 +133,9 @@ def test_logits_far_above_the_first_reading():
     query, keys = torch.zeros(1, 2, 40, 2), torch.zeros(1, 1, 40, 2)
     query[..., 0], keys[..., 0] = 30.0, -30.0
     slots, now = Slots(keys, keys, torch.arange(40).view(1, 1, 40).int()), torch.arange(40)[None]
-    given = {"length": torch.tensor([[40]]), "rotation": rotation, "options": AttentionOptions(scaling=1.0)}
+    inputs = AttentionInputs(query, slots, now, AttentionOptions(scaling=1.0))
     backend = kvkeep.backends.choose(torch.device("cpu"), torch.float32)
-    _, _, again = backend.attend_twice(query, slots, now, statistic=Nothing(), **given)
+    _, _, again = backend.attend_twice(inputs, SecondReading(torch.tensor([[40]]), rotation))
     torch.testing.assert_close(again, torch.full((1, 1, 40), 1 / 40))
 
 

@@ -9,6 +9,7 @@ import signal
 import pytest
 from raycells import CELLS, Real, invoke, rows
 
+from kvkeep import result_files
 from kvkeep.cli import eval_run
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals.forward import PLAIN
@@ -28,18 +29,18 @@ def ended(cluster):
 
 
 def test_a_full_disk_keeps_the_rows_before_it_and_the_same_command_goes_on(on, whole, tmp_path, monkeypatch):
-    from kvkeep.evals import records
+    left, sync = [3], result_files.sync
 
-    left = [3]
-
-    def sync(file):
-        left[0] -= 1
+    def full(file):
+        if str(file.name).endswith(".jsonl"):
+            left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
 
     cluster = on(Real(1))
     with monkeypatch.context() as patch:
-        patch.setattr(records, "sync", sync)
+        patch.setattr(result_files, "sync", full)
         found = invoke(tmp_path, *RAY)
     assert (found.exit_code, found.stdout) == (2, "")
     assert "No space left on device. The 3 rows written before are safe." in found.said
@@ -51,17 +52,12 @@ def test_a_full_disk_keeps_the_rows_before_it_and_the_same_command_goes_on(on, w
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_all_rows_in_the_order_of_their_ends(on, whole, tmp_path, monkeypatch):
-    write = Records.write_bytes
-
-    def full(self, name, data):
-        if name == "results.jsonl":
-            with self.writing():
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, name, data)
+    def full(self, rows):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     cluster = on(Real(3))
     with monkeypatch.context() as patch:
-        patch.setattr(Records, "write_bytes", full)
+        patch.setattr(result_files.RowFile, "replace", full)
         found = invoke(tmp_path, "--ray-workers", 3)
     assert found.exit_code == 2
     assert f"The {CELLS} rows written before are safe" in found.said

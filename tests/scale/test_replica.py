@@ -9,6 +9,7 @@ pytest.importorskip("fastapi")
 
 from kvkeep.errors import InputError
 from kvkeep.scale import ray_serve
+from kvkeep.scale.driver import ModelRecipe
 from kvkeep.scale.ray_serve import Replica, ReplicaRecipe
 from kvkeep.server.replicas import RESPONSE, SESSION, Received
 from kvkeep.server.settings import ServerSettings
@@ -20,10 +21,9 @@ OWNER = "everybody"
 def made(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_serve, "settle", lambda: None)  # it is for processes that serve until they end
     recipe = ReplicaRecipe(
-        model=None,
+        model=ModelRecipe(model=None, device="cpu"),
         settings=ServerSettings(name="tiny", session_dir=str(tmp_path)),
         engine={"budget": 96, "rows": 1},
-        device="cpu",
     )
     begun = []
 

@@ -10,6 +10,7 @@ import torch
 
 import kvkeep
 from kvkeep import Request, SamplingParams
+from kvkeep.engine import engine as engine_module
 from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.tensor_parallel import EngineAgreement, described, difference
 from kvkeep.errors import InputError
@@ -86,14 +87,11 @@ def test_the_compared_number_depends_on_everything(monkeypatch):
     assert agreement._digest([FIRST]) not in seen
 
 
-class Untold:
-    def __repr__(self):
-        raise ZeroDivisionError("nobody compares it")
-
-
-def test_one_process_compares_and_describes_nothing():
-    agreement = EngineAgreement(type("Config", (), {}), torch.device("cpu"), {"policy": Untold()})
-    agreement.check(iter(lambda: 1 / 0, None))
+def test_one_process_compares_and_describes_nothing(monkeypatch):
+    monkeypatch.setattr(engine_module, "EngineAgreement", lambda *_: pytest.fail("an engine that is alone agrees"))
+    with model_folders.one_thread():
+        engine = kvkeep.Engine(*kvkeep.load(device="cpu"), budget=16)
+    assert len(engine.generate([Request(prompt=(3, 4), sampling=SamplingParams(max_new_tokens=1))])) == 1
 
 
 def test_stop_texts_may_be_a_set_whose_order_differs_between_processes():
@@ -110,9 +108,7 @@ def told(agreement, *live):
 
 @pytest.fixture
 def agreement():
-    found = EngineAgreement(type("Config", (), {}), torch.device("cpu"), {})
-    found.together = Heads(0, 2)
-    return found
+    return EngineAgreement(Heads(0, 2), torch.device("cpu"), {})
 
 
 def test_a_process_that_has_taken_other_steps_is_found(agreement):
@@ -145,7 +141,7 @@ def test_pins_of_a_session_in_one_process_alone_are_found(monkeypatch):
     monkeypatch.setattr(Heads, "alike", lambda self, number, device: True)
     monkeypatch.setattr(Heads, "first", lambda self, numbers: numbers)
     with engine, engine.session() as session:
-        engine._agreement.together = Heads(0, 2)
+        engine._agreement = EngineAgreement(Heads(0, 2), torch.device("cpu"), {})
         found = []
         session.ask(Request(prompt=(3, 4, 5, 6), sampling=SamplingParams(max_new_tokens=1)))
         before = session.snapshot()
@@ -178,7 +174,7 @@ def test_an_engine_compares_before_it_runs_anything(monkeypatch):
     """As one of two processes, of which the other has another prompt."""
     with model_folders.one_thread():
         engine = kvkeep.Engine(*kvkeep.load(device="cpu"), budget=16)
-    engine._agreement.together = Heads(0, 2)
+    engine._agreement = EngineAgreement(Heads(0, 2), torch.device("cpu"), {})
     monkeypatch.setattr(Heads, "alike", lambda self, number, device: False)
     theirs = process(generation(0, (7, 8)))
     monkeypatch.setattr(Heads, "texts", lambda self, mine, device: [mine, json.dumps({**json.loads(mine), **theirs})])

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvkeep import noise
 from kvkeep.attention_probe import LayerStep, OnePass, positions_of, probe_cache
 from kvkeep.attention_stats import Mass, Nothing
-from kvkeep.backends import choose, reference
+from kvkeep.backends import AttentionInputs, choose, reference
 from kvkeep.cache.hf_layers import PhasedCache, handed
 from kvkeep.errors import InputError, ShapeError
 from kvkeep.kv import ranking
@@ -175,7 +175,7 @@ class MassTotals(OnePass):
         """Causal attention; keep the sums."""
         positions, backend = step.positions, choose(step.query.device, step.query.dtype)
         slots = Slots(step.keys, step.values, positions[:, None])
-        out, report = backend.attend(step.query, slots, positions, statistic=Mass(), options=step.options)
+        out, report = backend.attend(AttentionInputs(step.query, slots, positions, step.options, Mass()))
         mass = report.mass.masked_fill((positions < 0)[:, None], 0.0)
         place = positions.clamp(min=0)[:, None].expand_as(mass)
         self.mass = torch.zeros_like(mass).scatter_add_(-1, place, mass)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvkeep_lab.analysis.measure import Context, Rows
+from kvkeep_lab.analysis.measure import AttentionRows, Context
 
 
 def context(tokens, *, layers=1, heads=1, kv_heads=None, seed=0):
@@ -31,7 +31,7 @@ def show(measurement, weights, *, block=7):
         for layer in range(layers):
             part = weights[layer, :, first:last, :last].float()
             values = torch.zeros(measurement.context.n_kv_heads, last, 2)
-            measurement.rows(Rows(layer, first, part, values, part.log()))
+            measurement.rows(AttentionRows(layer, first, part, values, part.log()))
     return measurement
 
 

@@ -7,7 +7,7 @@ import kvkeep
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny import path
 from kvkeep.models.tokenization import Writer
-from kvkeep_lab.analysis.measure import Context, Rows, Subject
+from kvkeep_lab.analysis.measure import AttentionRows, Context, Subject
 
 
 def context(n, *, layers=1, heads=1, kv_heads=None):
@@ -30,7 +30,7 @@ def show(measurement, logits, values=None, *, block=37):
         for layer in range(layers):
             seen = torch.zeros(measurement.context.n_kv_heads, last, 2) if values is None else values[layer, :, :last]
             at = (slice(None), slice(first, last), slice(last))
-            measurement.rows(Rows(layer, first, weights[layer][at], seen, logits[layer][at]))
+            measurement.rows(AttentionRows(layer, first, weights[layer][at], seen, logits[layer][at]))
     return measurement
 
 

@@ -8,7 +8,6 @@ from constructed import Axes, context
 from uniform_model import subject, tokens, unlimited, writer
 
 from kvkeep.models.load import quiet
-from kvkeep_lab.analysis.groups import _units as units
 from kvkeep_lab.analysis.groups import mlp_units
 from kvkeep_lab.analysis.groups.mlp_units import MlpUnits
 from kvkeep_lab.analysis.measure import Mlp, Skipped
@@ -28,7 +27,7 @@ def every(length, *steps):
 
 @pytest.mark.parametrize("block", [400, 128, 37])
 def test_frequencies_of_units_that_are_active_every_so_often(block):
-    found = shown(units.Frequencies(1, halves_at=200), every(400, 1, 2, 5, 400), block=block)
+    found = shown(mlp_units.Frequencies(1, halves_at=200), every(400, 1, 2, 5, 400), block=block)
     assert found.positive()[0].tolist() == pytest.approx([1.0, 0.5, 0.2, 1 / 400])
     assert found.large()[0].tolist() == pytest.approx([1.0, 0.5, 0.2, 1 / 400])
     first, second = found.halves()
@@ -44,19 +43,19 @@ def test_a_smooth_activation_is_large_from_one_percent_of_the_largest_first_one(
     activations[:, 2] = 0.009
     activations[64, 0] = 1.0  # the largest of the first 128
     activations[200, 0] = 100.0  # too late to count
-    found = shown(units.Frequencies(1, halves_at=150), activations, block=block)
+    found = shown(mlp_units.Frequencies(1, halves_at=150), activations, block=block)
     assert found.large()[0].tolist() == pytest.approx([1.0, 1.0, 0.0])
     assert found.positive()[0].tolist() == pytest.approx([2 / 300, 1.0, 1.0])
     assert not found.has_zeros
 
 
 def test_a_text_shorter_than_the_calibration_counts():
-    found = shown(units.Frequencies(1, halves_at=10), every(20, 2), block=7)
+    found = shown(mlp_units.Frequencies(1, halves_at=10), every(20, 2), block=7)
     assert found.positive()[0].tolist() == [0.5]
 
 
 def test_a_block_without_units_is_skipped():
-    frequencies = units.Frequencies(1, halves_at=1)
+    frequencies = mlp_units.Frequencies(1, halves_at=1)
     with pytest.raises(Skipped, match="no hidden activation"):
         frequencies.mlp(Mlp(0, 0, torch.zeros(1, 2), torch.zeros(1, 2), None))
     with pytest.raises(Skipped, match="not found"):
@@ -75,7 +74,7 @@ def test_silent_units_are_columns_of_zeros(family):
     silent = [torch.rand(n_units, generator=draw) < 0.5 for _ in range(2)]
     ids = tokens(12)[None]
     before = of.model(ids).logits
-    with units.Hushed(of.model, silent):
+    with mlp_units.Hushed(of.model, silent):
         hushed = of.model(ids).logits
     assert torch.equal(of.model(ids).logits, before)  # nothing is left behind
     with quiet():
@@ -95,11 +94,11 @@ def test_layers_with_two_activation_functions_cannot_be_silenced():
     model.model.layers[1].mlp.other = torch.nn.ReLU()
     silent = [torch.zeros(48, dtype=torch.bool)] * 2
     with pytest.raises(Skipped, match="a decoder layer has 2 activation functions"):
-        units.Hushed(model, silent)
+        mlp_units.Hushed(model, silent)
     del model.model.layers[1].mlp.other
     model.config.num_hidden_layers = 3
     with pytest.raises(Skipped, match="list of decoder layers was not found"):
-        units.Hushed(model, silent)
+        mlp_units.Hushed(model, silent)
 
 
 def test_chosen_units_are_equally_many():

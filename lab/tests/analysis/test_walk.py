@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.models.attention import attach
 from kvkeep_lab.analysis import mlp_blocks
-from kvkeep_lab.analysis.measure import Mlp, Rows
+from kvkeep_lab.analysis.measure import AttentionRows, Mlp
 from kvkeep_lab.analysis.walk import look, walk
 
 LENGTH = 45
@@ -22,7 +22,7 @@ class Kept:
     """Everything that was shown, joined."""
 
     def __init__(self):
-        self.shown: dict[int, list[Rows]] = {}
+        self.shown: dict[int, list[AttentionRows]] = {}
         self.blocks: dict[int, list[Mlp]] = {}
 
     def rows(self, rows):

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep_lab import theory as papers
 from kvkeep_lab.cli import theory
-from kvkeep_lab.theory.claim import Claim, Outcome
+from kvkeep_lab.theory.claim import Claim, ClaimOutcome
 
 NODE = "lab/tests/theory/test_claims.py::test_judge"
 SOME = (
-    Claim("one", "Paper, Lemma 1", "One is one.", NODE, lambda: Outcome("holds", "exactly")),
-    Claim("two", "Paper, Lemma 2", "Two " * 30, NODE, lambda: Outcome("holds with a correction", "by 1")),
-    Claim("three", "Paper, Theorem 3", "Three.", NODE, lambda: Outcome("fails", "by " + "much " * 30)),
+    Claim("one", "Paper, Lemma 1", "One is one.", NODE, lambda: ClaimOutcome("holds", "exactly")),
+    Claim("two", "Paper, Lemma 2", "Two " * 30, NODE, lambda: ClaimOutcome("holds with a correction", "by 1")),
+    Claim("three", "Paper, Theorem 3", "Three.", NODE, lambda: ClaimOutcome("fails", "by " + "much " * 30)),
 )
 
 

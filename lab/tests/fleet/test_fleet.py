@@ -12,14 +12,13 @@ import pytest
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.models.load import quiet
 from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
-from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn
+from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn, read_trace
 from kvkeep_lab.fleet.paged import PAGE, Paged, Pages, TooLongError
 from kvkeep_lab.fleet.setup import Fleet
 from kvkeep_lab.fleet.sizing import bounded, paged, plan_for
 from kvkeep_lab.fleet.steps import Limits, fit, read_steps
-from kvkeep_lab.fleet.trace import read_trace
-from kvkeep_lab.loadtest.lengths import Lengths
 from kvkeep_lab.loadtest.percentiles import percentile
+from kvkeep_lab.loadtest.plan import Lengths
 
 
 class Plain:

@@ -12,7 +12,7 @@ from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
 from kvkeep_lab.fleet.bounded import Bounded, DeviceRows
 from kvkeep_lab.fleet.load import Arrivals, FleetLoad, Turn
-from kvkeep_lab.loadtest.lengths import Lengths
+from kvkeep_lab.loadtest.plan import Lengths
 
 ANY = Lengths(1, 1)
 

@@ -18,7 +18,7 @@ pytest.importorskip("httpx")
 from kvkeep.cli.main import app
 from kvkeep_lab.loadtest.client import RequestOutcome
 from kvkeep_lab.loadtest.percentiles import percentile, spread
-from kvkeep_lab.loadtest.summary import summary
+from kvkeep_lab.loadtest.running import summary
 
 MODELS = {"data": [{"id": "fake"}]}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}

@@ -7,8 +7,7 @@ import statistics
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep_lab.loadtest.lengths import Lengths
-from kvkeep_lab.loadtest.plan import Line, Load, arrivals, read_lines
+from kvkeep_lab.loadtest.plan import Lengths, Line, Load, arrivals, read_lines
 
 
 def load(**options):

@@ -6,13 +6,13 @@ import rayanalyses
 from ray_fixtures import no_ray, one_thread, put_cluster, ray  # noqa: F401  fixtures
 
 from kvkeep import plots
-from kvkeep_lab.cli.analyze import analysis, far
+from kvkeep_lab.cli.analyze import analysis
 
 
 @pytest.fixture
 def on(monkeypatch):
     """Put a cluster in the place of Ray."""
-    return put_cluster(monkeypatch, analysis, far)
+    return put_cluster(monkeypatch, analysis, analysis)
 
 
 @pytest.fixture

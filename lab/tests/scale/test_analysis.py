@@ -21,13 +21,13 @@ from kvkeep.models.tokenization import Writer
 from kvkeep.result_files import Lock
 from kvkeep.scale import worker_pool
 from kvkeep_lab.analysis import run as running
-from kvkeep_lab.analysis.apart import LONG, Bench, Piece, cut
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.groups.removal import Removal
 from kvkeep_lab.analysis.groups.sparsity import Sparsity
 from kvkeep_lab.analysis.job import find
 from kvkeep_lab.analysis.report import AnalysisFolder
-from kvkeep_lab.cli.analyze import far
+from kvkeep_lab.analysis.run import LONG, MeasurementPiece, MeasurementRunner, cut
+from kvkeep_lab.cli.analyze import analysis
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
@@ -205,7 +205,7 @@ def test_other_weights_versions_and_words_are_refused(on, text, tmp_path, monkey
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
     seen = itertools.count()
-    monkeypatch.setattr(far, "words", lambda checkpoint, tokens: (str(next(seen)),))
+    monkeypatch.setattr(analysis, "words", lambda checkpoint, tokens: (str(next(seen)),))
     on(Real(0))
     found = invoke(text, tmp_path / "new", "--ray-workers", 2)
     assert found.exit_code == 2
@@ -214,13 +214,13 @@ def test_other_weights_versions_and_words_are_refused(on, text, tmp_path, monkey
 
 
 def test_workers_with_different_weights_or_dtypes_are_not_mixed(on, text, tmp_path, monkeypatch):
-    about, number = Bench.about, itertools.count()
+    about, number = MeasurementRunner.about, itertools.count()
     for key, said in (("weights", "different weights under one name"), ("dtype", "Give --dtype")):
 
         def differs(self, key=key):
             return {**about(self), key: str(next(number))}
 
-        monkeypatch.setattr(Bench, "about", differs)
+        monkeypatch.setattr(MeasurementRunner, "about", differs)
         cluster = on(Real(0))
         found = invoke(text, tmp_path / key, "--ray-workers", 2, only=["sparsity", "removal"])
         assert found.exit_code == 2
@@ -330,10 +330,10 @@ def test_a_bench_makes_what_one_pass_makes():
     checkpoint = loading.find(model_folders.folder())
     writer = Writer(checkpoint, loading.read_weights(checkpoint))
     tokens = torch.arange(70) % 50
-    bench = Bench(writer, tokens, 0)
-    (found,) = bench.run(Piece(("sparsity",), writer.dtype))
+    bench = MeasurementRunner(writer, tokens, 0)
+    (found,) = bench.run(MeasurementPiece(("sparsity",), writer.dtype))
     assert found["name"] == Sparsity.name
     assert Sparsity.reading(found["result"])
     assert bench.about().items() >= {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "dtype": "float32"}.items()
     with pytest.raises(InputError, match="computes in float32, and others in bfloat16"):
-        bench.run(Piece(("sparsity",), "bfloat16"))
+        bench.run(MeasurementPiece(("sparsity",), "bfloat16"))

@@ -17,7 +17,7 @@ from kvkeep.scale import driver, worker_pool
 from kvkeep.scale.driver import Outcome
 from kvkeep_lab.analysis.groups.removal import Removal
 from kvkeep_lab.analysis.report import AnalysisFolder
-from kvkeep_lab.cli.analyze import far
+from kvkeep_lab.cli.analyze import analysis
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "no_pictures")]
 
@@ -109,7 +109,7 @@ def test_ctrl_c_in_any_phase_ends_with_130_and_loses_nothing(on, text, analysed,
 
     on(cluster)
     if phase in ("joined", "room_for"):
-        before(driver if phase == "joined" else far, phase)
+        before(driver if phase == "joined" else analysis, phase)
     elif phase == "begin first":
         before(cluster, "begun")
     elif phase == "begin":
@@ -143,7 +143,7 @@ def test_ctrl_c_after_measurements_have_failed_does_not_say_that_all_others_are_
 
     monkeypatch.setattr(shown, "pressed", False)
     monkeypatch.setattr(Outcome, "take", failing)
-    monkeypatch.setattr(far, "counted", shown)
+    monkeypatch.setattr(analysis, "counted", shown)
     on(Real(7))
     found = invoke(text, tmp_path, *RAY)
     assert "All other results are written" not in found.said

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.scale import cluster
-from kvkeep_lab.cli.analyze import far
+from kvkeep_lab.cli.analyze import analysis
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings are no errors of ours
 
@@ -121,7 +121,7 @@ def test_a_cluster_that_cannot_do_it_is_refused_with_the_reason(address, words, 
     assert "7 workers of 1 CPU" in said
     assert "Give --ray-workers 2, or less to each: lower --max-tokens or --threads" in said
     with monkeypatch.context() as patch:
-        patch.setattr(far, "PROCESS_BYTES", 10**14)
+        patch.setattr(analysis, "PROCESS_BYTES", 10**14)
         said = refused(*there, "--ray-workers", 2)
         assert "2 workers of 1 CPU and 100 TB each do not fit into the cluster, none would" in said
     assert "Nothing answers at --ray-address 127.0.0.1:9" in refused("--ray-workers", 2, "--ray-address", "127.0.0.1:9")

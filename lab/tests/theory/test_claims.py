@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep_lab.theory import CLAIMS
-from kvkeep_lab.theory.claim import Outcome, judge
+from kvkeep_lab.theory.claim import ClaimOutcome, judge
 
 ROOT = Path(__file__).parents[3]
 
@@ -119,4 +119,4 @@ def test_the_test_of_a_claim_exists(claim):
     [(True, False, HOLDS), (True, True, HOLDS), (False, True, CORRECTED), (False, False, FAILS)],
 )
 def test_judge(printed, corrected, verdict):
-    assert judge("by 1", printed=printed, corrected=corrected) == Outcome(verdict, "by 1")
+    assert judge("by 1", printed=printed, corrected=corrected) == ClaimOutcome(verdict, "by 1")

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from kvkeep.backends.base import Added, Backend, FusedStep, Repeat, Ring, SlotLimits
+from kvkeep.backends.base import Added, AttentionInputs, Backend, FusedStep, Repeat, Ring, SecondReading, SlotLimits
 from kvkeep.backends.copying import in_codes, in_pool
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.backends.native import layer_ops as layers
@@ -26,10 +26,12 @@ __all__ = [
     "KINDS",
     "SWITCH",
     "Added",
+    "AttentionInputs",
     "Backend",
     "FusedStep",
     "Repeat",
     "Ring",
+    "SecondReading",
     "SlotLimits",
     "choose",
     "in_codes",
@@ -59,7 +61,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def why(device: torch.device, dtype: torch.dtype) -> str:
-    """Describe in words why `choose` takes the backend that it takes.
+    """Return in words why `choose` takes the backend that it takes.
 
     Raises:
         InputError: see `choose`.
@@ -86,10 +88,10 @@ def _fastest(device: str, dtype: torch.dtype) -> str:
 
 
 def _checked(name: str, device: str) -> str:
-    """Check that a backend that was asked for can run on the device, and return its name.
+    """Return the name of a backend that was asked for, if it can run on the device.
 
     Raises:
-        InputError: it cannot run there, or there is no backend of this name.
+        InputError: the backend cannot run there, or there is no backend of this name.
     """
     if name not in KINDS:
         raise InputError(f"{SWITCH}={name!r} is no backend. There are {', '.join(sorted(KINDS))}.")

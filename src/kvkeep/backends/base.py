@@ -20,6 +20,41 @@ from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, Row
 from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
+# What attention is given.
+
+
+class AttentionInputs(NamedTuple):
+    """What a backend attends with, and over. A new argument of attention is a field here.
+
+    Attributes:
+        query: new queries.
+        slots: keys, values and positions, unordered. With ``T == 1`` the query's own key is among the slots. With
+            ``T > 1`` the last ``T`` slots must be the queries' own, in their order, and keys and values of empty slots
+            must be finite. Positions may be those of one head if all heads agree.
+        now: true positions of the queries, -1 for padding.
+        options: scaling, window, soft cap and sinks of the model.
+        statistic: what to report to the policy.
+    """
+
+    query: Float[Tensor, "B Hq T D"]
+    slots: Slots
+    now: Int[Tensor, "B T"]
+    options: AttentionOptions
+    statistic: Statistic = Nothing()
+
+
+class SecondReading(NamedTuple):
+    """Where a prompt would be read again, see `Backend.reread`.
+
+    Attributes:
+        length: how many positions later the second reading comes.
+        rotation: turns the queries ahead; ``None`` if the model does not rotate them.
+    """
+
+    length: Int[Tensor, "B #Hk"]
+    rotation: Rotation | None = None
+
+
 # What a fused decode step needs beside attention: the slots that stay, and the policy's state that it updates.
 
 
@@ -133,36 +168,28 @@ LEAST_ROWS = 16
 """Query rows of the smallest block. With fewer of them the products of matrices take longer."""
 
 
-def turned(
-    query: Float[Tensor, "B Hq T D"], length: Int[Tensor, "B #Hk"], rotation: Rotation | None
-) -> Float[Tensor, "B Hq T D"]:
-    """Return the queries as they would be ``length`` positions later; unchanged if the model does not rotate them."""
+def turned(query: Float[Tensor, "B Hq T D"], again: SecondReading) -> Float[Tensor, "B Hq T D"]:
+    """Return the queries as the second reading has them; unchanged if the model does not rotate them."""
+    length, rotation = again
     if rotation is None:
         return query
     by = length.repeat_interleave(query.shape[1] // length.shape[1], dim=1)
     return rotation.ahead(query, by)
 
 
-def reread(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    length: Int[Tensor, "B #Hk"],
-    rotation: Rotation | None,
-    options: AttentionOptions,
-) -> Float[Tensor, "B Hk S"]:
-    """See `kvkeep.backends.Backend.reread`. On a CPU one head of one row comes after the other."""
-    again, (B, Hk, S, _) = turned(query, length, rotation), slots.keys.shape
+def reread(inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
+    """Compute `Backend.reread` in torch. On a CPU one head of one row is done after the other, which saves memory."""
+    query, slots, now, options, _ = inputs
+    second, (B, Hk, S, _) = turned(query, again), slots.keys.shape
     if query.device.type != "cpu":
-        return _rate(query, again, slots, now, options)
+        return _rate(query, second, slots, now, options)
     G, found = query.shape[1] // Hk, query.new_empty((B, Hk, S), dtype=torch.float32)
     positions = slots.positions.expand(B, Hk, S)
     for row, head in itertools.product(range(B), range(Hk)):
         b, h, g = slice(row, row + 1), slice(head, head + 1), slice(head * G, head * G + G)
         mine = replace(options, sinks=None if options.sinks is None else options.sinks[g])
         held = Slots(slots.keys[b, h], slots.values[b, h], positions[b, h])
-        found[b, h] = _rate(query[b, g], again[b, g], held, now[b], mine)
+        found[b, h] = _rate(query[b, g], second[b, g], held, now[b], mine)
     return found
 
 
@@ -173,7 +200,7 @@ def _rate(
     now: Int[Tensor, "B T"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk S"]:
-    """Return the largest share that each key gets from the queries of the second reading, block by block."""
+    """Return the largest share that each key gets from any query of the second reading, computed in blocks of rows."""
     B, Hq, T, D = query.shape
     Hk, S = slots.keys.shape[1:3]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -193,21 +220,23 @@ def _rate(
 
 
 def _blocks(T: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
-    """Yield the rows of each block."""
+    """Return an iterator over blocks of rows, each as large as `BLOCK_BYTES` allows."""
     size = BLOCK_BYTES["cpu" if device.type == "cpu" else "other"]
     rows = max(LEAST_ROWS, size // row_bytes)
     return (slice(start, min(start + rows, T)) for start in range(0, T, rows))
 
 
 def _bias(hidden: Bool[Tensor, "*A"], dtype: torch.dtype) -> Float[Tensor, "*A"]:
-    """Minus infinity for hidden keys, to be added: on a CPU this is many times as fast as filling by a mask."""
+    """Return minus infinity for hidden keys and 0 for others, to be added: much faster on a CPU than filling by a
+    mask.
+    """
     return torch.where(hidden, -torch.inf, 0.0).to(dtype)
 
 
 def _logits(
     query: Float[Tensor, "B Hk G T D"], keys: Float[Tensor, "B Hk S D"], options: AttentionOptions
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Scaled and soft-capped logits."""
+    """Return scaled and soft-capped logits."""
     logits = (query.flatten(2, 3) * options.scaling @ keys.mT).view(*query.shape[:4], -1)
     return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
 
@@ -247,7 +276,9 @@ class Repeat(Protocol):
         values: Float[Tensor, "B Hk 1 E"],
         now: Int[Tensor, "B 1"],
     ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Run `Backend.step` with tokens that it `takes`; ``None`` if the step cannot be repeated."""
+        """Run the step with tokens that it `takes`, and return the output; ``None``, with nothing changed, if it
+        cannot.
+        """
 
 
 class Backend(abc.ABC):
@@ -270,78 +301,41 @@ class Backend(abc.ABC):
     small: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """Attend over occupied slots and reduce the policy's statistic in the same pass.
 
-        Args:
-            query: new queries.
-            slots: keys, values and positions, unordered. With ``T == 1`` the query's own key is among the slots. With
-                ``T > 1`` the last ``T`` slots must be the queries' own, in their order, and keys and values of empty
-                slots must be finite. Positions may be those of one head if all heads agree.
-            now: true positions of the queries. Rows of padding (position -1) get an undefined, finite output.
-            statistic: what to report.
-            options: scaling, window, soft cap and sinks of the model.
-
         Returns:
-            The output in the query's dtype, and the report, its fields of shape ``(B, Hk, S)`` in float32.
+            The output in the query's dtype, and the report, its fields of shape ``(B, Hk, S)`` in float32. Rows of
+            padding get an undefined, finite output.
         """
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
         """Return the largest attention share that each key would get if the prompt were read again after itself.
 
         A query of the second reading attends to all occupied slots and to what it attended to in the first one. The
         first token's queries and those of padding do not count; sliding windows end in the first reading.
 
         Args:
-            query: the prompt's queries, as they were in the first reading.
-            slots: keys, values and positions, as in `attend`.
-            now: true positions of the queries.
-            length: how many positions later the second reading comes.
-            rotation: turns the queries ahead; ``None`` if the model does not rotate them.
-            options: scaling, window, soft cap and sinks of the model.
+            inputs: the first reading.
+            again: the second reading.
 
         Returns:
             Probabilities in float32; 0 for empty slots.
         """
-        return reread(query, slots, now, length=length, rotation=rotation, options=options)
+        return reread(inputs, again)
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
         """Return the results of `attend` and of `reread`. A kernel for both can reuse what each query saw first."""
-        out, report = self.attend(query, slots, now, statistic=statistic, options=options)
-        return out, report, self.reread(query, slots, now, length=length, rotation=rotation, options=options)
+        out, report = self.attend(inputs)
+        return out, report, self.reread(inputs, again)
 
     @abc.abstractmethod
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """Put one token per row into an empty slot of each head, in place, and return the slot.
+        """Write one token per row into an empty slot of each head, in place, and return the slots.
 
         The backend may take any empty slot. A padded token (position -1) leaves its slot empty. Slots may have any
         strides, and another dtype than the token, which is then rounded.
@@ -349,11 +343,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """Empty expired slots, in place; see `kvkeep.kv.ranking.expire`."""
+        """Empty the slots that a sliding window has passed, in place; see `kvkeep.kv.ranking.expire`."""
 
     @abc.abstractmethod
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """Return whether a head may hold more than its limit; always true where the host would wait for the answer."""
+        """Return whether a head may hold more than its limit; always ``True`` where the host would wait for the
+        answer.
+        """
 
     @abc.abstractmethod
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
@@ -363,14 +359,16 @@ class Backend(abc.ABC):
         """
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Append, attend, add the report to the policy's sums, expire and evict, fused and in place.
+        """Append, attend, add the report to the policy's sums, expire and evict, fused and in place; return the output.
 
-        With `Added.ring` no slot is emptied. Returns ``None``, and does nothing, if the backend cannot do it.
+        With `Added.ring` no slot is emptied. Return ``None``, with nothing changed, if the backend cannot do the step.
         """
         return None
 
     def repeat(self, step: FusedStep) -> Repeat | None:
-        """Prepare the same `step` for other tokens while all else stays unchanged; ``None`` if this is impossible."""
+        """Return the same `step` as an object that is given other tokens only; ``None`` if the backend cannot repeat
+        it.
+        """
         return None
 
     def at_ranks(self, rotation: Rotation) -> Backend:
@@ -399,68 +397,48 @@ class AtRanks(Backend):
     def __init__(self, backend: Backend, rotation: Rotation):
         self.backend, self.rotation = backend, rotation
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`; query and keys are unrotated."""
-        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
-        return self.backend.attend(query, slots._replace(keys=keys), now, statistic=statistic, options=options)
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """Attend as `Backend.attend`, after a copy of query and keys is rotated to the tokens' ranks; both come
+        unrotated.
+        """
+        return self.backend.attend(self._rotated(inputs))
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
-        """See `Backend.reread`; each head reads the tokens that it holds after themselves."""
-        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
-        held, there = (slots.positions >= 0).sum(dim=-1), slots._replace(keys=keys)
-        return self.backend.reread(query, there, now, length=held, rotation=self.rotation, options=options)
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
+        """Compute `Backend.reread` with query and keys rotated to ranks; each head rereads the tokens that it holds."""
+        return self.backend.reread(self._rotated(inputs), self._after_held(inputs))
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
-        """See `Backend.attend_twice` and `reread`."""
+        """Return the results of `attend` and `reread`, with query and keys rotated to ranks once."""
+        return self.backend.attend_twice(self._rotated(inputs), self._after_held(inputs))
+
+    def _rotated(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the same inputs with query and keys rotated to their ranks."""
+        query, slots, now, *_ = inputs
         query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
-        held, there = (slots.positions >= 0).sum(dim=-1), slots._replace(keys=keys)
-        return self.backend.attend_twice(
-            query, there, now, statistic=statistic, options=options, length=held, rotation=self.rotation
-        )
+        return inputs._replace(query=query, slots=slots._replace(keys=keys))
+
+    def _after_held(self, inputs: AttentionInputs) -> SecondReading:
+        """Return a second reading that follows the tokens that each head holds: their ranks are what it sees."""
+        return SecondReading((inputs.slots.positions >= 0).sum(dim=-1), self.rotation)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`; keys are unrotated."""
+        """Append as the inner backend does; keys are stored unrotated."""
         return self.backend.append(slots, keys, values, now)
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `Backend.expire`."""
+        """Empty the slots that a sliding window has passed, by the inner backend."""
         self.backend.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """See `Backend.is_over`."""
+        """Return whether a head may hold more than its limit, as the inner backend says."""
         return self.backend.is_over(positions, limit)
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
-        """See `Backend.evict`."""
+        """Empty one slot of every head over its limit, by the inner backend."""
         self.backend.evict(positions, score, limits)
 
 
@@ -496,7 +474,7 @@ def is_known(statistic: Statistic) -> bool:
 
 
 def wanted(statistic: Statistic) -> WantedReport | None:
-    """Return the report that a known statistic asks for; ``None`` if it asks for none."""
+    """Return the report that a known statistic asks for; ``None`` if the statistic is `Nothing`."""
     if isinstance(statistic, Mass):
         second = "last" if isinstance(statistic, MassAndLast) else None
         plain = isinstance(statistic.gain, float) and statistic.gain == 1.0
@@ -526,7 +504,10 @@ class RowSums(NamedTuple):
 
 
 def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> RowSums | None:
-    """Return what a statistic sums over rows at these positions, in its fields' order; ``None`` for other kinds."""
+    """Return the weights with which a statistic sums over rows at these positions, in the order of its fields.
+
+    Return ``None`` for a statistic that is no such sum.
+    """
     kind, selected = type(statistic), statistic.selects(queries)
     if kind is Nothing:
         return RowSums([], [])

@@ -5,18 +5,19 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Backend, SlotLimits
+from kvkeep.backends.base import AttentionInputs, Backend, SecondReading, SlotLimits
 from kvkeep.kv.pooled_store import PoolSlots
 from kvkeep.kv.slot_codec import CodedSlots, LazySlots, hadamard
-from kvkeep.rotary import Rotation
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
+from kvkeep.types import EMPTY, Budget, Report, Slots
 
 
 def append(
     slots: LazySlots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"]:
-    """Append tokens to lazy slots, see `Backend.append`. A head that cannot use its token leaves its slot empty."""
+    """Write a token into an empty slot of each head, see `Backend.append`.
+
+    A head that cannot store its token leaves the slot empty.
+    """
     slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)  # in a pool: in the head's range
     used = slots.write(slot, keys, values)
     positions = now.to(slots.positions.dtype)[:, :, None].expand(slot.shape)
@@ -25,12 +26,15 @@ def append(
 
 
 def in_pool(backend: Backend) -> Backend:
-    """Return this backend for slots in a pool."""
+    """Return a backend for slots in a pool: this one if it reads them where they lie, else one that copies them
+    first.
+    """
     return backend if backend.pools else Copying(backend)
 
 
 def in_codes(backend: Backend, *, turned: bool) -> Backend:
-    """Return this backend for slots with quantized keys and values.
+    """Return a backend for quantized slots: this one if it reads them itself, else one that copies or decodes them
+    first.
 
     Args:
         backend: does the work.
@@ -51,67 +55,40 @@ class Copying(Backend):
     def __init__(self, backend: Backend):
         self.backend = backend
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`."""
-        return self.backend.attend(query, _copied(slots), now, statistic=statistic, options=options)
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """Attend with the inner backend, over a copy of the slots if they lie in a pool or are quantized."""
+        return self.backend.attend(_copied(inputs))
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
-        """See `Backend.reread`."""
-        there = _copied(slots)
-        return self.backend.reread(query, there, now, length=length, rotation=rotation, options=options)
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
+        """Compute `Backend.reread` with the inner backend, over a copy of such slots."""
+        return self.backend.reread(_copied(inputs), again)
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
-        """See `Backend.attend_twice`."""
-        there = _copied(slots)
-        return self.backend.attend_twice(
-            query, there, now, statistic=statistic, options=options, length=length, rotation=rotation
-        )
+        """Return the results of `attend` and `reread` of the inner backend, over one copy of the slots."""
+        return self.backend.attend_twice(_copied(inputs), again)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`."""
+        """Write a token into an empty slot of each head, in place; slots that the inner backend cannot write are
+        written here.
+        """
         if isinstance(slots, LazySlots):
             return append(slots, keys, values, now)
         return self.backend.append(slots, keys, values, now)
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `Backend.expire`."""
+        """Empty the slots that a sliding window has passed, by the inner backend."""
         self.backend.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """See `Backend.is_over`."""
+        """Return whether a head may hold more than its limit, as the inner backend says."""
         return self.backend.is_over(positions, limit)
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
-        """See `Backend.evict`."""
+        """Empty one slot of every head over its limit, by the inner backend."""
         self.backend.evict(positions, score, limits)
 
 
@@ -120,23 +97,20 @@ class Decoding(Copying):
 
     name = "decoding"
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`."""
-        if isinstance(slots, CodedSlots):
-            query, slots = hadamard(query), slots.rotated()
-        return self.backend.attend(query, slots, now, statistic=statistic, options=options)
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """Attend with the inner backend, over a copy of quantized slots whose keys keep the Hadamard turn; the query
+        is turned, too.
+        """
+        if isinstance(slots := inputs.slots, CodedSlots):
+            inputs = inputs._replace(query=hadamard(inputs.query), slots=slots.rotated())
+        return self.backend.attend(inputs)
 
 
-def _copied(slots: Slots) -> Slots:
-    """Return the slots side by side: from a pool in the pool's own form, from quantized slots as vectors."""
-    if isinstance(slots, PoolSlots):
-        return slots.laid
-    return slots.copied() if isinstance(slots, LazySlots) else slots
+def _copied(inputs: AttentionInputs) -> AttentionInputs:
+    """Return inputs with a copy of the slots side by side: quantized ones decoded, a quantized pool's still quantized.
+
+    Other inputs are returned as they are.
+    """
+    if isinstance(slots := inputs.slots, PoolSlots):
+        return inputs._replace(slots=slots.laid)
+    return inputs._replace(slots=slots.copied()) if isinstance(slots, LazySlots) else inputs

@@ -9,18 +9,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import ProbabilityRows, Statistic
+from kvkeep.attention_stats import ProbabilityRows
 from kvkeep.backends import base
-from kvkeep.backends.base import Backend, SlotLimits
+from kvkeep.backends.base import AttentionInputs, Backend, SecondReading, SlotLimits
 from kvkeep.kv import ranking
-from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 
 def visible(
     query_positions: Int[Tensor, "B T"], key_positions: Int[Tensor, "B #Hk S"], window: int | None
 ) -> Bool[Tensor, "B #Hk T S"]:
-    """Tell which keys each query can see.
+    """Return which keys each query can see.
 
     A key is visible when its slot is occupied, its position is not after the query's, and it lies inside the
     sliding window. Padded query rows (position -1) see nothing.
@@ -36,7 +35,9 @@ def logits(
     sees: Bool[Tensor, "#B #Hk T S"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Scaled and soft-capped products in the dtype of the arguments; minus infinity where a row does not see a key."""
+    """Return scaled and soft-capped products in the dtype of the arguments; minus infinity where a row does not see
+    a key.
+    """
     grouped = query.unflatten(1, (keys.shape[1], -1))
     found: Tensor = torch.einsum("bhgtd,bhsd->bhgts", grouped, keys).mul_(options.scaling)
     if options.softcap is not None:
@@ -47,7 +48,10 @@ def logits(
 def softmax(
     found: Float[Tensor, "B Hk G T S"], sinks: Float[Tensor, " Hq"] | None = None
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Softmax over the keys; a learned sink takes its part and is left out. NaN in rows that see nothing."""
+    """Return the softmax over the keys; a learned sink takes its part and is left out.
+
+    Rows that see nothing are NaN.
+    """
     if sinks is None:
         return found.softmax(dim=-1)
     extra = sinks.to(found.dtype).view(found.shape[1:3])[None, :, :, None, None].expand(*found.shape[:-1], 1)
@@ -61,7 +65,10 @@ def probabilities(
     key_positions: Int[Tensor, "B Hk S"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Softmax in float64 over the keys that each query row can see; rows that see nothing are zero."""
+    """Return the softmax in float64 over the keys that each query row can see; rows that see nothing are zero.
+
+    With ``options.top``, a single query keeps its largest probabilities only.
+    """
     sees = visible(query_positions, key_positions, options.window)
     blind = ~sees.any(dim=-1)[:, :, None, :, None]  # and no NaN but this: one in a key shows
     p = softmax(logits(query.double(), keys.double(), sees, options), options.sinks).masked_fill(blind, 0.0)
@@ -70,16 +77,9 @@ def probabilities(
     return ranking.only_top(p, key_positions == query_positions[:, :, None], options.top)
 
 
-def attend(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Return the attention output and the policy's report, in float64. For the arguments see `Backend.attend`."""
-    keys, values, positions = slots
+def attend(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    """Return the attention output and the policy's report, in float64."""
+    query, (keys, values, positions), now, options, statistic = inputs
     positions = positions.expand(keys.shape[:3])
     empty = (positions < 0)[..., None]
     p = probabilities(query, keys.masked_fill(empty, 0.0), now, positions, options)
@@ -87,21 +87,14 @@ def attend(
     return out, Report(statistic.reduce(ProbabilityRows(p, statistic.selects(now), now, positions)))
 
 
-def reread(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    length: Int[Tensor, "B #Hk"],
-    rotation: Rotation | None,
-    options: AttentionOptions,
-) -> Float[Tensor, "B Hk S"]:
+def reread(inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
     """Compute `Backend.reread` with whole matrices, in float64."""
+    query, slots, now, options, _ = inputs
     keys, positions = slots.keys.double(), slots.positions.expand(slots.keys.shape[:3])
     keys = keys.masked_fill((positions < 0)[..., None], 0.0)
     there = (positions >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
     first = logits(query.double(), keys, visible(now, positions, options.window), options)
-    second = logits(base.turned(query, length, rotation).double(), keys, there, options)
+    second = logits(base.turned(query, again).double(), keys, there, options)
     total = torch.cat([first, second], dim=-1)
     if options.sinks is not None:
         sinks = options.sinks.double().view(total.shape[1:3])[None, :, :, None, None].expand(*total.shape[:-1], 1)
@@ -116,36 +109,19 @@ class ReferenceBackend(Backend):
 
     name = "reference"
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `attend` of this module. Padded rows give zeros."""
-        out, report = attend(query, slots, now, statistic=statistic, options=options)
-        return out.to(query.dtype), Report({name: sums.float() for name, sums in report.sums.items()})
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """Attend by `attend` of this module, with the output in the query's dtype. Padded rows give zeros."""
+        out, report = attend(inputs)
+        return out.to(inputs.query.dtype), Report({name: sums.float() for name, sums in report.sums.items()})
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
-        """See `reread` of this module."""
-        return reread(query, slots, now, length=length, rotation=rotation, options=options).float()
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
+        """Compute `reread` of this module, in float32."""
+        return reread(inputs, again).float()
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`; the first empty slot takes the token."""
+        """Write one token per row into the first empty slot of each head, in place, and return the slots."""
         chosen = (slots.positions == EMPTY).int().argmax(dim=-1, keepdim=True)
         for row, heads in enumerate(chosen.tolist()):
             for head, (slot,) in enumerate(heads):
@@ -155,16 +131,18 @@ class ReferenceBackend(Backend):
         return chosen
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `Backend.expire`."""
+        """Empty the slots that a sliding window has passed, in place."""
         positions.copy_(ranking.expire(positions, seen, window))
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """See `Backend.is_over`."""
+        """Return whether a head holds more than its limit."""
         stay = torch.as_tensor(limit, device=positions.device).expand(positions.shape[:2])
         return bool(((positions >= 0).sum(dim=-1) > stay).any())
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
-        """See `Backend.evict`; without `scores.weakest`, so that each checks the other."""
+        """Empty the weakest slot of every head over its limit, without `ranking.weakest`, so that each checks the
+        other.
+        """
         shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         B, Hk, _ = positions.shape
         stay = torch.as_tensor(limits.stay, device=positions.device).expand(B, Hk)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep.attention_stats import ProbabilityRows, Statistic
-from kvkeep.backends.base import Backend, SlotLimits
+from kvkeep.backends.base import AttentionInputs, Backend, SlotLimits
 from kvkeep.kv import ranking
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
@@ -28,6 +28,7 @@ WIDEN_SLOTS = 256
 """Slots of half-precision keys or values that are widened to float32 at a time in decode."""
 
 _HIDDEN = torch.finfo(torch.float32).min
+"""The logit of a hidden key: with minus infinity a row that sees nothing would be NaN."""
 
 
 class TorchBackend(Backend):
@@ -39,18 +40,12 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`."""
-        keys, values, key_positions = slots
-        query_positions = now
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """Attend and reduce the policy's statistic, block by block of query rows.
+
+        Rows without a report use torch's attention.
+        """
+        query, (keys, values, key_positions), query_positions, options, statistic = inputs
         B, Hq, T, D = query.shape
         Hk, S = keys.shape[1:3]
         grouped = query.reshape(B, Hk, Hq // Hk, T, D)
@@ -87,7 +82,9 @@ class TorchBackend(Backend):
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`; how a free slot is found: see `kvkeep.types.EMPTY`."""
+        """Write one token per row into an empty slot of each head, in place, and return the slots; see
+        `kvkeep.types.EMPTY`.
+        """
         slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)
         B, Hk, _ = slot.shape
         rows, heads = torch.arange(B, device=slot.device)[:, None, None], torch.arange(Hk, device=slot.device)[:, None]
@@ -98,15 +95,17 @@ class TorchBackend(Backend):
         return slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `Backend.expire`."""
+        """Empty the slots that a sliding window has passed, in place."""
         positions.copy_(ranking.expire(positions, seen, window))
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """See `Backend.is_over`."""
+        """Return whether a head holds more than its limit; on a GPU always ``True``, since the answer would take a
+        wait.
+        """
         return positions.device.type != "cpu" or bool(_over(positions, limit).any())
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
-        """See `Backend.evict`."""
+        """Empty the weakest slot of every head over its limit, in place."""
         shielded = ranking.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         victim = ranking.weakest(shielded, positions)
         emptied = positions.gather(-1, victim).masked_fill(_over(positions, limits.stay), EMPTY)
@@ -114,18 +113,20 @@ class TorchBackend(Backend):
 
 
 def _over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> Bool[Tensor, "B Hk 1"]:
-    """Tell for each head whether it holds more tokens than its limit."""
+    """Return for each head whether it holds more tokens than its limit."""
     held = (positions >= 0).sum(dim=-1, keepdim=True)
     return held > (limit if isinstance(limit, int) else limit[:, :, None])
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Return whether all numbers are finite. On a GPU the answer is no, since the host would have to wait for it."""
+    """Return whether all numbers are finite; on a GPU always ``False``, since the host would have to wait for the
+    answer.
+    """
     return x.device.type == "cpu" and bool(x.isfinite().all())
 
 
 def _agreed(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H2 S"]:
-    """Return the positions of one head if all heads hold the same, so that one mask serves all query heads."""
+    """Return the positions of one head if all heads hold the same, so that one mask serves all; else all positions."""
     first = positions[:, :1]
     return first if torch.equal(positions, first.expand_as(positions)) else positions
 
@@ -167,7 +168,7 @@ def _hidden(
     *,
     decode: bool,
 ) -> Bool[Tensor, "B H 1 T S"]:
-    """Tell which keys are hidden from each query. In decode, the query is the newest token and no key is later."""
+    """Return which keys are hidden from each query. In decode, the query is the newest token and no key is later."""
     k = key_positions[:, :, None, None, :]
     q = query_positions[:, None, None, :, None]
     hidden = k < 0 if decode else (k < 0) | (k > q)
@@ -177,7 +178,7 @@ def _hidden(
 def _logits(
     query: Float[Tensor, "B Hk G T D"], keys: Float[Tensor, "B Hk S D"], options: AttentionOptions
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Scaled (and soft-capped) logits in float32, or float64 for float64 models."""
+    """Return scaled and soft-capped logits in float32, or in float64 for float64 models."""
     B, Hk, G, T, D = query.shape
     q = query.to(torch.promote_types(query.dtype, torch.float32)).mul(options.scaling).reshape(B, Hk, G * T, D)
     if keys.dtype == q.dtype:
@@ -192,7 +193,10 @@ def _logits(
 def _softmax(
     logits: Float[Tensor, "B Hk G T S"], hidden: Bool[Tensor, "B H 1 T S"], sinks: Float[Tensor, " Hq"] | None
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Softmax over the visible keys. A row that sees nothing becomes uniform, not NaN; no statistic counts it."""
+    """Return the softmax over the visible keys.
+
+    A row that sees nothing becomes uniform, not NaN; no statistic counts it.
+    """
     logits = logits.masked_fill_(hidden, _HIDDEN)
     if sinks is None:
         return logits.softmax(dim=-1)
@@ -202,7 +206,7 @@ def _softmax(
 
 
 def _mix(p: Float[Tensor, "B Hk G T S"], values: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk G T E"]:
-    """Weight the values by the probabilities and sum them, in float32."""
+    """Return the values weighted by the probabilities and summed, in float32."""
     B, Hk, G, T, S = p.shape
     flat = p.reshape(B, Hk, G * T, S)
     if values.dtype == flat.dtype:

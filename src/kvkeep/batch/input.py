@@ -53,7 +53,7 @@ def custom_id_of(fields: Mapping[str, Any]) -> str | None:
 
 
 def read_openai_line(fields: Mapping[str, Any]) -> ParsedBody:
-    """Read the request of a line.
+    """Read the request of a line in OpenAI's format.
 
     Raises:
         InputError: a field is missing, unknown or wrong, or see `kvkeep.openai.requests.read`.
@@ -75,7 +75,8 @@ def read_openai_line(fields: Mapping[str, Any]) -> ParsedBody:
 def line(
     number: int, digest: str, custom_id: str | None, body: Mapping[str, Any], *, status: int = 200
 ) -> dict[str, Any]:
-    """Build a line of the batch output in OpenAI's format.
+    """Build a line of the batch output in OpenAI's format: ``body`` and ``status`` under ``response``, and a null
+    ``error``.
 
     Args:
         number: the number of the input's line.
@@ -98,7 +99,7 @@ def error_line(
         digest: the fingerprint of the input's line.
         custom_id: the name that the user has given the request.
         reason: why there is no answer.
-        failed: whether the request could be run, and failed.
+        failed: whether the request was run and failed (status 500); otherwise it could not be run (400).
         param: the parameter that is wrong.
     """
     status = 500 if failed else 400
@@ -114,7 +115,9 @@ def is_error_line(fields: Mapping[str, Any]) -> bool:
 
 
 def origin(fields: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the number and the fingerprint of the input line that an output line answers, or ``None``."""
+    """Return the number and the fingerprint of the input line that an output line answers; ``None`` if its id has
+    neither.
+    """
     found = _ID.fullmatch(str(fields.get("id")))
     return (int(found[1]), found[2]) if found else None
 
@@ -184,14 +187,18 @@ def request_of(
 
 
 def _token(name: object) -> int:
-    """Convert a token id from the string that JSON has for it to an integer."""
+    """Return a token id as an integer. JSON has a string for it.
+
+    Raises:
+        InputError: the string is no token id.
+    """
     if not str(name).isdecimal() or not str(name).isascii():
         raise InputError(f'its option "logit_bias" has {str(name)[:_SHOWN]!r} in place of a token id')
     return int(str(name)[:20])
 
 
 def check_place(fields: Mapping[str, object]) -> None:
-    """Refuse names of options among the other fields of a line, where they would have no effect.
+    """Refuse names of options among a line's other fields, where they would have no effect; do nothing without any.
 
     Args:
         fields: the fields of a line but its prompt and its options.
@@ -217,7 +224,11 @@ def _short(value: object) -> object:
 
 
 def _check(name: str, value: object) -> None:
-    """Check the name and the type of an option."""
+    """Check that an option is known and has the right type.
+
+    Raises:
+        InputError: the option is unknown, has another type, or is too large.
+    """
     if name not in _TYPES:
         raise InputError(f'there is no option "{name}"; there are {", ".join(sorted(_TYPES))}')
     if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] != (bool,)):
@@ -231,7 +242,7 @@ class Encode(Protocol):
     """Turns a prompt, a list of messages or token ids into token ids that the model has."""
 
     def __call__(self, prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
-        """Encode; with ``raw`` a text is taken without the chat template.
+        """Return the token ids of a prompt. With ``raw`` a text is taken without the chat template.
 
         Raises:
             KVKeepError: the text cannot be encoded, or the model has no such token.
@@ -245,7 +256,7 @@ COMPLETION = "completion"
 """The field of an output line that holds the completion."""
 
 _EXAMPLE = '{"prompt": "…"}'
-_MAX_REASON = 300
+_MAX_REASON = 300  # characters: a reason may quote the line
 _APART = 2**40  # more than a file has lines: what the choices of a line are drawn by is no other line's number
 
 
@@ -323,10 +334,12 @@ def parse(
     pinned: Pinned = lambda prompt: (),
     raws: bool = False,
 ) -> InputLine | BadLine:
-    """Parse an input line into its requests, or into the reason why the line cannot be run.
+    """Return an input line with its requests, or a `BadLine` with the reason why it cannot be run.
+
+    Never raise for a bad line.
 
     Args:
-        number: its number in the file.
+        number: the line's number in the file.
         raw: the line.
         encode: turns a prompt or a list of messages into token ids.
         defaults: sampling options, where the line has none of its own.
@@ -355,7 +368,10 @@ def parse(
 
 
 def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine | BadLine:
-    """Return a line whose requests continue a snapshot, under the snapshot's policy unless they name their own."""
+    """Return a line whose requests continue a snapshot; a `BadLine` is returned itself.
+
+    Requests that name no policy of their own get ``policy``.
+    """
     if isinstance(line, BadLine):
         return line
     first, *others = (
@@ -375,7 +391,11 @@ def _own_line(
     pinned: Pinned,
     raws: bool,
 ) -> InputLine:
-    """Parse a line in kvkeep's own format."""
+    """Parse a line in kvkeep's own format. Its prompt and options are removed from ``fields``.
+
+    Raises:
+        InputError: a field or an option is wrong.
+    """
     prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
     if COMPLETION in fields:
         raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
@@ -392,6 +412,9 @@ def _batch_line(
     """Parse a line in OpenAI's format. Of its fields, only ``custom_id`` is kept.
 
     The first choice is drawn as the completion of a line in kvkeep's format is, and each other one in its own way.
+
+    Raises:
+        InputError: a field or a parameter is wrong.
     """
     asked = read_openai_line(fields)
     if asked.n > 1 and "temperature" not in asked.options and not defaults.temperature:
@@ -426,7 +449,11 @@ def reason_of(error: Exception) -> str:
 
 
 def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
-    """Take the prompt or the messages out of a line's fields."""
+    """Remove the prompt or the messages from a line's fields, and return them.
+
+    Raises:
+        InputError: the line has both of them or neither, or one has another form.
+    """
     prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
     if (prompt is None) == (messages is None):
         raise InputError('it must have either "prompt" or "messages"')

@@ -62,7 +62,12 @@ def as_line(fields: Mapping[str, Any]) -> bytes:
 
 
 def origin_of(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
-    """Return the input line's number and fingerprint, and the settings, that an output line of an earlier run names."""
+    """Return what an output line of an earlier run names: the input line's number and fingerprint, and the job's
+    settings.
+
+    Raises:
+        InputError: the line is no completion.
+    """
     try:
         fields = json.loads(raw)
         if (found := batch_input.origin(fields)) is not None:
@@ -106,7 +111,7 @@ def _completion(result: Result) -> dict[str, Any]:
 
 
 def _kept(result: Result) -> dict[str, Any]:
-    """Return a request's budget, and the share of attention that its evicted tokens carried (lost mass)."""
+    """Return a request's budget and lost mass as plain data, with ``guarded`` if it had a guard."""
     found = {"budget": result.budget, "lost_mass": dataclasses.asdict(result.lost_mass)}
     return found if result.guarded is None else {**found, "guarded": result.guarded}
 
@@ -154,7 +159,8 @@ class OutputFile:
         """Open and lock a file, and read the completions of an earlier run from it. A pipe or a device has none.
 
         Raises:
-            InputError: the file cannot be read or written, another job is writing to it, or it holds something else.
+            InputError: the file cannot be read or written, another job is writing to the file, or the file holds
+                something else.
         """
         try:
             to_file = path.is_file() or not path.exists()
@@ -176,7 +182,11 @@ class OutputFile:
         return output
 
     def _take_up(self, file: IO[bytes]) -> None:
-        """Read the completions of an earlier run, and the line at which the run was killed."""
+        """Read the completions of an earlier run, and remember a last line that was cut short.
+
+        Raises:
+            InputError: a line is no completion, or lines are of different jobs.
+        """
         end = 0
         for raw in file:
             if not raw.endswith(b"\n"):
@@ -193,7 +203,7 @@ class OutputFile:
             self.made_by = made_by
 
     def agree(self, made_by: Mapping[str, Any]) -> None:
-        """Set the settings that are written with each completion.
+        """Set the settings that are written with each completion, and compare them with those in the file.
 
         The weights' fingerprint and layout may be missing at first; then this is called again with them.
 
@@ -258,7 +268,7 @@ class OutputFile:
         self.put(line.number, line.digest, as_line(record(line, results, self._own, self.texts)))
 
     def put(self, number: int, digest: str, whole: bytes) -> None:
-        """Write the line of the output that a worker has made for a line of the input, see `own`.
+        """Write a finished output line for a line of the input, such as one that a worker has made.
 
         Raises:
             InputError: the disk is full or fails; earlier lines stay.
@@ -272,7 +282,9 @@ class OutputFile:
         self.done[number] = digest
 
     def finish(self) -> set[int]:
-        """Sync the file, read it again by its name, and return the numbers of this job's lines in it.
+        """Sync the file, and return the numbers of this job's lines that are in it when it is read again.
+
+        A stream cannot be read again: all lines count.
 
         Raises:
             InputError: the disk is full or fails.
@@ -284,12 +296,13 @@ class OutputFile:
                 return set(self.done)
             self._sync()
         found = OutputFile(self._file, self.name)
+        # lines that cannot be read back are not there
         with contextlib.suppress(OSError, InputError), self._path.open("rb") as file:
             found._take_up(file)
         return {number for number, digest in found.done.items() if self.done.get(number) == digest}
 
     def _cut(self) -> None:
-        """Remove a line that was cut short; it is generated again.
+        """Remove a last line that was cut short, if there is one; its input line is run again.
 
         Raises:
             InputError: the end of the file has changed since it was opened.
@@ -310,10 +323,10 @@ class OutputFile:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn a failed write into an `InputError`."""
+        """Raise an `InputError` in place of a failed write. A broken pipe is raised as it is."""
         try:
             yield
-        except BrokenPipeError:
+        except BrokenPipeError:  # whoever read the output wants no more; the command ends without a word
             raise
         except OSError as error:
             raise InputError(
@@ -342,7 +355,7 @@ def _remedy(path: Path) -> str:
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
     """Describe how two jobs' settings differ, in one text for each; ``None`` if they agree.
 
-    Unknown weights are ignored, and how weights are laid out.
+    Weights are compared only if both jobs know theirs, and the layout of weights never is.
     """
     known = {*one, *other} - {LAYOUT}
     if not ("weights" in one and "weights" in other):

@@ -63,13 +63,13 @@ class Pace:
         self._reads_now = False
 
     def begin(self, work: TokenCounts) -> None:
-        """Note that a request leaves the queue."""
+        """Count the new tokens of a request as begun: it leaves the queue, and may write all of them."""
         self._waiting -= work.new
         self._begun += work.new
         self._expected += work.new
 
     def read_in_part(self, tokens: float, now: float) -> None:
-        """Note that some layers have read tokens of a prompt that is not read to its end.
+        """Count prompt tokens that some layers have read, before the prompt is read to its end.
 
         Args:
             tokens: a fraction of the tokens that these layers have read, as `kvkeep.models.load.watched` counts.
@@ -80,7 +80,7 @@ class Pace:
         self._time, self._reads_now = now, True
 
     def step(self, read: int, written: int, now: float) -> None:
-        """Note the end of a step.
+        """Count the tokens of a step, and divide its time between reading and writing.
 
         Args:
             read: tokens of the prompts that have been read to their ends in this step.
@@ -100,7 +100,7 @@ class Pace:
         self._time, self._reads_now = now, False
 
     def end(self, work: TokenCounts, read: int, written: int) -> None:
-        """Note that a request has ended.
+        """Correct the expected tokens by what an ended request did not use.
 
         Args:
             work: the tokens that it could have taken.
@@ -123,12 +123,12 @@ class Pace:
 
     @property
     def reading_rate(self) -> float:
-        """Prompt tokens per second while prompts are read."""
+        """Return the prompt tokens per second while prompts are read."""
         return (self._read + self._in_part) / max(1e-9, self._reading_s)
 
     @property
     def writing_rate(self) -> float:
-        """New tokens per second since the beginning, the time for prompts included."""
+        """Return the new tokens per second since the beginning, the time for prompts included."""
         return self._written / max(1e-9, self._time - self._start)
 
     @property
@@ -153,7 +153,7 @@ class Pace:
 # The survey.
 
 _BAD_FIELDS = {"line", "reason", "text"}
-_MOST_MODELS = 3
+_MOST_MODELS = 3  # names in a note
 
 
 class Shape(NamedTuple):
@@ -209,7 +209,10 @@ class Survey:
     _params: dict[int, str] = field(default_factory=dict)
 
     def add(self, line: InputLine | BadLine) -> BadLine | None:
-        """Enter a line; return it if it cannot be run, perhaps because an earlier line has its name."""
+        """Add a line.
+
+        Return it as a `BadLine` if it cannot be run, or if an earlier line has its ``custom_id``; else ``None``.
+        """
         earlier = line.custom_id is not None and self._names.setdefault(_key(line.custom_id), line.number)
         if earlier and earlier != line.number and isinstance(line, InputLine):
             line = BadLine(line.number, f"its custom_id is that of line {earlier}, too", line.custom_id, "custom_id")
@@ -240,9 +243,9 @@ class Survey:
                 yield _entry(number, raw, reasons[number], self._params.get(number), failed=number in failed)
 
     def is_settled(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether the line of an earlier run's entry is in this input and can be run.
+        """Return whether the line of an earlier run's entry is in this input and can be run now.
 
-        The text of a line in kvkeep's format must be unchanged: perhaps it is nowhere else.
+        The text of a line in kvkeep's format must be unchanged, as the entry may be its only copy.
         """
         if "text" in entry:
             number, text = entry["line"], str(entry["text"])
@@ -280,17 +283,20 @@ class Survey:
 
     @property
     def policies(self) -> set[str]:
-        """Return the policies that lines name."""
+        """Return the policies that lines name. Lines without one are left out."""
         return {shape.policy for shape in self._known if shape.policy is not None}
 
     def check(self, judge: Judge, numbers: Sequence[int]) -> dict[int, str]:
-        """Return the lines that an engine refuses, with the reasons. No line is read again."""
+        """Return the lines that an engine refuses, with the reasons.
+
+        ``judge`` is asked once for all lines of a shape, and no line is read again.
+        """
         shapes = list(dict.fromkeys(self._shapes[number] for number in numbers))
         verdicts = dict(zip(shapes, judge(shapes), strict=True))
         return {number: reason for number in numbers if (reason := verdicts[self._shapes[number]])}
 
     def set_aside(self, found: dict[int, str]) -> None:
-        """Move lines to those that cannot be run."""
+        """Move lines, given with their reasons, from those that can be run to those that cannot."""
         self.bad |= found
         for number in found:
             del self.digests[number]
@@ -302,6 +308,7 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
         own["structured_outputs"] = shape.structure
+        # which tokens a prompt has was checked when its line was read
         engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
         return reason_of(error)
@@ -325,7 +332,7 @@ def _key(custom_id: str) -> bytes:
 
 def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: bool) -> dict[str, Any]:
     """Build the entry of a line without an answer: in OpenAI's format, or as its number, the reason and its text."""
-    with suppress(ValueError, RecursionError, KVKeepError):
+    with suppress(ValueError, RecursionError, KVKeepError):  # a line that cannot be read has the other kind of entry
         if batch_input.is_batch_line(fields := decoded(raw)):
             name = batch_input.custom_id_of(fields)
             return batch_input.error_line(number, digest(raw), name, reason, failed=failed, param=param)
@@ -334,10 +341,11 @@ def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: b
 
 
 def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of lines without an answer; the file of an earlier job is replaced.
+    """Write a file of lines without an answer, in place of the file of an earlier job.
 
     Raises:
-        InputError: the file there was not written by a job, another job writes to it, or it cannot be written.
+        InputError: the file there was not written by a job, another job writes to the file, or the file cannot be
+            written.
     """
     try:
         with _free(path):
@@ -348,10 +356,10 @@ def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
 
 
 def remove_bad(path: Path, survey: Survey) -> None:
-    """Remove the file of lines without an answer that an earlier job has written, if all its lines can be run now.
+    """Remove an earlier job's file of lines without an answer, if all its lines can be run now; else leave it.
 
     Raises:
-        InputError: another job writes to it, or it cannot be removed.
+        InputError: another job writes to the file, or the file cannot be removed.
     """
     try:
         if path.is_file() and not path.is_symlink():
@@ -366,7 +374,7 @@ def remove_bad(path: Path, survey: Survey) -> None:
 
 @contextmanager
 def _free(path: Path) -> Iterator[None]:
-    """Lock a file that is about to be replaced, if there is one.
+    """Lock a file that is about to be replaced, while the context lasts; do nothing if there is none.
 
     Raises:
         InputError: the file was not written by a job, or another job writes to it.

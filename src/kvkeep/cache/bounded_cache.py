@@ -26,8 +26,8 @@ from kvkeep.cache.layer import Layer
 from kvkeep.cache.layer_layout import Layout, caches_latents
 from kvkeep.cache.row_snapshot import (
     CacheSettings,
+    FeedingWeights,
     RowSnapshots,
-    Weights,
     check_has_layers,
     check_kind,
     check_whole,
@@ -147,15 +147,15 @@ class BoundedCache(PhasedCache):
         Args:
             ids: token ids of the whole conversation: one row or several, or a tokenizer's output.
             attention_mask: 0 where a token of ``ids`` is padding.
-            tokenizer: shows the text around the place where conversation and cache part.
+            tokenizer: decodes the text around the first difference, for the error.
 
         Returns:
             ``input_ids`` (the new tokens), ``attention_mask``, ``position_ids``, and the cache under the name that
             transformers gives it.
 
         Raises:
-            InputError: the conversation does not begin with the tokens that the cache holds, or has no more than them;
-                or the ids of some of them are not known.
+            InputError: the conversation does not begin with the tokens that the cache holds, or has no token beyond
+                them; or the ids of some held tokens are not known.
             ShapeError: the batch has another number of rows.
             BrokenCacheError: a step failed in some layer.
 
@@ -174,12 +174,15 @@ class BoundedCache(PhasedCache):
         rest, real = padded(history.rest_of(rows_of(ids, attention_mask), tokenizer))
         history.records, history.prompt_columns = True, held + rest.shape[1]
         all_real = torch.cat([history.table()[1].cpu(), real], dim=1) if held else real
+        # padding has no position, and 0 is one that every model has
         places = (all_real.cumsum(dim=1) - 1).clamp(min=0)[:, held:]
         inputs = {"input_ids": rest, "attention_mask": all_real.long(), "position_ids": places}
         return BatchEncoding({**inputs, usual(): self}).to(device_of(ids, self._device))
 
     def note(self, ids: Int[Tensor, "B T"], attention_mask: Tensor | None = None) -> None:
-        """Record the ids of tokens that are about to be fed, after `continue_with`; an attached model calls it itself.
+        """Record the ids of tokens that are about to be fed; do nothing before the first `continue_with`.
+
+        An attached model calls this method itself.
 
         Args:
             ids: the token ids.
@@ -197,17 +200,17 @@ class BoundedCache(PhasedCache):
         return self._history.records
 
     def phase_at(self, columns: int) -> Phase | None:
-        """Return `Phase.PREFILL` for the tokens that `continue_with` returned."""
+        """Return `Phase.PREFILL` for columns that `continue_with` returned as a prompt; ``None`` for later ones."""
         return Phase.PREFILL if columns < self._history.prompt_columns else None
 
     def reset(self) -> None:
-        """Forget everything; the memory stays allocated."""
+        """Empty all slots and forget the token ids. The memory stays allocated."""
         super().reset()  # type: ignore[no-untyped-call]
         self._history.clear()
         self.row_snapshots.awaited = None
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
-        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        """Replace row ``i`` by what row ``beam_idx[i]`` was, for all rows (beam search)."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._history.select_rows(beam_idx)
 
@@ -218,7 +221,7 @@ class BoundedCache(PhasedCache):
             self._history.select_rows(torch.arange(self._history.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
-        """Keep only the rows ``indices``, in that order."""
+        """Keep only the rows ``indices``, in that order. An index may occur several times."""
         super().batch_select_indices(indices)
         self._history.select_rows(indices)
 
@@ -230,7 +233,7 @@ class BoundedCache(PhasedCache):
 
     @property
     def _device(self) -> torch.device:
-        """Return the device of the slots, or the CPU before there are any."""
+        """Return the device of the slots; the CPU before the first step."""
         first = self.bounded_layers().get(self._first)
         return first.seen.device if first and first.allocated else torch.device("cpu")
 
@@ -245,28 +248,37 @@ class BoundedCache(PhasedCache):
 
     @property
     def position_mode(self) -> str:
-        """``true``, or ``slot``: tokens are attended at their rank in the cache."""
+        """Return ``true``, or ``slot`` if tokens are attended at their rank in the cache."""
         return self.row_snapshots.settings.positions
 
     @property
-    def weights(self) -> Weights | None:
-        """The weights of the model that has fed the cache; ``None`` before an attached model runs."""
+    def weights(self) -> FeedingWeights | None:
+        """Return the weights of the model that has fed the cache; ``None`` before an attached model has run."""
         return self.row_snapshots.weights
 
-    def feeds(self, weights: Weights) -> None:
-        """Note the weights of the model that is about to feed the cache; an attached model calls it itself.
+    def feeds(self, weights: FeedingWeights) -> None:
+        """Set the weights of the model that is about to feed the cache. An attached model calls this method itself.
 
         Raises:
             SnapshotError: the cache holds a snapshot that was made with other weights.
-            InputError: so was the profile of the budgets of heads.
+            InputError: the profile of the heads' budgets was made with other weights.
         """
         self.row_snapshots.feeds(weights)
 
+    def check_adapters(self) -> None:
+        """Refuse to be fed after the model's adapters were switched; an attached model calls it itself.
+
+        Raises:
+            SnapshotError: the cache holds tokens that were read with other adapters.
+            UnsupportedOperationError: each row has an adapter of its own.
+        """
+        self.row_snapshots.check_adapters(fresh=self.get_seq_length() == 0)
+
     def snapshot(self, row: int = 0, *, tokens: Any = None) -> Snapshot:
-        """Copy the memory of one row. The cache can go on, and the copy stays what it is.
+        """Return a copy of the memory of one row, which later steps of the cache do not change.
 
         Args:
-            row: which row.
+            row: the row's index.
             tokens: ids of the tokens that the row has seen, without padding. By default the ids that the cache has
                 recorded: from the first `continue_with` on.
 
@@ -332,8 +344,10 @@ class BoundedCache(PhasedCache):
         )
         layers = list(cache.bounded_layers().values())
         for row, snapshot in enumerate(snapshots):
+            # rows of one cache may differ in their budgets, and in nothing else
             snapshot.fingerprint.check(replace(made, budget=snapshot.fingerprint.budget))
             check_has_layers(layers)
+            # `config` may be that of another model than the one that the snapshots name
             snapshot.fingerprint.check(cache.row_snapshots.fingerprint(layers[0], row))
         cache.row_snapshots.put(layers, cache._states(), dict(enumerate(snapshots)), len(snapshots))
         return cache
@@ -343,7 +357,9 @@ class BoundedCache(PhasedCache):
         return {i: state for i, layer in enumerate(self.layers) if (state := state_part(layer)) is not None}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
-        """True positions of the tokens in a layer's slots, -1 = empty. The tensor is live: do not change it.
+        """Return the true positions of the tokens in a layer's slots, -1 = empty.
+
+        The tensor is live: do not change it.
 
         Raises:
             UnsupportedOperationError: the layer has no slots, or nothing has been cached yet.
@@ -366,7 +382,9 @@ class BoundedCache(PhasedCache):
         return sum((layer.memory() for layer in self.bounded_layers().values()), MemoryUsage())
 
     def begin(self, layer_idx: int) -> HandingLayer | None:
-        """See `PhasedCache.begin`. A step begins with the first layer's tokens.
+        """Set the phase of a layer that is about to get new tokens, and return the layer; ``None`` if it has no slots.
+
+        With the first layer a step begins: refuse one after a failed step.
 
         Raises:
             BrokenCacheError: the previous step failed in some layer, so the layers have seen different tokens.
@@ -376,7 +394,7 @@ class BoundedCache(PhasedCache):
         return super().begin(layer_idx)
 
     def activate_past_recording(self) -> None:
-        """Refuse what assisted decoding needs.
+        """Refuse assisted decoding, which would have to roll the cache back.
 
         Raises:
             UnsupportedOperationError: always.

@@ -1,7 +1,7 @@
 """The path of a decode step: the last step again with other tokens, one fused call, or one operator after the other.
 
-`DecodePaths` is the one place that chooses among the three. `DecodePaths.path` and `DecodePaths.why` say which one a
-layer's last decode step has taken, and why it was no faster one.
+`Layer.step` and `Layer._decode` take the first one that can be taken. `DecodePaths` says what speaks against each;
+`DecodePaths.path` and `DecodePaths.why` say which one the last step has taken, and why it was no faster one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DecodePath(enum.Enum):
 
 
 class DecodePaths:
-    """Chooses the path of each decode step of one layer.
+    """What a layer knows of the paths of its decode steps: what speaks against each, and which one it took.
 
     Each ``why_not`` method returns the reason against a path, or ``None`` if it may be tried. A backend may still
     decline; then nothing has changed, and the next path is tried.
@@ -58,7 +58,8 @@ class DecodePaths:
         self._not_fused: str | None = "the layer has no slots yet"
 
     def begin(self, backend: Backend, *, window: int | None, even: bool) -> None:
-        """Look anew whether steps can be fused, since the layer works on another block from now on.
+        """Check anew whether steps can be fused, and drop the recorded step: the layer works on another block from
+        now on.
 
         Args:
             backend: works on the block.
@@ -69,17 +70,20 @@ class DecodePaths:
         self._not_fused = why_not_fused(self._policy, backend, window=window, even=even)
 
     def forget(self, why: str) -> None:
-        """Forget the recorded step, which is not replayed for this reason."""
+        """Drop the recorded step, and store the reason for `took`."""
         self.recorded, self._not_replayed = None, why
 
     def took(self, path: DecodePath, why: str | None = None) -> None:
-        """Note the path of a step, and why it is no faster one; by default why the last step was not replayed."""
+        """Set `path` and `why` after a step. By default ``why`` is the reason why the step was not a replay.
+
+        Do nothing while a compiler traces.
+        """
         if not torch.compiler.is_compiling():  # a trace would be made anew whenever the reason changes
             self.path = path
             self.why = "" if path is DecodePath.REPLAY else self._not_replayed if why is None else why
 
     def why_not_replayed(self, block: Block, options: AttentionOptions) -> str | None:
-        """Return the reason against replaying the recorded step on a block."""
+        """Return the reason against replaying the recorded step on a block; ``None`` if it may be tried."""
         recorded = self.recorded
         if recorded is None:
             return _NOT_RECORDED
@@ -92,11 +96,11 @@ class DecodePaths:
         return None if recorded.is_same(block, options) else "the block or the model's options have changed"
 
     def why_not_fused(self, block: Block) -> str | None:
-        """Return the reason against a fused step on a block."""
+        """Return the reason against a fused step on a block; ``None`` if it may be tried."""
         return self._not_fused if block.pins is None else "a row has pins, of which a kernel knows nothing"
 
     def may_record(self, block: Block, *, alone: bool) -> bool:
-        """Whether the next step on a block may be this one for other tokens.
+        """Return whether the next step on a block may be a repetition of this step with other tokens.
 
         Args:
             block: the slots.
@@ -147,7 +151,7 @@ _OVERRIDDEN = "a subclass has overridden the rule that the kernel would apply"
 
 @functools.cache
 def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
-    """Tell whether an ability still describes a policy: no subclass overrides an attribute that it relies on."""
+    """Return whether an ability still describes a policy: no subclass overrides an attribute that it relies on."""
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
@@ -173,7 +177,7 @@ class CachedStatistic:
         self._last: tuple[Tensor, Budget, list[int], Statistic] | None = None
 
     def by(self, view: View) -> Statistic:
-        """Return the statistic that the policy wants for this step. It is cached while its inputs stay the same."""
+        """Return the statistic that the policy wants for this step; the cached one while its inputs stay the same."""
         numbers = [tensor for tensor in (view.prompt, view.budget) if isinstance(tensor, Tensor)]
         if not self._steady or any(not tensor.is_cpu or tensor.is_inference() for tensor in numbers):
             return self._policy.wants(view)  # tensors of inference mode do not count the writes into them
@@ -187,25 +191,25 @@ class CachedStatistic:
         return statistic
 
     def remembers(self, prompt: Tensor, budget: Budget) -> bool:
-        """Tell whether the cached statistic is valid for a step with this prompt and budget."""
+        """Return whether the cached statistic is valid for a step with this prompt and budget."""
         last = self._last
         if last is None or last[0] is not prompt or last[1] is not budget:
             return False
         return last[2] == [tensor._version for tensor in (prompt, budget) if isinstance(tensor, Tensor)]
 
     def __reduce__(self) -> tuple[type[CachedStatistic], tuple[Policy]]:
-        """Return the recipe of a copy, which remembers nothing: a copied tensor counts its writes from 0 again."""
+        """Return how to make a copy, which has nothing cached: a copied tensor counts its writes from 0 again."""
         return CachedStatistic, (self._policy,)
 
 
 def _is_steady(policy: Policy) -> bool:
-    """Tell whether all tokens that are generated after a prompt ask for the same statistic."""
+    """Return whether a policy wants the same statistic for all tokens that are generated after a prompt."""
     options = None if policy.sums is None else policy.sums.steady
     return options is not None and all(getattr(policy, name) == value for name, value in options.items())
 
 
 def one_each(rows: int, device: torch.device) -> Int[Tensor, " B"]:
-    """Return a count of one new token per row, as a shared tensor that must not be written."""
+    """Return a tensor with one new token per row. On a CPU it is shared, and must not be written."""
     if device.type == "cpu":
         return _ones(rows)
     return torch.ones(rows, dtype=torch.int64, device=device)
@@ -235,9 +239,9 @@ class Repeating:
         self.call, self._asked, self._held = call, _asked(options), False
 
     def hold(self, block: Block) -> None:
-        """Note on which block, with one budget for all rows, the step has worked.
+        """Store references to the block, with one budget for all rows, on which the step has worked.
 
-        Later calls change nothing: steps of another kind may follow on a block whose tensors have been replaced.
+        Only the first call has an effect: steps of another kind may follow on a block whose tensors have been replaced.
         """
         if self._held:
             return
@@ -246,7 +250,7 @@ class Repeating:
         self._held = True
 
     def is_same(self, block: Block, options: AttentionOptions) -> bool:
-        """Tell whether a step on this block with these options may differ from the last one in its tokens alone."""
+        """Return whether a step on this block with these options may differ from the last one in its tokens alone."""
         if self._block() is not block or self._store() is not block.store or block.budget != self._budget:
             return False
         if self._seen() is not block.seen:

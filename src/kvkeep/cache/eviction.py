@@ -1,4 +1,7 @@
-"""The only place that fills slots, empties them or moves them: tokens come in, and the weakest are evicted."""
+"""Fill slots, empty them or move them: tokens come in, and the weakest are evicted.
+
+`kvkeep.cache.shared_budget` does it for a budget that all layers share.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[T
         return asked
     asked = view.heads.all(asked)
     needed = _needed(policy, view, asked.sum(dim=-1, keepdim=True) // asked.shape[1])
+    # pins come first; what they leave goes to heads by what they ask for beyond their pins
     above = (asked - needed).clamp(min=0)
     free = (asked - needed).sum(dim=-1, keepdim=True).clamp(min=0)
     shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)  # float32 counts to 2^24 only
@@ -43,10 +47,10 @@ def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[T
 def may_stay(
     policy: Policy, view: View, score: Float[Tensor, "B Hk S"], mean: Int[Tensor, "B 1"], *, heads: int
 ) -> Bool[Tensor, "B Hk S"]:
-    """Tell which tokens may stay when other heads will join the division. Other tokens are evicted in any case.
+    """Return which tokens may stay when other heads will join the division. Other tokens are evicted in any case.
 
     Args:
-        policy: its heads share a budget over the layers.
+        policy: a policy whose heads share a budget over the layers.
         view: the heads that have come so far.
         score: of their tokens.
         mean: budget of a head on average.
@@ -63,7 +67,9 @@ def may_stay(
 
 
 def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor, "B heads"]:
-    """Return the slots that each head needs for pinned tokens and for those that an equal budget protects."""
+    """Return the slots that each head needs for pinned tokens and for the sinks and recent tokens of an equal
+    budget.
+    """
     pins = view.pins
     assert pins is not None
     view = replace(view, budget=mean)
@@ -72,7 +78,7 @@ def _needed(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> Int[Tensor,
 
 
 def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:
-    """Tell for each slot whether its token may not be evicted: a sink, a recent token or a pinned one."""
+    """Return for each slot whether its token may not be evicted: a sink, a recent token or a pinned one."""
     sinks, recent = policy.protected(view.budget)
     held = ranking.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
     return held & (view.positions >= 0)
@@ -87,7 +93,9 @@ def append(
     *,
     backend: Backend,
 ) -> None:
-    """Put one token per row into an empty slot of each head, with the policy's state for a new token."""
+    """Write one token per row into an empty slot of each head, and set the policy's state of these slots to its
+    start.
+    """
     slot = backend.append(block.store.slots(), keys, values, positions)
     for name, start in policy.slots.items():
         block.state[name].scatter_(-1, slot, start)
@@ -103,7 +111,7 @@ def fused_step(
     options: AttentionOptions,
     window: int | None,
 ) -> FusedStep:
-    """Return what a backend needs to append, attend, observe and evict in one call, in place.
+    """Return the arguments with which a backend appends, attends, observes and evicts in one call, in place.
 
     Args:
         policy: one for which `kvkeep.cache.decode_replay.why_not_fused` has no reason.
@@ -126,10 +134,10 @@ def fused_step(
 def fused(
     policy: Policy, block: Block, view: View, step: FusedStep, *, window: int | None, backend: Backend
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """Make a step of `fused_step`, with the same arguments.
+    """Let the backend make a step of `fused_step`, and evict afterwards for a policy that evicts in bursts.
 
     Returns:
-        The attention output; ``None`` if the backend cannot take this step, and then nothing has changed.
+        The attention output; ``None`` if the backend declines the step, and then nothing has changed.
     """
     out, ring = backend.step(step), step.added.ring
     if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
@@ -143,6 +151,7 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
     if policy.tally is None:
         assert policy.sums is not None
         score = policy.sums.score
+        # the backend takes the first sum for the score
         names = sorted(policy.slots, key=lambda name: name != score)
         return Added(tuple(state[name] for name in names), score is not None, lost=lost)
     *words, mass, due = (state[name] for name in policy.slots)
@@ -152,7 +161,7 @@ def _added(policy: Policy, block: Block, view: View) -> Added:
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> bool:
-    """After a decode step, empty slots of every row and head that holds too many tokens. No token moves.
+    """After a decode step, empty slots of every row and head that holds too many tokens. No token is moved.
 
     Args:
         policy: scores the slots and says how many stay.
@@ -170,7 +179,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     if policy.bursts is not None and policy.bursts.waits and not backend.is_over(held, view.budget):
         return False
     stays = limit(policy, view, block.state, window=window)
-    at_hand = policy.slots and policy.bursts is None and not policy.stochastic  # a score that costs nothing
+    # sums at hand are a score that costs nothing: the backend then finds out itself which rows are over
+    at_hand = policy.slots and policy.bursts is None and not policy.stochastic
     if not at_hand and not backend.is_over(held, stays):
         return False
     if policy.bursts is not None:
@@ -187,9 +197,9 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
 def cut(
     policy: Policy, block: Block, view: View, state: State, *, window: int | None, used: int, chunk: Slots | None = None
 ) -> Bool[Tensor, "B Hk S"]:
-    """After a chunk, keep the best tokens of slots ∪ chunk, with their state. Tokens that have a slot stay there.
+    """After a chunk, keep the best tokens of slots and chunk, with their state. Tokens that have a slot stay in it.
 
-    The state of the heads is written as it is.
+    The state of heads is written as it is.
 
     Args:
         policy: scores the tokens and says how many stay.
@@ -209,6 +219,7 @@ def cut(
         block.spread(head_budgets(policy, view, state))
         view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
     stays = kept(policy, view, state, _scores(policy, view, state), window=window)
+    # numbers of heads have no slot to move to, so they are written as they are
     of_slots = {name: x for name, x in state.items() if name not in block.heads}
     settle(block, view, stays, of_slots, used=used, chunk=chunk, tokens=tokens)
     block.remember({name: x for name, x in state.items() if name in block.heads})
@@ -218,7 +229,7 @@ def cut(
 def kept(
     policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
 ) -> Bool[Tensor, "B Hk S"]:
-    """Tell for each token whether it stays after a chunk."""
+    """Return for each token whether it stays after a chunk."""
     most = limit(policy, view, state, window=window)
     there = view.positions >= 0
     if there.is_cpu and bool((there.sum(dim=-1) <= most).all()):
@@ -227,17 +238,19 @@ def kept(
 
 
 def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
-    """Return the budgets that a policy gives to a layer's heads by its scores; see `divided`."""
+    """Return the budgets that a policy gives to a layer's heads by its scores, see `divided`."""
     return divided(policy, view, scored(policy, view, state))
 
 
 def scored(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """Return the scores that divide a budget. They are computed under the mean of the heads' budgets."""
+    """Return the scores that divide a budget, computed as if each head had the mean of the heads' budgets."""
     return _scores(policy, replace(view, budget=average(view)), state)
 
 
 def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
-    """Return how many slots stay occupied. A row whose budget holds the sliding window keeps all of its budget.
+    """Return how many slots stay occupied: the budget, or what a policy with bursts or growth says.
+
+    A row whose budget holds the sliding window keeps all of its budget.
 
     Args:
         policy: may leave a part of the budget free.
@@ -262,12 +275,12 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
 
 
 def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """The policy's scores after `ranking.protect`."""
+    """Return the policy's scores, with those of protected tokens infinite (`ranking.protect`)."""
     return _shielded(policy, view, _scores(policy, view, state))
 
 
 def _shielded(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-    """Scores after `ranking.protect`."""
+    """Return scores with those of protected tokens infinite (`ranking.protect`)."""
     sinks, recent = policy.protected(view.budget)
     return ranking.protect(score, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
 
@@ -276,7 +289,7 @@ def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]
     """Return the policy's scores, adjusted for heads that keep only their first and newest tokens.
 
     Raises:
-        PolicyError: they are no floats, or not one for each slot.
+        PolicyError: the policy's scores are no floats, or not one for each slot.
     """
     score: object = policy.score(view, state)
     if isinstance(score, Tensor):
@@ -297,14 +310,17 @@ def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]
 def check_room(
     policy: Policy, block: Block, T: int, real: Bool[Tensor, "B T"] | None, *, phase: Phase, window: int | None
 ) -> None:
-    """Refuse new tokens for which a policy that does not evict has no room.
+    """Refuse new tokens for which a policy that does not evict them has no room.
+
+    A policy that evicts has room for any number, unless its budget grows with generated tokens (`Policy.grows`).
+    Probes are not stored, and need none.
 
     Args:
         policy: the eviction policy.
         block: the slots.
         T: new tokens per row.
         real: which of them are no padding; ``None``: all.
-        phase: what the tokens are. Those that are only read again need no room.
+        phase: what the tokens are.
         window: sliding window of the layer.
 
     Raises:
@@ -318,7 +334,7 @@ def check_room(
 
 
 def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> None:
-    """Refuse tokens for which there are no slots.
+    """Refuse tokens that need more slots than a row's budget has.
 
     Args:
         block: the slots and their budgets.
@@ -332,6 +348,7 @@ def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> N
         return  # the usual case, without the operators below
     room = torch.as_tensor(block.budget, device=needed.device).expand_as(needed)
     endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
+    # the first one is enough for a message
     for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
         n, budget = int(needed[row, head]), int(room[row, head])
         raise CapacityError(

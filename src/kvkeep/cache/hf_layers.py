@@ -39,7 +39,7 @@ class HandedKeys(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let attributes be read, compilers trace and latents be expanded, and refuse everything else.
+        """Run the operations that read attributes, trace or expand latents, and refuse all others.
 
         Raises:
             UnsupportedModelError: the model computes attention itself.
@@ -54,7 +54,7 @@ class HandedKeys(Tensor):
 
 
 def unwrap(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, HandingLayer | None]:
-    """Ordinary keys and values, and the layer that handed them on; ``None`` if they come from no such layer."""
+    """Return ordinary keys and values, and the layer that handed them on; ``None`` for keys from elsewhere."""
     if not isinstance(keys, HandedKeys):
         return keys, values, None
     with torch._C.DisableTorchFunctionSubclass():
@@ -89,13 +89,13 @@ class HandingLayer(CacheLayerMixin):
 
     @property
     def columns(self) -> int:
-        """Return the columns seen so far, padding included. Here there are none: the caller gives positions."""
+        """Return 0, since the caller gives positions; subclasses count the columns seen."""
         return 0
 
     def lazy_initialization(
         self, key_states: Float[Tensor, "B Hk T D"], value_states: Float[Tensor, "B Hk T E"]
     ) -> None:
-        """Do nothing. `Layer` allocates on its first step."""
+        """Do nothing: `Layer` allocates its slots on its first step."""
 
     def update(
         self,
@@ -104,26 +104,26 @@ class HandingLayer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand the new keys and values on; the keys lead attention back to this layer."""
+        """Return the new keys and values, with the keys tagged so that attention finds this layer."""
         self.handed = True
         return self.tag(key_states), value_states
 
     def tag(self, tensor: Tensor) -> HandedKeys:
-        """Return the tensor, marked as this layer's."""
+        """Return the tensor as `HandedKeys` of this layer."""
         handed = tensor.as_subclass(HandedKeys)
         handed.layer = self
         return handed
 
     def phase_of(self, T: int) -> Phase:
-        """Return the phase of ``T`` new tokens. By default, a single token after the first call is generated.
+        """Return the phase of ``T`` new tokens: the one that is set, or decode for a single token after the first call.
 
-        All other tokens are a prompt: the first call, and a longer piece later on, such as the next turn of
+        By default all other tokens are a prompt: the first call, and a longer piece later on, such as the next turn of
         a conversation.
         """
         return self.phase or (Phase.DECODE if T == 1 and self.columns else Phase.PREFILL)
 
     def take(self) -> Stepper:
-        """Return the stepper, which may be used for one call of attention after each `update`.
+        """Return the stepper for the keys of the last `update`. It is returned once for each `update`.
 
         Raises:
             UnsupportedModelError: attention was called twice for the same keys.
@@ -141,7 +141,7 @@ class HandingLayer(CacheLayerMixin):
         return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the logical key axis."""
+        """Return length and offset of the logical key axis."""
         return self.columns + query_length, 0
 
     def get_max_length(self) -> int:
@@ -149,7 +149,7 @@ class HandingLayer(CacheLayerMixin):
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return the same as `get_max_length`, under its name before transformers 5.16."""
+        """Return -1, as `get_max_length`, which has this name before transformers 5.16."""
         return -1
 
 
@@ -194,11 +194,11 @@ class BoundedLayer(HandingLayer):
         return self.layer.columns
 
     def reset(self) -> None:
-        """Forget everything; the memory stays allocated."""
+        """Empty all slots. The memory stays allocated."""
         self.layer.reset()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
-        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        """Replace row ``i`` by what row ``beam_idx[i]`` was, for all rows (beam search)."""
         self.layer.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -208,11 +208,11 @@ class BoundedLayer(HandingLayer):
             self.layer.select_rows(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
-        """Keep only the rows ``indices``, in that order."""
+        """Keep only the rows ``indices``, in that order. An index may occur several times."""
         self.layer.select_rows(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to roll back: evicted tokens cannot be brought back.
+        """Refuse to roll back, since evicted tokens cannot be brought back; do nothing for 0 tokens.
 
         Raises:
             UnsupportedOperationError: ``tokens_to_remove`` is not 0.
@@ -241,7 +241,7 @@ class PhasedCache(Cache):
     shapes_alone = False
 
     def phase_at(self, columns: int) -> Phase | None:
-        """Return the phase of tokens after so many columns, where the cache knows it and its owner does not say it."""
+        """Return ``None``: this cache knows no phase beyond its ``phase``. Subclasses may know that of a column."""
         return None
 
     def update(
@@ -252,7 +252,7 @@ class PhasedCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand new keys and values to a layer, and set its phase.
+        """Hand new keys and values to a layer, set its phase, and return the keys tagged, see `HandingLayer.update`.
 
         Raises:
             UnsupportedModelError: the model attended to latents by itself.
@@ -261,7 +261,8 @@ class PhasedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def begin(self, layer_idx: int) -> HandingLayer | None:
-        """Set the phase of a layer that is about to get new tokens; ``None`` if it hands nothing on.
+        """Set the phase of a layer that is about to get new tokens, and return the layer; ``None`` if it has no
+        slots.
 
         Raises:
             UnsupportedModelError: the model attended to latents by itself.
@@ -274,7 +275,7 @@ class PhasedCache(Cache):
 
 
 def refuse_rollback() -> NoReturn:
-    """Refuse to remove the newest tokens of a cache.
+    """Raise the error for a caller who wants to remove the newest tokens of a cache.
 
     Raises:
         UnsupportedOperationError: always.
@@ -309,14 +310,14 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         """Return an attribute of the state.
 
         Raises:
-            AttributeError: the state has none of this name either.
+            AttributeError: the state has no attribute of this name either.
         """
         if name in ("state", "keys_part") or name.startswith("__"):  # while it is copied
             raise AttributeError(name)
         return getattr(self.state, name)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hand the new keys and values on."""
+        """Hand the new keys and values to the part with keys, see `HandingLayer.update`."""
         handed: tuple[Tensor, Tensor] = self.keys_part.update(*args, **kwargs)
         return handed
 
@@ -336,7 +337,7 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         return int(self.keys_part.get_seq_length())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the logical key axis."""
+        """Return length and offset of the logical key axis."""
         length, offset = self.keys_part.get_mask_sizes(query_length)
         return length, offset
 
@@ -345,21 +346,21 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return the same as `get_max_length`, under its name before transformers 5.16."""
+        """Return -1, as `get_max_length`, which has this name before transformers 5.16."""
         return -1
 
     def reset(self) -> None:
-        """Forget both parts."""
+        """Empty the slots, and reset the state."""
         self.keys_part.reset()
         LinearAttentionLayer.reset(self.state)  # its class may be one with keys
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        """Replace row ``i`` by what row ``beam_idx[i]`` was, in both parts (beam search)."""
         self.keys_part.reorder_cache(beam_idx)
         LinearAttentionLayer.reorder_cache(self.state, beam_idx)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep only the rows ``indices``, in that order."""
+        """Keep only the rows ``indices``, in that order, in both parts."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -373,27 +374,29 @@ class HybridLayer(LinearAttentionLayer, CacheLayerMixin):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to roll back, as the part with keys does."""
+        """Refuse to roll back; do nothing for 0 tokens."""
         self.keys_part.crop(tokens_to_remove)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return both parts, for copies."""
+        """Return both parts as a mapping, for copies."""
         return dict(vars(self))
 
 
 def state_part(layer: object) -> object | None:
-    """Return the part of a cache's layer that is a state, or ``None`` if it has none."""
+    """Return the part of a cache's layer that is a state; ``None`` for a layer with keys and values alone."""
     part = layer.state if isinstance(layer, HybridLayer) else layer
     return None if isinstance(part, HandingLayer) else part
 
 
 def beside_state(keys: HandingLayer, original: object) -> HandingLayer | HybridLayer:
-    """Return a layer in place of transformers' ``original``, keeping its state if there is one."""
+    """Return ``keys`` as the layer in place of ``original``, joined with the state of ``original`` if it has one."""
     return HybridLayer(keys, original) if isinstance(original, LinearAttentionLayer) else keys
 
 
 def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
-    """Return a cache without slots. Each attention layer gets a stepper made from its number in the model.
+    """Return a cache without slots, in which each attention layer hands its tokens to a stepper.
+
+    ``make`` returns the stepper for a layer's number in the model.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -413,12 +416,15 @@ CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 
 
 def taken_as(kind: type) -> str | None:
-    """Return the name under which a class's ``forward`` takes a cache, or ``None`` if it names no cache."""
+    """Return the argument under which a class's ``forward`` takes a cache; ``None`` if it has no such argument."""
     return _among(getattr(kind, "forward", kind.__call__))
 
 
 def handed(model: object, cache: object) -> dict[str, Any]:
-    """Keyword arguments that hand a cache to a model, also to one within a wrapper that passes everything on."""
+    """Return the keyword argument that hands a cache to a model.
+
+    A wrapper that passes everything on gets the name that is usual in transformers.
+    """
     return {taken_as(type(model)) or usual(): cache}
 
 
@@ -428,7 +434,7 @@ def handed_over(given: Mapping[str, Any]) -> Any:
 
 
 def usual() -> str:
-    """Return the name that the installed transformers gives the cache."""
+    """Return the argument's name under which the installed transformers hands over a cache."""
     from transformers import GenerationMixin  # here, since the command line starts without transformers
 
     return _among(GenerationMixin.prepare_inputs_for_generation) or CACHE_ARGUMENTS[-1]

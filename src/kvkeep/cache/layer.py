@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Backend, Repeat
+from kvkeep.backends.base import AttentionInputs, Backend, Repeat, SecondReading
 from kvkeep.budget import Number
 from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
@@ -53,10 +52,10 @@ from kvkeep.types import (
 
 
 def chunk_size(chunk: object) -> int | None:
-    """Check the number of a prompt's tokens that are taken at once; ``None``: all of them.
+    """Return the number of prompt tokens taken at once, checked; ``None`` takes all of them.
 
     Raises:
-        BudgetError: it is no whole number, or below 1.
+        BudgetError: ``chunk`` is no whole number, or below 1.
     """
     if chunk is None:
         return None
@@ -106,7 +105,7 @@ def for_prompt(
     positions: Int[Tensor, "B T"],
     output: OutputProjection | None,
 ) -> View:
-    """Return the view of a prompt, with what only a prompt shows to a policy that asks for it.
+    """Return a prompt's view, with queries and the output projection if the policy asks for them.
 
     Args:
         policy: `Abilities.asks` and `Abilities.projects` say what it looks at.
@@ -123,28 +122,21 @@ def for_prompt(
     return replace(view, queries=Queries(plain, positions))
 
 
-def read(  # noqa: PLR0913  the arguments of attention
-    policy: Policy,
-    backend: Backend,
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    length: Int[Tensor, "B 1"],
-    rotation: Rotation | None,
+def read(
+    policy: Policy, backend: Backend, inputs: AttentionInputs, again: SecondReading
 ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-    """Run attention for a prompt's chunk, and a second pass for a policy that `rereads`. Return output and report.
+    """Run attention for a prompt's chunk, and a second reading for a policy that `rereads`. Return output and report.
 
-    The arguments are those of `kvkeep.backends.Backend.attend_twice`.
+    Args:
+        policy: the policy that gets the report.
+        backend: attends.
+        inputs: the chunk's queries, and what they attend over.
+        again: where the second reading comes.
     """
     if not policy.rereads:
-        return backend.attend(query, slots, now, statistic=statistic, options=options)
-    out, report, again = backend.attend_twice(
-        query, slots, now, statistic=statistic, options=options, length=length, rotation=rotation
-    )
-    return out, Report({**report.sums, "again": again})
+        return backend.attend(inputs)
+    out, report, shares = backend.attend_twice(inputs, again)
+    return out, Report({**report.sums, "again": shares})
 
 
 class Layer:
@@ -211,6 +203,7 @@ class Layer:
                 policy.check(number)
         self.window, self._prefill_chunk = window, chunk_size(prefill_chunk)
         self.budgets: tuple[Number, ...] = tuple(budgets.at_most(number, window) for number in numbers)
+        # a policy that never evicts has room for its pins wherever it has room for its tokens
         pins = pins if policy.evicts else ()
         check_pins(policy, [budgets.smallest(number) for number in self.budgets], pins, window=window)
         self.policy, self.paths = policy, DecodePaths(policy)
@@ -223,7 +216,7 @@ class Layer:
         self._follow(before)
 
     def reset(self) -> None:
-        """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
+        """Empty all slots and counters. The memory is freed only if rows were selected or restored, or heads differ."""
         moves = self.moves
         self.columns, self.moves, self.broken, self.paths.recorded = 0, 0, False, None
         if self._together is not None:
@@ -233,14 +226,20 @@ class Layer:
             self.block.clear()
 
     def mend(self, moves: int) -> None:
-        """Forget steps that have not ended, after the block was filled anew; ``moves``: those of the first layer."""
+        """Mark the layer as whole after its block was filled anew, and drop waiting steps.
+
+        ``moves`` are those of the first layer.
+        """
         self.broken, self.moves = False, moves
         if self._together is not None:
             self._together.clear()
 
     @inference
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
+        """Replace row ``i`` by what row ``index[i]`` was, and have as many rows as ``index``.
+
+        Do nothing before the first step.
+        """
         if self.allocated:
             self.moves += 1
             broken, self.broken = self.broken, True  # until all rows have moved
@@ -259,7 +258,7 @@ class Layer:
         return other
 
     def _follow(self, before: Layer | None) -> None:
-        """Note the layer before this one, and the first layer of all."""
+        """Set the layer before this one and the first layer, if the policy prunes through the layers."""
         self._before = before if self.policy.cascades else None
         self._first: Layer | None = None if self._before is None else self._before._first or self._before
 
@@ -279,22 +278,26 @@ class Layer:
 
     @property
     def seen(self) -> Int[Tensor, " B"]:
-        """Real tokens seen per row."""
+        """Return the number of real tokens seen per row."""
         return self.block.seen
 
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
-        """Return an empty block for such keys and values. It is not yet the layer's own."""
+        """Return an empty block for keys and values like these. The layer does not use it yet."""
         return self.plan.block(keys, values, budgets=self.budgets, heads=self.heads, together=self._together)
 
     def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
-        """Use a block that has seen ``columns`` columns; ``own``: with the layer's budgets and pins."""
+        """Use a block that has seen ``columns`` columns. ``own`` tells that it has the layer's budgets and pins."""
         self.block, self.columns, self.plan = block, columns, self.plan.filled_by(block)
         self.allocated, self._made = True, own
         self._backend = backend_for(block, self._rotation)
         self.paths.begin(self._backend, window=self.window, even=not isinstance(block.store, PooledStore))
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
-        """Allocate the block on the first step; later, check that the tensors fit it."""
+        """Allocate the block on the first step, and check that the tensors fit it.
+
+        Raises:
+            ShapeError: there is no token, or the tensors do not fit the block.
+        """
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
@@ -340,7 +343,7 @@ class Layer:
     def repeat(
         self, options: AttentionOptions, run: Callable[[Repeat], Float[Tensor, "*n"] | None]
     ) -> Float[Tensor, "*n"] | None:
-        """Let somebody else replay the recorded decode step, for other tokens.
+        """Let ``run`` replay the recorded decode step for other tokens, and count the step.
 
         Args:
             options: what the model's attention asks for.
@@ -364,7 +367,10 @@ class Layer:
         values: Float[Tensor, "B Hk T E"],
         options: AttentionOptions,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Make a decode step on the path `DecodePath.REPLAY`; return ``None`` if that is not the path, unchanged."""
+        """Make a decode step as a replay of the recorded one.
+
+        Return ``None`` if there is none that fits, or the backend declines; then only the recorded step is dropped.
+        """
         recorded, block = self.paths.recorded, self.block
         why = self.paths.why_not_replayed(block, options)
         if recorded is None or self.broken or why is not None or not recorded.call.takes(query, keys, values):
@@ -380,7 +386,9 @@ class Layer:
         return self._replayed(recorded, run)
 
     def _replayed(self, recorded: Repeating, run: Callable[[], Tensor | None]) -> Tensor | None:
-        """Return what ``run`` returns, which makes the step; ``None`` if it could not, and then nothing has changed."""
+        """Make a step by calling ``run``, count it, and return its output; ``None`` if ``run`` declined, with
+        nothing changed.
+        """
         self.paths.recorded = None  # a step that fails is not tried again
         check_room(self.policy, self.block, 1, None, phase=Phase.DECODE, window=self.window)
         self.broken = True  # until the step has ended
@@ -405,7 +413,13 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """See `step`."""
+        """Make a step that is no replay, see `step`. The layer counts as broken if it fails after its checks.
+
+        Raises:
+            BrokenCacheError: an earlier step failed.
+            ShapeError: several generated tokens per row came at once.
+            UnsupportedOperationError: the step reads a text again, and the policy prunes through the layers.
+        """
         if self.broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
         T = query.shape[2]
@@ -479,7 +493,9 @@ class Layer:
         *,
         may_record: bool,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Let the backend do all of a decode step; return ``None`` if it declines, and then nothing has changed.
+        """Let the backend make a whole decode step, and record it for a replay if possible.
+
+        Return ``None`` if the backend declines; then nothing has changed.
 
         Args:
             query: see `step`.
@@ -517,9 +533,11 @@ class Layer:
         view = self._view(slots, new=fresh, phase=Phase.DECODE)
         if (focus := self.policy.focuses) is not None:
             options = replace(options, top=focus.top(self.policy, view))
-        out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
+        out, report = backend.attend(AttentionInputs(query, slots, positions, options, self.policy.wants(view)))
         self.block.remember(self.policy.observe(self.state, view, report))
+        # later layers ask for the state of all tokens that this layer has attended, the next victim among them
         self._hand_on(slots.positions, self.state)
+        # tokens that the window has passed are not lost by the policy; asked before the eviction empties more slots
         among = None if self.window is None else ranking.expire(slots.positions, self.seen, self.window) >= 0
         evict(self.policy, self.block, view, window=self.window, backend=backend)
         lost_mass.count(self.block.lost, report, self.store.positions >= 0, phase=Phase.DECODE, among=among)
@@ -533,20 +551,25 @@ class Layer:
         values: Float[Tensor, "B Hk T E"],
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Attend over slots ∪ chunk, then keep the best of both."""
+        """Attend over slots and chunk, then keep the best tokens of both.
+
+        Layers that share a budget evict later, together.
+        """
         used = self.store.used() if self.columns else 0  # 0: only the chunk is attended; all heads agree on positions
         new = self.block.advance(query.shape[2], real, Phase.PREFILL)
         self.columns += query.shape[2]
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, new)
+        # `Fresh` tells the backend that a causal mask is enough, without a look at the positions
         chunk = (Fresh if real is None else Slots)(keys, values, new.to(torch.int32)[:, None])
         slots, state = beside(self.block, chunk, starts=self.policy.slots, used=used)
         left = slots.positions if self.window is None else ranking.expire(slots.positions, self.seen, self.window)
+        # to the policy an expired token is gone already, so it takes no slot from another one
         view = self._view(at(slots, left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
         view, turn = for_prompt(self.policy, view, query, new, options.output), self._rotation or self.rotary
         attended, wanted = slots if used else chunk, self.policy.wants(view)
-        given, length = (self.policy, self._backend, query, attended, new), self.seen[:, None]
-        out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
+        inputs = AttentionInputs(query, attended, new, options, wanted)
+        out, report = read(self.policy, self._backend, inputs, SecondReading(self.seen[:, None], turn))
         state = self.policy.observe(state, view, report)
         self._hand_on(left, state)
         if self._together is not None:
@@ -569,9 +592,11 @@ class Layer:
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, now)
         probes = Slots(keys, values, now.to(torch.int32)[:, None])
+        # probes get no state of the policy, since they are never stored
         slots, _ = beside(self.block, probes, starts={}, used=held)
         view = self._view(self.store.slots(), new=(now >= 0).sum(dim=1), phase=Phase.PROBE)
-        out, report = self._backend.attend(query, slots, now, statistic=self.policy.wants(view), options=options)
+        out, report = self._backend.attend(AttentionInputs(query, slots, now, options, self.policy.wants(view)))
+        # the policy has no place for what probes have received themselves
         mine = Report({name: tensor[..., :held] for name, tensor in report.sums.items()})
         self.block.remember(self.policy.observe(self.state, view, mine))
         return out
@@ -593,7 +618,9 @@ class Layer:
         )
 
     def _hand_on(self, positions: Int[Tensor, "B Hk S"], state: State) -> None:
-        """Let the layers to come, and the next step, know the state of these tokens."""
+        """Write the state of these tokens to the first layer, for the layers to come, if the policy prunes through
+        the layers.
+        """
         if self._first is not None:
             _hand_on(self._first.block, positions[:, 0], state)
 
@@ -632,8 +659,11 @@ def _hand_on(first: Block, positions: Int[Tensor, "B S"], state: State) -> None:
 
 
 def _look_up(held: Int[Tensor, "B N"], wanted: Int[Tensor, "B S"]) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-    """Return the place of each wanted token among those that are held, and whether it is there."""
+    """Return the index of each wanted token among those that are held, and whether it is among them."""
+    # empty slots lie behind all tokens, so a search never finds one
     tokens, order = held.long().masked_fill(held < 0, _LATER).sort(dim=1)
+    # torch warns of a search in another order of memory, and copies as well
     wanted = wanted.long().contiguous()
+    # a token beyond the last one is not there; the clamped index is only one that can be read
     at = torch.searchsorted(tokens, wanted).clamp(max=tokens.shape[1] - 1)
     return order.gather(1, at), (tokens.gather(1, at) == wanted) & (wanted >= 0)

@@ -75,7 +75,7 @@ class BlockPlan:
         return block
 
     def like(self, copy: RowCopy, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """Return keys and values of no token, of a row that was copied; arguments as for `Store.like`."""
+        """Return keys and values of no token, like those of a copied row, from which a store can be made."""
         tensors = {
             name.removeprefix("store."): x[None] for name, x in copy.tensors.items() if name.startswith("store.")
         }
@@ -98,7 +98,7 @@ def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = N
 
 
 def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads = ALONE) -> None:
-    """Tell a block's pool, if it has one, how many slots a head may get when the policy shares budgets among heads."""
+    """Set how many slots a head may get in a block's pool. Do nothing without a pool or a shared budget."""
     store = block.store
     if not isinstance(store, PooledStore) or policy.spreads is None:
         return

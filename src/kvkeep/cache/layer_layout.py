@@ -91,7 +91,7 @@ class Layout:
         head_budget: str | None = None,
         kv_bits: str | int | None = None,
     ) -> Layout:
-        """Return the layout for a model; arguments as for `kvkeep.BoundedCache`.
+        """Return the layout for a model. The arguments are those of `kvkeep.BoundedCache`.
 
         Raises:
             InputError: ``positions`` names no mode, or ``kv_bits`` no number of bits.
@@ -120,12 +120,13 @@ class Layout:
                 layer_budget=asked,
                 split=heads != ALONE,
             )
+            # scores divide the budget of all layers at once, so a rule for layers would have no effect
             how = "uniform"
         return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits, heads)
 
     @property
     def sharing(self) -> tuple[int, ...]:
-        """Return the numbers of the layers whose heads share one budget. None of them has a sliding window."""
+        """Return the numbers of the layers whose heads share one budget: those without a sliding window, or ``()``."""
         full = (number for number, window in self.windows.items() if window is None)
         return tuple(full) if self.policy.shares_layers else ()
 
@@ -148,7 +149,7 @@ class Layout:
         return spread
 
     def _spread(self, numbers: Sequence[int]) -> list[Sequence[Number]]:
-        """Return the budget of each layer, for rows with these budgets."""
+        """Return for each layer the budgets of rows with these numbers, unchecked."""
         layers = len(self.windows)
         if self.profile is not None:
             heads = [self.profile.budgets(number, self.policy.least) for number in numbers]
@@ -175,7 +176,7 @@ class Layout:
         return list(self._slots[budget])
 
     def _limited(self, budget: int) -> list[Number]:
-        """Return the budget of each layer, at most its sliding window."""
+        """Return the checked budget of each layer, at most its sliding window."""
         pairs = zip(self.spread(budget), self.windows.values(), strict=True)
         return [budgets.at_most(number, window) for (number,), window in pairs]
 
@@ -183,13 +184,14 @@ class Layout:
         """Refuse pins that do not fit into the budget of some layer.
 
         Raises:
-            BudgetError: they do not; or see `slots`.
+            BudgetError: a layer's budget is too small for the pins; or see `slots`.
         """
         for number, window in zip(self.slots(budget), self.windows.values(), strict=True):
             check_pins(self.policy, [budgets.smallest(number)], [pins], window=window)
 
     def room(self, budget: int) -> int | None:
-        """Return the most tokens of a sequence without eviction, or ``None`` if every budget holds its window.
+        """Return the most tokens that a sequence can have without eviction; ``None`` if every budget holds its
+        window.
 
         Raises:
             BudgetError: see `slots`.
@@ -201,7 +203,7 @@ class Layout:
 def _profile(
     head_budget: str | None, config: PreTrainedConfig, layers: int, heads: Heads, *, layer_budget: bool
 ) -> Profile | None:
-    """Load the profile that `head_budget` names, or return ``None`` if it names none.
+    """Load the profile that ``head_budget`` names, and check that it fits the model; ``None`` for another rule.
 
     Raises:
         InputError: `layer_budget` was given as well, or the file cannot be used for this model.
@@ -248,7 +250,7 @@ def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
 
 
 def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
-    """Sliding window of each layer with keys and values, by its number in the model; ``None`` for full attention.
+    """Return the sliding window of each layer with keys and values, by its number; ``None`` for full attention.
 
     Layers that have nothing but a state of fixed size (state-space, convolution) are left out.
 
@@ -270,12 +272,12 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
     return {
         i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         for i, layer in enumerate(layers)
-        if type(layer) in _WITH_KEYS
+        if type(layer) in _WITH_KEYS  # not isinstance: a subclass may hold something else than keys of tokens
     }
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
-    """Tell whether the model may cache a latent of each token, and expand it to keys and values to attend."""
+    """Return whether the model may cache a latent of each token, and expand it to keys and values to attend."""
     return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 

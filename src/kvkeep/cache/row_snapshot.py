@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,8 +26,16 @@ from kvkeep.snapshot.contents import Contents, check, mine, put, take, whole
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, name_of_policy, rule
 from kvkeep.snapshot.snapshot import Snapshot
 
-Weights: TypeAlias = Callable[[], str | None]
-"""The hash of the weights of the model that feeds a cache; ``None`` if the model is gone."""
+
+@runtime_checkable
+class FeedingWeights(Protocol):
+    """The weights of the model that feeds a cache."""
+
+    def __call__(self) -> str | None:
+        """Return the hash of the weights; ``None`` if the model is gone."""
+
+    def adapters(self) -> str | None:
+        """Return the state of the model's adapters, empty without adapters; ``None`` if the model is gone."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class CacheSettings:
 
     @classmethod
     def of(cls, config: Any, budget: int | Sequence[int], layout: Layout, chunk: int | None) -> CacheSettings:
-        """Return the settings, with numbers of other libraries as Python's own."""
+        """Return the settings, with numbers as Python's own."""
         return cls(
             config=config,
             policy=layout.policy,
@@ -81,7 +89,7 @@ class CacheSettings:
 
         Args:
             layer: the cache's first layer.
-            row: which row.
+            row: the row's index.
 
         Raises:
             UnsupportedOperationError: rows with budgets of their own were selected, and it is not clear which is whose.
@@ -90,6 +98,7 @@ class CacheSettings:
             return self.budgets[0]
         if not layer.moves:
             return self.budgets[row]
+        # selected rows have taken their budgets along, by whose sum each of them is recognised
         heads, sum_of_row = layer.store.positions.shape[1], layer.block.budget_of(row)
         sums = map(sum, by_head(layer.budgets, heads))
         candidates = {budget for budget, total in zip(self.budgets, sums, strict=True) if total == sum_of_row}
@@ -117,15 +126,22 @@ class RowSnapshots:
 
     def __init__(self, settings: CacheSettings, history: TokenHistory) -> None:
         self.settings, self._history = settings, history
-        self.weights: Weights | None = None
+        self.weights: FeedingWeights | None = None
         self.awaited: str | None = None
+        self._adapters: str | None = None  # when the cache was fed; none before
 
     def take(self, layers: Sequence[Layer], states: Mapping[int, object], row: int, tokens: Any) -> Snapshot:
-        """Copy the memory of one row, see `BoundedCache.snapshot`."""
+        """Return a copy of the memory of one row, see `BoundedCache.snapshot`.
+
+        Raises:
+            SnapshotError: nothing is cached yet.
+            BrokenCacheError: a step failed in some layer.
+        """
         check_has_layers(layers)
         check_whole(layers)
         if not layers[0].columns:
             raise SnapshotError("The cache holds no tokens yet, so there is nothing to copy. Run the model first.")
+        self.check_adapters()
         row = checked_row(row, len(layers[0].seen))
         contents = take([layer.block for layer in layers], row, states=states)
         contents = whole(contents, layers[0].heads)
@@ -147,8 +163,10 @@ class RowSnapshots:
         Raises:
             SnapshotError: the snapshots do not fit the layers.
         """
+        self.check_adapters(fresh=len(snapshots) == rows)
         heads = layers[0].heads
         snapshots = {row: replace(copy, contents=mine(copy.contents, heads)) for row, copy in snapshots.items()}
+        # asked first, since it depends on what the rows have seen until now
         ids = self._ids_after(layers[0], snapshots, rows)
         try:
             made = next(iter(snapshots.values())).fingerprint
@@ -162,21 +180,24 @@ class RowSnapshots:
         columns = max(snapshots[row].seen if row in snapshots else seen[row] for row in range(rows))
         for layer, block in zip(layers, blocks, strict=True):
             layer.hold(block, columns=columns)
+            # layers that do not agree on their moves count as left half way
             layer.mend(layers[0].moves)
         for row, snapshot in snapshots.items():
             put(snapshot.contents, blocks, row, states=states)
         self._history.begin_again(ids, columns=columns, device=blocks[0].seen.device)
         self._history.prompt_columns = columns + max(snapshot.pending for snapshot in snapshots.values())
+        # no model has fed the cache yet, or it is gone; the next one is checked when it comes
         if self.weights is None or self.weights() is None:
             known = (snapshot.fingerprint.weights for snapshot in snapshots.values())
             self.awaited = next(filter(None, known), self.awaited)
 
-    def feeds(self, weights: Weights) -> None:
-        """Note the weights of the model that is about to feed the cache.
+    def feeds(self, weights: FeedingWeights) -> None:
+        """Set the weights of the model that is about to feed the cache, after comparing them with those of the
+        memory.
 
         Raises:
             SnapshotError: the cache holds a snapshot that was made with other weights.
-            InputError: so was the profile of the budgets of heads.
+            InputError: the profile of the heads' budgets was made with other weights.
         """
         if self.settings.profile is not None:
             self.settings.profile.check_weights(weights)
@@ -187,8 +208,27 @@ class RowSnapshots:
             )
         self.weights, self.awaited = weights, None
 
+    def check_adapters(self, *, fresh: bool = False) -> None:
+        """Refuse to go on with a memory after the model's adapters were switched.
+
+        Args:
+            fresh: whether nothing in the cache is older than this call.
+
+        Raises:
+            SnapshotError: the memory belongs to other adapters.
+            UnsupportedOperationError: each row has an adapter of its own.
+        """
+        if self.weights is None or (here := self.weights.adapters()) is None:
+            return
+        if not fresh and self._adapters is not None and here != self._adapters:
+            raise SnapshotError(
+                "The model's adapters were switched, scaled, or turned on or off after it had read the tokens in the "
+                "cache. They mean nothing to it now: switch back, or begin again with reset() or a new cache."
+            )
+        self._adapters = here
+
     def fingerprint(self, layer: Layer, row: int) -> Fingerprint:
-        """Return the model and the settings of one row; ``layer`` is the cache's first one."""
+        """Return the fingerprint of one row: model, policy, budget and settings. ``layer`` is the cache's first one."""
         made = self.settings
         return Fingerprint(
             model=name_of_config(made.config),
@@ -205,7 +245,7 @@ class RowSnapshots:
         )
 
     def _ids_after(self, layer: Layer, snapshots: Mapping[int, Snapshot], rows: int) -> list[Tensor] | None:
-        """Return the token ids of all rows once snapshots are in some; ``None`` if the ids of a row are not known."""
+        """Return the token ids that all rows will have with these snapshots; ``None`` if those of a row are unknown."""
         seen = layer.seen.tolist() if layer.allocated else [0] * rows
         ids = [
             snapshots[row].tokens if row in snapshots else self._recorded_ids(layer, row, seen[row])
@@ -229,7 +269,7 @@ def check_whole(layers: Iterable[Layer]) -> None:
     """Refuse layers in which a step has not ended, or which have seen different tokens.
 
     Raises:
-        BrokenCacheError: see above.
+        BrokenCacheError: a step has not ended in some layer, or the layers have seen different tokens.
     """
     layers = list(layers)
     if any(layer.broken for layer in layers):
@@ -242,17 +282,17 @@ def check_has_layers(layers: Sequence[Layer]) -> None:
     """Refuse a cache without layers that have slots.
 
     Raises:
-        UnsupportedOperationError: there are none.
+        UnsupportedOperationError: there are no layers.
     """
     if not layers:
         raise UnsupportedOperationError("This model has no layers with slots, so there is no memory to copy.")
 
 
 def check_kind(snapshots: Sequence[object]) -> None:
-    """Refuse what is no snapshot.
+    """Refuse objects that are no snapshots.
 
     Raises:
-        InputError: there is something else.
+        InputError: an object is no `Snapshot`.
     """
     for given in snapshots:
         if not isinstance(given, Snapshot):
@@ -260,7 +300,7 @@ def check_kind(snapshots: Sequence[object]) -> None:
 
 
 def checked_row(row: object, rows: int) -> int:
-    """Return the number of a row.
+    """Return the index of a row as Python's own number.
 
     Raises:
         InputError: there is no such row.
@@ -268,22 +308,22 @@ def checked_row(row: object, rows: int) -> int:
     try:
         number = operator.index(row)  # type: ignore[arg-type]
     except TypeError:
-        number = -1
+        number = -1  # refused below, with the same message
     if not 0 <= number < rows:
         raise InputError(f"row={row!r:.40} is not one of the cache's rows, 0 to {rows - 1}.")
     return number
 
 
 def ids_of_row(tokens: Any) -> Tensor:
-    """Return the token ids of one row.
+    """Return the token ids of one row as an int32 tensor.
 
     Raises:
-        InputError: they are not, or are no ids.
+        InputError: ``tokens`` are those of several rows, or no ids.
     """
     try:
         (row,) = rows_of(tokens, None)
     except (InputError, ValueError):
-        row = torch.tensor([-1])
+        row = torch.tensor([-1])  # refused below, with the same message
     if bool(((row < 0) | (row >= 2**31)).any()):
         raise InputError(f"tokens={tokens!r:.60} are not the token ids of one row.")
     return row.int()
@@ -293,12 +333,12 @@ def identities(sequences: Sequence[int]) -> list[int]:
     """Return the identity of each row as a list of Python's numbers.
 
     Raises:
-        InputError: they are no whole numbers of 64 bits.
+        InputError: ``sequences`` are no whole numbers of 64 bits.
     """
     try:
         numbers = list(map(operator.index, sequences))
     except TypeError:
-        numbers = [2**63]
+        numbers = [2**63]  # refused below, with the same message
     if not all(-(2**63) <= number < 2**63 for number in numbers):
         raise InputError(f"sequences={sequences!r:.60} is no list of whole numbers below 2^63, one per row.")
     return numbers
@@ -323,7 +363,7 @@ def new_block(
         copies: what will be put into the block.
         rows: rows of the block.
         device: where the block shall be; by default the first copy's device.
-        dtype: the model's, which slots of codes do not show.
+        dtype: the model's, which quantized slots do not show.
 
     Raises:
         ShapeError: the copies come from a store that is not the default one, or there is no memory for the block.
@@ -342,7 +382,7 @@ def new_block(
 
 
 def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
-    """Give a block the slots per head of the blocks that copies were taken from, at most what its budget allows.
+    """Give a block as many slots per head as the copied blocks had, at most what its budget allows.
 
     A pool has room for every division of the budget already.
     """
@@ -362,10 +402,10 @@ def blocks_for(
         layers: the layers with slots.
         contents: what will be put in.
         rows: rows of a new block.
-        dtype: the model's, for a new block whose slots hold codes.
+        dtype: the model's, for a new block with quantized slots.
 
     Raises:
-        ShapeError: the contents have another number of layers.
+        ShapeError: the contents have another number of layers, or a new block cannot be made.
     """
     blocks = []
     for i, layer in enumerate(layers):
@@ -375,6 +415,7 @@ def blocks_for(
         if not layer.allocated:
             blocks.append(new_block(layer, copies, rows, dtype=dtype))
             continue
+        # + 1: a decode step writes its token before it evicts another one
         if any(max(copy.used, copy.most + 1) > layer.block.store.capacity for copy in copies):
             _widen(layer.block, layer, copies)
         blocks.append(layer.block)

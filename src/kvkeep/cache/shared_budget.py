@@ -47,12 +47,17 @@ class Waiting:
     report: Report
 
     def thinned(self, block: Block, stays: Bool[Tensor, "B Hk S"]) -> Waiting:
-        """Return the same with fewer tokens, in order, or itself if one head keeps too many for that to pay."""
+        """Return the step with only the tokens that may stay; itself if a head keeps too many for that to pay.
+
+        The mass of the tokens left out is counted as lost.
+        """
         width = int(stays.sum(dim=-1).max())
         if width > WORTH * stays.shape[-1]:
             return self
         gone = ~stays & (self.view.positions >= 0)
+        # `settle` will not see these tokens, so they are counted as lost now
         lost_mass.count(block.lost, self.report, torch.zeros_like(stays), phase=Phase.PREFILL, among=gone)
+        # a stable sort brings the tokens that stay to the front, in their order
         index = (~stays).int().argsort(dim=-1, stable=True)[..., :width]
         there = stays.gather(-1, index)
         positions = self.view.positions.gather(-1, index).masked_fill(~there, EMPTY)
@@ -64,7 +69,7 @@ class Waiting:
         return Waiting(view, self.tokens.chosen(index), self.score.gather(-1, index), state, Report(sums))
 
     def settle(self, policy: Policy, block: Block) -> None:
-        """Keep the best tokens in the ranges that the heads of the layer's block have now."""
+        """Put the best tokens into the slots that the heads of the layer's block have now, and count the lost mass."""
         opened = block.opened()
         view = replace(self.view, budget=opened.budget)
         stays = kept(policy, view, self.state, self.score)
@@ -91,7 +96,7 @@ class SharedBudget:
         return dict.fromkeys(layers, cls(layers))
 
     def clear(self) -> None:
-        """Forget steps that have not ended."""
+        """Drop the steps that wait for the last layer."""
         self._waiting: list[Waiting] = []
         self._blocks: list[Block] = []
 
@@ -108,6 +113,7 @@ class SharedBudget:
             UnsupportedOperationError: the layer is not like the first one.
         """
         number = self._layers.index(layer)
+        # layer 0 comes first: its call allocates anew, and the other layers join
         if number == 0 or self._whole is None:
             self._whole = JointBlock(keys, values, layers=len(self._layers), **given)
         part = self._whole.layer(number)
@@ -119,7 +125,10 @@ class SharedBudget:
         return part
 
     def wait(self, policy: Policy, block: Block, view: View, state: State, report: Report, *, used: int) -> None:
-        """Note a layer's step over a prompt, which has attended; arguments as for `cut`. State of heads is written."""
+        """Queue a layer's step over a prompt, which has attended, for the eviction with the last layer.
+
+        The state of heads is written at once.
+        """
         own = {name: x for name, x in state.items() if name not in block.heads}
         score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
         tokens = block.store.tokens(view, used=used).apart()
@@ -127,7 +136,9 @@ class SharedBudget:
         self._waiting.append(Waiting(positions_of(view), tokens, score, own, Report(mass)))
 
     def end(self, policy: Policy, block: Block) -> None:
-        """End a layer's step. If it was the last layer over a prompt, divide the budget among all heads, and evict.
+        """End a layer's step. After the last layer's step over a prompt, divide the budget among all heads, and evict.
+
+        For a generated token or a probe do nothing.
 
         Args:
             policy: the policy of all layers.
@@ -139,6 +150,7 @@ class SharedBudget:
         if len(self._blocks) < len(self._layers):
             self._thin(policy, block)
             return
+        # forgotten before anything can fail: the next prompt must not find the steps of this one
         waiting, blocks = self._waiting, self._blocks
         self.clear()
         divide(blocks, shared_budgets(policy, [(step.view, step.score) for step in waiting]))
@@ -146,7 +158,7 @@ class SharedBudget:
             step.settle(policy, own_block)
 
     def _thin(self, policy: Policy, block: Block) -> None:
-        """Let tokens go that cannot stay, whatever the layers to come hold, once far more wait than there are slots.
+        """Drop tokens that cannot stay, whatever the later layers hold, once far more wait than there are slots.
 
         Args:
             policy: the policy of all layers.
@@ -165,7 +177,7 @@ class SharedBudget:
 
 
 def positions_of(view: View) -> View:
-    """Return a view without keys, values and queries, which a score has used already."""
+    """Return a view without keys, values and queries, which are not needed after scoring."""
     keys, values = nothing(view.positions)
     return replace(view, keys=keys, values=values, queries=None, output=None)
 
@@ -176,7 +188,7 @@ def shared_budgets(policy: Policy, layers: Sequence[tuple[View, Float[Tensor, "B
 
 
 def _joined(layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> tuple[View, Float[Tensor, "B heads S"]]:
-    """Join the tokens of all layers as those of one layer, with their scores."""
+    """Return the tokens of all layers, padded to one length, as the heads of one layer, with their scores."""
     most = max(score.shape[-1] for _, score in layers)
     padded = [(view, score, most - score.shape[-1]) for view, score in layers]
     positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in padded], dim=1)

@@ -13,7 +13,10 @@ from torch import Tensor
 from kvkeep.errors import InputError, ShapeError
 
 _MOST_PIECES = 256
+"""Pieces of a history before they are joined: a token per step would make a list of very many."""
+
 _SHOWN_TOKENS = 6
+"""Tokens on either side of a difference that a message shows."""
 
 Ids: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
 """Token ids: of one row, of several rows, or a tokenizer's output with ``input_ids``."""
@@ -40,12 +43,12 @@ class TokenHistory:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, and record nothing."""
+        """Forget all ids, and stop recording."""
         self._pieces: list[tuple[Tensor, Tensor]] = []
         self.columns, self.prompt_columns, self.records = 0, 0, False
 
     def begin_again(self, rows: Sequence[Tensor] | None, *, columns: int, device: torch.device) -> None:
-        """Replace everything by the ids of rows that have been put in.
+        """Replace the ids by those of restored rows, and record from now on; if they are unknown, stop recording.
 
         Args:
             rows: the ids of each row without padding, which then stands on the left; ``None``: they are not known.
@@ -59,7 +62,7 @@ class TokenHistory:
             self.records = True
 
     def add(self, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"], *, held: int) -> None:
-        """Append the ids of columns that are about to be fed.
+        """Append the ids of columns that are about to be fed, after dropping those of columns that never were.
 
         Args:
             ids: the token ids.
@@ -73,18 +76,18 @@ class TokenHistory:
             self._pieces = [self.table()]
 
     def forget_after(self, columns: int) -> None:
-        """Forget what was told of columns that were never fed."""
+        """Drop the ids beyond so many columns, whose tokens were never fed."""
         if columns < self.columns:
             self._pieces = [(ids[:, :columns], real[:, :columns]) for ids, real in [self.table()]] if columns else []
             self.columns = columns
 
     def table(self) -> tuple[Int[Tensor, "B columns"], Bool[Tensor, "B columns"]]:
-        """Return all ids, and which of them are no padding."""
+        """Return all ids, and a mask of those that are no padding. There must be some."""
         ids, real = zip(*self._pieces, strict=True)
         return torch.cat(ids, dim=1), torch.cat(real, dim=1)
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was."""
+        """Replace row ``i`` by what row ``index[i]`` was, for all rows; do nothing before ids are recorded."""
         if self._pieces:
             self._pieces = [(ids[index.to(ids.device)], real[index.to(ids.device)]) for ids, real in [self.table()]]
 
@@ -94,10 +97,10 @@ class TokenHistory:
         return len(self._pieces[0][0]) if self._pieces else None
 
     def rest_of(self, rows: Sequence[Tensor], tokenizer: Decodes | None) -> list[Tensor]:
-        """Return what each row has beyond the tokens that were told.
+        """Return what each row has beyond the recorded tokens; the whole rows if none are recorded.
 
         Raises:
-            InputError: a row does not begin with these tokens, or has no more than them.
+            InputError: a row does not begin with the recorded tokens, or has no token beyond them.
             ShapeError: there is another number of rows.
         """
         if not self._pieces:
@@ -118,7 +121,7 @@ def _check_begins(old: Int[Tensor, " n"], new: Int[Tensor, " m"], name: str, tok
     """Refuse a text that does not begin with the tokens that the cache stands for.
 
     Raises:
-        InputError: it does not, or has no more than them.
+        InputError: the text does not begin with these tokens, or has no token beyond them.
     """
     n = min(len(old), len(new))
     parts = (old[:n] != new[:n]).nonzero()
@@ -199,13 +202,13 @@ def _shown_in(mask: object, rows: Sequence[Tensor]) -> list[Bool[Tensor, " n"]]:
 
 
 def device_of(ids: Ids, otherwise: torch.device) -> torch.device:
-    """Return the device of token ids; lists have none."""
+    """Return the device of token ids; ``otherwise`` for lists, which have none."""
     tensor: Any = ids["input_ids"] if isinstance(ids, Mapping) else ids
     return tensor.device if isinstance(tensor, Tensor) else otherwise
 
 
 def padded(rows: Sequence[Tensor]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Return rows as one tensor with padding in front, and which tokens are real."""
+    """Return rows as one tensor with padding in front, and a mask of the real tokens."""
     T = max(map(len, rows))
     ids, real = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
     for i, row in enumerate(rows):

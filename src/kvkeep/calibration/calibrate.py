@@ -46,20 +46,21 @@ FACTS = 16
 
 
 def documents(checkpoint: Checkpoint, *, n: int, questions: int, tokens: int, seed: int) -> list[list[Prompted]]:
-    """Make the questions about each of some texts of about ``tokens`` tokens.
+    """Return the questions about each of ``n`` texts of about ``tokens`` tokens.
 
     Raises:
-        InputError: the facts alone are longer.
+        InputError: the facts alone are longer than a text.
     """
     if not n:
         return []
     options = Options(seed=seed, facts=FACTS, ask="later", contexts=(tokens,))
     asked = ask(checkpoint, options, tokens, n * questions, documents=n)
-    return [list(group) for _, group in groupby(asked, key=lambda one: one.document)]
+    return [list(group) for _, group in groupby(asked, key=lambda question: question.document)]
 
 
 def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> list[Passage]:
-    """Keep the questions that the model answers right under the full cache, each followed by its answer.
+    """Return the questions that the model answers right under the full cache, each followed by its answer, as
+    passages.
 
     Args:
         writer: the model.
@@ -68,12 +69,12 @@ def answered(writer: Writer, asked: Sequence[Prompted], *, together: bool) -> li
     """
     replies, wording = _replies(writer, asked), wording_of(writer.checkpoint)
     known = [
-        (one.ids, torch.tensor(reply))
-        for one, reply in zip(asked, replies, strict=True)
-        if reply and right(wording, one.question, writer.text_of(reply))
+        (question.ids, torch.tensor(reply))
+        for question, reply in zip(asked, replies, strict=True)
+        if reply and right(wording, question.question, writer.text_of(reply))
     ]
     if not together:
-        return [_passage([one], len(one[0]) - 1) for one in known]
+        return [_passage([passage], len(passage[0]) - 1) for passage in known]
     return [_passage(known, asked[0].first)] if known else []
 
 
@@ -88,12 +89,12 @@ def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: i
 
 
 def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
-    """Generate the model's greedy replies under the full cache, without the token that ends them."""
+    """Return the model's greedy replies under the full cache, without the token that ends them."""
     ends = ends_of(writer.model, writer.checkpoint.tokenizer)
     most = NEW_TOKENS[wording_of(writer.checkpoint)]
     replies: list[list[int]] = []
-    for at in batches([len(one.ids) for one in asked]):
-        prompts = [one.ids for one in asked[at]]
+    for at in batches([len(question.ids) for question in asked]):
+        prompts = [question.ids for question in asked[at]]
         drive = Drive(writer, parse("full"), [max(map(len, prompts)) + most] * len(prompts))
         logits = drive.feed(*left_padded(prompts), last_only=True)
         replies += decode_greedily(drive, logits, most, ends)
@@ -135,10 +136,11 @@ class CalibrationFile:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[CalibrationFile]:
-        """Open and lock the file, and read its lines. An empty file is removed again.
+        """Open and lock the file, and yield it with its lines read. An empty file is removed at the end.
 
         Raises:
-            InputError: the file cannot be read or written, another run is writing to it, or it holds something else.
+            InputError: the file cannot be read or written, another run is writing to the file, or the file holds
+                something else.
         """
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is no file, and the calibration notes its progress there. Remove it.")
@@ -146,6 +148,7 @@ class CalibrationFile:
         with ExitStack() as held:
             with _writing(path):
                 file = held.enter_context(rows.locked())
+            # the other run may have removed the file between its opening and its locking here
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 raise InputError(f"Another run has just finished and removed {path}. Look at what it wrote first.")
             part = cls(rows)
@@ -156,12 +159,12 @@ class CalibrationFile:
                     path.unlink(missing_ok=True)
 
     def agree(self, run: Mapping[str, Any]) -> None:
-        """Go on with the calibration that is in the file, or begin one.
+        """Check that the file holds this calibration; if it is empty, write the calibration's settings.
 
         Raises:
             InputError: the file holds another calibration.
         """
-        wanted = json.loads(json.dumps(finite(dict(run))))
+        wanted = json.loads(json.dumps(finite(dict(run))))  # tuples as lists, for example, as they are read back
         if not self._rows:
             self.add(_RUN, wanted)
             return
@@ -175,23 +178,23 @@ class CalibrationFile:
             )
 
     def find(self, row: str, **keys: object) -> dict[str, Any] | None:
-        """Find the line of this kind with these values; ``None`` if it was not measured yet."""
+        """Return the line of this kind with these values; ``None`` if it was not measured yet."""
         for line in self._rows:
             if line["row"] == row and all(line.get(key) == value for key, value in keys.items()):
                 return line
         return None
 
     def add(self, row: str, values: Mapping[str, Any]) -> None:
-        """Write a line at once.
+        """Write a line, and wait until it is on the disk.
 
         Raises:
-            InputError: it cannot be written; the lines before are safe.
+            InputError: the line cannot be written; the lines before are safe.
         """
         with _writing(self.path):
             self._rows += self._file.extend([finite({"row": row, **values})])
 
     def remove(self) -> None:
-        """Remove the file: the profile is written."""
+        """Forget the lines, so that the file is removed when it is closed: the profile is written."""
         self._rows = []
 
 
@@ -264,7 +267,7 @@ class CalibrationSettings:
         """Check the numbers and the case.
 
         Raises:
-            InputError: one is out of range, or there is no such case.
+            InputError: a number is out of range, or there is no such case.
         """
         if self.case not in CASES:
             raise InputError(f"case={self.case!r:.40} is neither later nor inside.")
@@ -320,7 +323,7 @@ class Calibration:
         return windows(self.checkpoint, self.text, n=s.windows, tokens=s.context, seed=s.seed)
 
     def notes(self) -> list[str]:
-        """Notes for the user."""
+        """Return sentences for the user, such as that the texts are longer than the model was trained for."""
         return past_training(self.checkpoint, self.settings.context, "calibration")
 
     def manifest(self) -> dict[str, Any]:
@@ -365,7 +368,7 @@ def calibrate(
 
 
 def needs(alone: Sequence[Sequence[Loss]], questions: int) -> tuple[tuple[float, ...], ...]:
-    """Compute the need of each head from the loss of limiting that head alone.
+    """Return the need of each head, from the loss of limiting that head alone.
 
     The harm to answers and the distance on the text, each as a share of the largest, are averaged. The need is the root
     of it: heads replace each other, so the harm of one alone falls short of its part. Small needs are 0.
@@ -390,7 +393,7 @@ def _of_largest(values: Sequence[Sequence[float]], *, least: float) -> list[list
 
 
 def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
-    """Return the passages, with the model's output on them under the full cache."""
+    """Read all passages with the full cache, and return what measures losses against it."""
     s, name = job.settings, "reading with the full cache"
     made = job.documents
     together = not keeps_states(writer.model.config)  # questions cannot share a state, as they do keys
@@ -403,7 +406,10 @@ def _bench(job: Calibration, writer: Writer, on_stage: OnStage) -> LossMeter:
 
 
 def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[list[Loss]]:
-    """Measure the loss of each head alone, by layer. A layer takes one pass, with its heads as rows of a batch."""
+    """Return the loss of each head alone, by layer.
+
+    A layer takes one pass, with its heads as rows of a batch. What the file has is not measured again.
+    """
     found = []
     for done, (layer, heads) in enumerate(bench.heads.items()):
         on_stage("each head alone", done / len(bench.heads))
@@ -420,7 +426,10 @@ def _alone(bench: LossMeter, part: CalibrationFile, on_stage: OnStage) -> list[l
 def _together(
     bench: LossMeter, part: CalibrationFile, heads: Sequence[Sequence[float]], on_stage: OnStage
 ) -> list[dict[str, Any]]:
-    """Measure the loss of more and more heads together, those with the least need first."""
+    """Return the loss of more and more heads together, those with the least need first.
+
+    What the file has is not measured again.
+    """
     on_stage("heads together", 0.0)
     numbers = list(bench.heads)
     order = sorted((need, numbers[at], head) for at, row in enumerate(heads) for head, need in enumerate(row))

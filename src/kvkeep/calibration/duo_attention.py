@@ -23,7 +23,7 @@ _DEFAULT = {"sink_size": 64, "recent_size": 256}
 
 
 def imported(path: str, config: Any, *, name: str, sparsity: float | None = None) -> Profile:
-    """Read a DuoAttention pattern as a profile.
+    """Return a DuoAttention pattern as a profile.
 
     Args:
         path: the file of numbers, or its folder.
@@ -56,7 +56,7 @@ def imported(path: str, config: Any, *, name: str, sparsity: float | None = None
 
 
 def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
-    """Read the numbers of a pattern, limited to [0, 1] as DuoAttention does.
+    """Return the numbers of a pattern, limited to [0, 1] as DuoAttention limits them.
 
     Raises:
         InputError: the file cannot be read, or holds no table of numbers.
@@ -74,10 +74,10 @@ def _numbers(file: Path) -> tuple[tuple[float, ...], ...]:
 
 
 def _row(line: str) -> tuple[float, ...] | None:
-    """Read the numbers of a line; ``None`` if it holds something else."""
+    """Return the numbers of a line; ``None`` if it holds something else."""
     try:
         found = [float(word) for word in line.split()]
-    except ValueError:
+    except ValueError:  # a word is no number
         return None
     return None if any(map(math.isnan, found)) else tuple(min(1.0, max(0.0, value)) for value in found)
 
@@ -105,10 +105,10 @@ def _split(numbers: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tup
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """Read the numbers of first and newest tokens used in the pattern's training; without a file, the usual ones.
+    """Return the numbers of first and newest tokens used in the pattern's training; without a file, the usual ones.
 
     Raises:
-        InputError: the file does not hold them.
+        InputError: the file does not hold these numbers.
     """
     if not file.exists():
         return dict(_DEFAULT)
@@ -116,7 +116,7 @@ def _sizes(file: Path) -> dict[str, int]:
         found = parse(_read(file))
         sizes = {name: found[name] for name in _DEFAULT}
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
+        if isinstance(error, InputError):  # of `_read`, a ValueError that says already what happened
             raise
         raise InputError(f"{file} does not say {' and '.join(_DEFAULT)} of the pattern.") from error
     if not all(type(size) is int and 0 <= size <= MOST // 2 for size in sizes.values()) or not any(sizes.values()):

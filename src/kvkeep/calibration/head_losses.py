@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_probe import LayerStep, OnePass, probe_cache
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import choose, reference
+from kvkeep.backends import AttentionInputs, choose, reference
 from kvkeep.cache.hf_layers import handed
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.evals import task
@@ -69,7 +68,7 @@ class Passage:
         return torch.cat(parts)
 
     def parts(self) -> Iterator[tuple[slice, Int[Tensor, "_"]]]:
-        """Stem and branches: their columns, and all columns that belong to the same text."""
+        """Yield, for the stem and each branch, its columns and all columns that belong to the same text."""
         stem, start = torch.arange(self.stem), self.stem
         yield slice(0, self.stem), stem
         for length in self.branches:
@@ -101,7 +100,10 @@ class LimitedHeads(OnePass):
         self._passage, self._near, self._limited = passage, near, limited
 
     def attend(self, step: LayerStep) -> Float[Tensor, "B Hq T E"]:
-        """Full attention, and then the limited heads anew. The passage gives the positions."""
+        """Return full attention's output, with that of the limited heads computed anew.
+
+        The passage gives the positions.
+        """
         query, keys, values, options = step.query, step.keys, step.values, step.options
         self.heads = keys.shape[1]
         places, out = self._passage.positions.to(query.device), []
@@ -119,7 +121,7 @@ class LimitedHeads(OnePass):
         return whole
 
     def _counts(self) -> Bool[Tensor, "T 1"]:
-        """Tell for each column whether its query is limited."""
+        """Return for each column whether its query is limited."""
         if not self._near.inside:
             return torch.ones(self.columns, 1, dtype=torch.bool)
         counts = torch.zeros(self.columns, 1, dtype=torch.bool)
@@ -134,7 +136,7 @@ class LimitedHeads(OnePass):
         places: Int[Tensor, " T"],
         options: AttentionOptions,
     ) -> Float[Tensor, "n G T E"]:
-        """Compute attention of one limited head, a block of rows at a time, in float32."""
+        """Return the output of one limited head, computed a block of rows at a time, in float32."""
         out = []
         for part, columns in self._passage.parts():
             columns = columns.to(query.device)
@@ -163,7 +165,7 @@ def _full(
     B, t = query.shape[0], query.shape[2]
     slots = Slots(keys, values, places.expand(B, 1, -1))
     now = places[-t:].expand(B, -1)
-    out, _ = choose(query.device, query.dtype).attend(query, slots, now, statistic=Nothing(), options=options)
+    out, _ = choose(query.device, query.dtype).attend(AttentionInputs(query, slots, now, options))
     return out
 
 
@@ -177,7 +179,7 @@ def _for_heads(options: AttentionOptions, group: slice) -> AttentionOptions:
 def read(
     model: Any, passage: Passage, near: NearWindow, limited: Mapping[int, Bool[Tensor, "B Hk"]] | None = None
 ) -> tuple[list[Float[Tensor, "B _ V"]], dict[int, int]]:
-    """Run a passage through a model.
+    """Run a passage through a model with some heads limited.
 
     Args:
         model: the model, attached and in evaluation mode.
@@ -250,7 +252,7 @@ class LossMeter:
     heads: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Run the full cache.
+        """Run the full cache on all passages, and keep its outputs for comparison.
 
         Raises:
             UnsupportedModelError: the layers differ in their number of heads.
@@ -264,7 +266,7 @@ class LossMeter:
         for passage in self.texts:
             (rows,), self.heads = read(self.model, passage, self.near)
             self._texts.append(rows[0])
-        if any(bool(found.isnan().any()) for found in (*self._answers, *self._texts)):
+        if any(bool(losses.isnan().any()) for losses in (*self._answers, *self._texts)):
             raise InputError(
                 "The model's next-token probabilities are no numbers on these texts, so no head can be compared. Try "
                 "another dtype (float16 overflows first), or look whether the weights are damaged."
@@ -277,11 +279,11 @@ class LossMeter:
 
     @property
     def questions(self) -> int:
-        """Number of questions that the model answers right under the full cache."""
+        """Return the number of questions that the model answers right under the full cache."""
         return sum(len(passage.branches) for passage in self.asked)
 
     def losses(self, sets: Sequence[Collection[Head]]) -> list[Loss]:
-        """Measure the loss of each set of heads, limited together; each set is a row of a batch.
+        """Return the loss of each set of heads, limited together. Sets are rows of batches.
 
         Raises:
             InputError: the device's memory is too small.
@@ -295,7 +297,7 @@ class LossMeter:
             layer: torch.tensor([[(layer, head) in chosen for head in range(n)] for chosen in sets])
             for layer, n in self.heads.items()
         }
-        lost, distance = [torch.zeros(len(sets), 0)], torch.zeros(len(sets))
+        lost, distance = [torch.zeros(len(sets), 0)], torch.zeros(len(sets))  # there may be no question
         for passage, full in zip(self.asked, self._answers, strict=True):
             logits, _ = read(self.model, passage, self.near, limited)
             lost.append((1 - (_log_probabilities(passage, logits) - full).exp()).clamp(min=0).cpu())

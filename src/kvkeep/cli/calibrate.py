@@ -87,14 +87,14 @@ class CalibrateOptions(ModelOptions):
     json: bool = option(JSON)
 
     def checked(self) -> CalibrateOptions:
-        """Return the options, after a check that the profile can be written."""
+        """Check that the profile can be written (see `check_output`), and return the options themselves."""
         self.check_output()
         return self
 
     def check_output(self) -> None:
-        """Check that the profile can be written; somebody may write a file of its name in the meantime.
+        """Check that the profile's file does not exist, or may be overwritten, and that its folder exists.
 
         Raises:
-            InputError: it cannot.
+            InputError: the profile cannot be written.
         """
         target(self.output, "profile", example="heads.json", overwrite=self.overwrite)

@@ -32,11 +32,11 @@ _FEW = 8
 _ENOUGH = 12
 """Questions that say something."""
 
-_SMALL = 0.005
+_SMALL = 0.005  # shown as 0.00
 
 
 def show(request: CalibrateOptions, profile: Profile) -> None:
-    """Print the needs of the heads, and what can be limited together; or everything as JSON."""
+    """Print the needs of the heads and what can be limited together, as tables; with ``--json`` the whole profile."""
     if (doubt := _doubt(profile)) is not None:
         console.note(doubt)
     if request.json:
@@ -66,7 +66,7 @@ def _doubt(profile: Profile) -> str | None:
 
 
 def _needs(profile: Profile) -> Table:
-    """Build a table of the heads' needs, with a row for each layer."""
+    """Return a table of the heads' needs, with a row for each layer."""
     if len(profile.heads[0]) <= _FEW:
         filled = console.table("layer", *(f"head {head}" for head in range(len(profile.heads[0]))))
         for layer, row in enumerate(profile.heads):
@@ -79,7 +79,7 @@ def _needs(profile: Profile) -> Table:
 
 
 def _together(steps: list[dict[str, Any]]) -> Table:
-    """Build a table that shows the harm of limiting more and more heads together."""
+    """Return a table of the harm of limiting more and more heads together."""
     filled = console.table("heads limited together", "answers lost", "KL on the text")
     for step in steps:
         lost = "–" if step["answers"] is None else f"{100 * step['answers']:.1f} %"
@@ -101,11 +101,11 @@ def _facts(request: CalibrateOptions, profile: Profile) -> dict[str, str]:
 
 
 EMBEDDED = "the embedded model"
-DEFAULT_CONTEXT = 1024
+DEFAULT_CONTEXT = 1024  # tokens of a text; fewer if the model was trained for fewer
 
 
 def serve(request: CalibrateOptions) -> None:
-    """Write a profile and print a summary.
+    """Measure a model or import a pattern, write the profile, and print a summary.
 
     Raises:
         KVKeepError: the request or the model cannot be used, or the profile cannot be written.
@@ -148,7 +148,7 @@ def _measure(request: CalibrateOptions) -> Profile:
 
 
 def prepare(request: CalibrateOptions) -> Calibration:
-    """Check a request, cheap tests first, without reading weights.
+    """Check a request, cheap tests first, and return the calibration, without reading weights.
 
     Raises:
         KVKeepError: the request or the model cannot be used.
@@ -180,7 +180,7 @@ def _save(profile: Profile, request: CalibrateOptions) -> None:
 
 
 def _stopped(part: Path) -> str:
-    """Return the note after Ctrl-C."""
+    """Return the note to print after Ctrl-C: where finished layers are kept, or that nothing was written."""
     if not part.exists():
         return "stopped; nothing was written"
     return f"stopped. Finished layers are in {part}; run the same command again to go on."

@@ -16,7 +16,11 @@ _CHAT = "Conversation"
 
 
 def parse_budget(text: str, option: str) -> int:
-    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
+    """Return the number of tokens of ``--budget``.
+
+    Raises:
+        InputError: the text is a share, which means nothing in a conversation of unknown length, or no number.
+    """
     if text.endswith("%"):
         raise InputError(
             f"{option} {text} is a share, and a conversation has no known length; give a number of tokens, e.g. 512."
@@ -70,7 +74,11 @@ class ChatOptions(GenerationOptions):
     json: bool = option(JSON, help="With --list: print one JSON object.")
 
     def checked(self) -> ChatOptions:
-        """Return the options with the policy, after all checks that concern several of them."""
+        """Return the options with the default policy if none was named, after checks that concern several options.
+
+        Raises:
+            InputError: options exclude each other.
+        """
         if self.json and not self.list_:
             raise InputError("--json prints the list of conversations: give --list, too.")
         if self.memory is not None and self.system is not None:
@@ -79,5 +87,5 @@ class ChatOptions(GenerationOptions):
 
     @property
     def run(self) -> str:
-        """The function that does the work."""
+        """Return the function that does the work, as ``module:function``."""
         return "kvkeep.cli.chat_sessions:show" if self.list_ else "kvkeep.cli.chat_run:serve"

@@ -24,8 +24,9 @@ VARIABLE = "KVKEEP_SESSIONS"
 """The environment variable that names the folder of saved conversations."""
 
 _MEMORY, _BEFORE = "memory.kvkeep", "before.kvkeep"
+# of the form of a temporary file, so that `remove_leftovers` knows it
 _LINK = f".{_BEFORE}.linkfile.new"
-_MOST_OF_A_SECOND = 1000
+_MOST_OF_A_SECOND = 1000  # conversations that begin within a second, which names them
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class ChatFolder:
 
     @classmethod
     def of(cls, asked: str | None) -> ChatFolder:
-        """Return the folder that was asked for, or the variable's, or the one in the user's data folder.
+        """Return the folder that was asked for, else the environment variable's, else the one in the user's data
+        folder.
 
         Raises:
             InputError: an empty name was given.
@@ -52,7 +54,7 @@ class ChatFolder:
 
     def names(self) -> Iterator[str]:
         """Yield the names of all saved conversations, in order."""
-        with suppress(OSError):
+        with suppress(OSError):  # there is no folder yet
             yield from sorted(folder.name for folder in self.path.iterdir() if (folder / _MEMORY).is_file())
 
     def file_of(self, name: str) -> Path:
@@ -60,10 +62,10 @@ class ChatFolder:
         return self.path / name / _MEMORY
 
     def claim(self, name: str | None, *, new: bool = False) -> ChatPlace:
-        """Claim a conversation, so that no other process uses it until it is left.
+        """Lock a conversation, so that no other process uses it, and return its place.
 
         Args:
-            name: of the conversation; ``None``: a new one, named by date and time.
+            name: the conversation's name; ``None``: a new one, named by date and time.
             new: whether there may be no conversation of that name yet.
 
         Raises:
@@ -131,7 +133,7 @@ class ChatPlace:
             replaced: the memory that the file holds now.
 
         Raises:
-            SnapshotError: it cannot be written; the old memory stays.
+            SnapshotError: the memory cannot be written; the old memory stays.
         """
         try:
             self._keep(before, linked=before is replaced)
@@ -140,12 +142,14 @@ class ChatPlace:
         snapshot.save(self.file)
 
     def before(self, snapshot: Snapshot) -> Snapshot | None:
-        """Return the memory before the last turn of a memory; ``None`` if it was not kept."""
+        """Return the memory before the last turn of ``snapshot``; ``None`` if it was not kept, or is of another
+        conversation.
+        """
         from kvkeep.snapshot.snapshot import Snapshot
 
         try:
             found = Snapshot.load(self._before)
-        except KVKeepError:
+        except KVKeepError:  # there is none, or it is damaged: the last turn cannot be taken back
             return None
         return found if _precedes(found, snapshot) else None
 
@@ -154,10 +158,12 @@ class ChatPlace:
         return self.file.with_name(_BEFORE)
 
     def _keep(self, before: Snapshot | None, *, linked: bool) -> None:
-        """Keep the memory before the last turn: a second name for the file that holds it, or a file of its own.
+        """Keep the memory before the last turn: as a second name of the file that holds it, or as a file of its own.
+
+        For ``None``, remove the one that was kept.
 
         Raises:
-            SnapshotError: it cannot be written.
+            SnapshotError: the memory cannot be written.
         """
         if before is None:
             self._before.unlink(missing_ok=True)
@@ -172,13 +178,13 @@ class ChatPlace:
         before.save(self._before)
 
     def clear(self) -> None:
-        """Remove the memory of a conversation that is empty again."""
+        """Remove the files of a conversation that is empty again."""
         for file in (self.file, self._before):
             file.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Let others use the conversation. Its folder goes if nothing was saved."""
-        with suppress(OSError):
+        """Release the lock on the conversation. The conversation's folder is removed if nothing was saved."""
+        with suppress(OSError):  # something was saved
             self.file.parent.rmdir()
         self.lock.release()
 
@@ -198,7 +204,7 @@ class _TakenError(InputError):
 
 
 def complete_names(incomplete: str) -> list[tuple[str, str]]:
-    """Names of saved conversations, for shells."""
+    """Return the names of saved conversations that begin so, for shells."""
     return [(name, "") for name in ChatFolder.of(None).names() if name.startswith(incomplete)]
 
 

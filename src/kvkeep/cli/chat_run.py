@@ -18,12 +18,13 @@ from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
-from kvkeep.cli.chat_sessions import MOST_BACK, ChatSession
+from kvkeep.cli.chat_sessions import ChatSession
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
+from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint
@@ -76,7 +77,8 @@ def _help(talk: ChatSession) -> None:
             {
                 "/help": "this list",
                 "/memory": "what the conversation holds, and its size",
-                "/rewind [N]": f"take back the last turn, or the last N; {MOST_BACK} at most, 1 of an earlier run",
+                "/rewind [N]": f"take back the last turn, or the last N; {MOST_TURNS_BACK} at most, "
+                "1 of an earlier run",
                 "/fork [NAME]": "go on under another name; the conversation so far stays as it is",
                 "/quit": "end; Ctrl-D does the same",
                 "Ctrl-C": "stop an answer",
@@ -106,7 +108,7 @@ def _show_memory(talk: ChatSession) -> None:
 
 def _rewind(talk: ChatSession, turns: str = "1") -> None:
     if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
-        raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_BACK}.")
+        raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_TURNS_BACK}.")
     with Uninterrupted():
         talk.rewind(int(turns))
     console.note(f"took back {console.count(int(turns), 'turn')}; {console.count(talk.turns, 'turn')} left")
@@ -134,7 +136,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 # The user's lines: from a line editor on a terminal, otherwise from standard input.
 
 PROMPT = "> "
-_MOST_SAID = 500
+_MOST_SAID = 500  # lines that the arrow keys bring back
 
 
 class Lines:
@@ -154,7 +156,7 @@ class Lines:
 
     def __enter__(self) -> Lines:
         if self.on_terminal:
-            with suppress(ImportError):
+            with suppress(ImportError):  # Windows
                 import readline
 
                 self._editor = readline
@@ -167,7 +169,7 @@ class Lines:
             self._editor.clear_history()
 
     def read(self) -> str | None:
-        """Read the next line, perhaps an empty one; ``None`` at the end of the input.
+        """Return the next line, perhaps an empty one; ``None`` at the end of the input.
 
         Raises:
             InputError: standard input is not UTF-8 text, and nobody can type another line.
@@ -227,7 +229,7 @@ def serve(request: ChatOptions) -> None:
 
 
 def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSession:
-    """Load the model and open the conversation, after checks that need no weights.
+    """Check everything that needs no weights, load the model, and return the opened conversation.
 
     Raises:
         KVKeepError: something cannot be used.
@@ -252,7 +254,7 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
 
 
 def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
-    """Read the memory with which the conversation begins or continues; ``None`` if there is none.
+    """Return the memory with which the conversation begins or continues; ``None`` if there is none.
 
     Raises:
         InputError: the conversation has a beginning already, and the request brings another one.
@@ -277,7 +279,7 @@ def _engine(checkpoint: Checkpoint, request: ChatOptions, budget: int) -> Engine
 
 
 def _hold(talk: ChatSession) -> None:
-    """Answer messages until their end.
+    """Read and answer messages until the input ends or the user quits.
 
     Raises:
         KVKeepError: a message cannot be answered, and there is no terminal on which to try another one.
@@ -290,10 +292,12 @@ def _hold(talk: ChatSession) -> None:
 
 
 def _answer_next(lines: Lines, talk: ChatSession) -> bool:
-    """Read a line and do what it asks for; return whether there may be more.
+    """Read a line and do what it asks for; return ``False`` once the conversation ends.
+
+    On a terminal, errors and Ctrl-C end only this line.
 
     Raises:
-        KVKeepError: it cannot be done, and there is no terminal on which to try something else.
+        KVKeepError: the line cannot be answered, and there is no terminal on which to try something else.
     """
     try:
         line = lines.read()
@@ -317,7 +321,7 @@ def _answer_next(lines: Lines, talk: ChatSession) -> bool:
 
 
 def _end(talk: ChatSession, model: str | None) -> None:
-    """Leave the conversation, and say how to go on with it."""
+    """Save and close the conversation, and print how to go on with it. An error of saving is printed."""
     try:
         with Uninterrupted():
             talk.save()

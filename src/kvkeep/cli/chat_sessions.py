@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,20 +12,14 @@ from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
 from kvkeep.cli.memory import turns_of
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.request import Request as Asked
-from kvkeep.engine.request import Result
+from kvkeep.engine.request import Request, Result
 from kvkeep.engine.sampling_params import SamplingParams, whole_within
-from kvkeep.engine.session import Session
+from kvkeep.engine.session import MOST_STATE_BYTES, MOST_TURNS_BACK, Session, TurnStates
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.snapshot.file_format import described_layers, fingerprint_of, opened, read_header
 from kvkeep.snapshot.snapshot import Snapshot
 
-# A conversation in progress: its session, the place where it is saved, and the turns that can be taken back.
-
-MOST_BACK = 8
-"""Turns that can be taken back."""
-_MOST_BYTES = 2**30
-"""Bytes that their memories may take; one can always be taken back."""
+# A conversation in progress: its session, and the place where it is saved.
 
 
 class ChatSession:
@@ -65,13 +58,13 @@ class ChatSession:
         noted = 0 if memory is None else memory.note.get("sequence", 0)
         sequence = whole_within("The sequence in the file's note", noted, -(2**63), 2**63 - 1)
         self.session: Session = engine.session(policy=engine.policy, snapshot=memory, sequence=sequence)
-        self._states: deque[Snapshot | None] = deque([memory], maxlen=MOST_BACK + 1)
+        self._states = TurnStates(memory)
         self._is_saved = place.is_saved or memory is None
         self._on_disk = memory if place.is_saved else None
 
     @property
     def turns(self) -> int:
-        """Answers in the conversation."""
+        """Return the number of answers in the conversation."""
         return sum(message["role"] == "assistant" for message in self.session.messages)
 
     @property
@@ -82,14 +75,14 @@ class ChatSession:
     @property
     def _before(self) -> Snapshot | None:
         """Return the memory before the last turn; ``None`` if it is not known, or was empty."""
-        return self._states[-2] if len(self._states) > 1 else None
+        return self._states[-2] if self._states.turns else None
 
     def said(self) -> list[str]:
         """Return the user's earlier messages, for the line editor."""
         return [message["content"] for message in self.session.messages if message["role"] == "user"]
 
     def greeting(self) -> dict[str, str]:
-        """Describe the conversation, and how to find out more: name → text."""
+        """Return a description of the conversation, and how to find out more: name → text."""
         tokens = "" if self.state is None else console.count(self.state.seen, "token")
         if self.session.messages:
             what = f"{self.place.name}, {console.count(self.turns, 'turn')}, {tokens}"
@@ -129,17 +122,17 @@ class ChatSession:
             console.note(f"stopped after {len(result.token_ids)} tokens, the most that --max-new-tokens allows")
 
     def _take_over(self) -> bool:
-        """Note and save the session's memory if a turn has ended since the last time; return whether it has.
+        """Store and save the session's memory if a turn has ended since the last call; return whether one has.
 
         Raises:
-            SnapshotError: it cannot be saved.
+            SnapshotError: the memory cannot be saved.
         """
         state = self.session.snapshot() if self.session.token_ids else None
         if state is self.state:
             return False
-        self._states.append(state)
-        while len(self._states) > 2 and sum(state.nbytes for state in self._states if state) > _MOST_BYTES:
-            self._states.popleft()
+        self._states.add(state)
+        while self._states.turns > 1 and self._states.nbytes > MOST_STATE_BYTES:
+            self._states.drop_oldest()
         self._is_saved = False
         self.save()
         return True
@@ -148,37 +141,36 @@ class ChatSession:
         result: Result | None = None
         begun = False
         with console.streamed_text() as write:
-            for event in self.session.send(self._asked(message)):
-                if piece := event.text if begun else event.text.lstrip():
+            for event in self.session.send(self._request(message)):
+                if piece := event.text if begun else event.text.lstrip():  # answers often begin with white space
                     write(piece)
                     begun = True
                 result = event.result
         assert result is not None
         return result
 
-    def _asked(self, message: str) -> Asked:
-        """Build the request for a message. The first message has the system message before it."""
+    def _request(self, message: str) -> Request:
+        """Build the request for a message. The first message has the system message before it, if there is one."""
         if self._system is None or self.state is not None:
-            return Asked(prompt=message, sampling=self._sampling)
+            return Request(prompt=message, sampling=self._sampling)
         messages: list[Mapping[str, str]] = [
             {"role": "system", "content": self._system},
             {"role": "user", "content": message},
         ]
-        return Asked(messages=messages, sampling=self._sampling)
+        return Request(messages=messages, sampling=self._sampling)
 
     def rewind(self, turns: int) -> None:
         """Take back the last turns.
 
         Raises:
-            InputError: so many cannot be taken back.
+            InputError: so many turns cannot be taken back.
         """
-        if turns == len(self._states):
+        if turns == len(self._states):  # one more than this run has
             self._look_back()
-        most = len(self._states) - 1
-        if turns > most:
+        if turns > (most := self._states.turns):
             have = console.count(most, "turn")
             raise InputError(
-                f"{have} can be taken back: those of this run, {MOST_BACK} at most."
+                f"{have} can be taken back: those of this run, {MOST_TURNS_BACK} at most."
                 if most
                 else "No turn can be taken back: there was none since the program started, and the memory before the "
                 "last one was not saved."
@@ -189,23 +181,20 @@ class ChatSession:
             self.session = self.engine.session()
         else:
             self.session.rewind(state)
-            state = self.session.snapshot()
-        for _ in range(turns + 1):
-            self._states.pop()
-        self._states.append(state)
+            state = self.session.snapshot()  # another object, by which `_take_over` knows that no turn has ended
+        self._states.take_back(turns)
+        self._states.replace_last(state)
         self._is_saved = False
         self.save()
 
     def _look_back(self) -> None:
-        """Find the memory before the last turn of an earlier run, if that turn can be taken back."""
+        """Load the memory before the last turn of an earlier run, if it was kept; else do nothing."""
         first = self._states[0]
-        if first is None or len(self._states) > MOST_BACK:
-            return
-        if (before := self.place.before(first)) is not None:
-            self._states.appendleft(before)
+        if first is not None and (before := self.place.before(first)) is not None:
+            self._states.add_oldest(before)
 
     def fork(self, name: str | None) -> str:
-        """Go on under another name, and return the old one; the conversation of that name stays as it is.
+        """Save, go on under another name, and return the old one; the conversation of the old name stays as it is.
 
         Raises:
             InputError: the name cannot be used, or there is a conversation of that name.
@@ -225,10 +214,10 @@ class ChatSession:
         return old.name
 
     def save(self) -> None:
-        """Write the conversation to its file, unless it is there.
+        """Write the conversation to its file; do nothing if the file is up to date. An empty one loses its file.
 
         Raises:
-            SnapshotError: it cannot be written; the file stays as it was.
+            SnapshotError: the file cannot be written; the file stays as it was.
         """
         if self._is_saved:
             return
@@ -239,7 +228,7 @@ class ChatSession:
         self._is_saved, self._on_disk = True, self.state
 
     def close(self) -> None:
-        """Let others use the conversation."""
+        """Close the session, and let other processes use the conversation."""
         self.session.close()
         self.place.leave()
 
@@ -248,19 +237,20 @@ class ChatSession:
 
 
 def show(request: ChatOptions) -> None:
-    """Print all saved conversations."""
+    """Print a list of all saved conversations."""
     folder = ChatFolder.of(request.sessions)
-    found = [_describe(folder, name) for name in folder.names()]
+    conversations = [_describe(folder, name) for name in folder.names()]
     if request.json:
-        console.write_json({"folder": str(folder.path), "conversations": found})
+        console.write_json({"folder": str(folder.path), "conversations": conversations})
         return
-    if not found:
+    if not conversations:
         console.note(f"no conversations are saved in {folder.path}")
         return
     table = console.table("name", "model", "turns", "tokens", "size", "last used")
-    for conversation in found:
+    for conversation in conversations:
+        name = console.visible(conversation["name"])
         if "error" in conversation:
-            table.add_row(console.visible(conversation["name"]), f"cannot be read: {conversation['error']}")
+            table.add_row(name, f"cannot be read: {conversation['error']}")
             continue
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(conversation["last_used"]))
         turns = "–" if conversation["turns"] is None else str(conversation["turns"])
@@ -271,7 +261,7 @@ def show(request: ChatOptions) -> None:
             console.show_bytes(conversation["bytes"]),
             used,
         )
-        table.add_row(console.visible(conversation["name"]), *map(console.visible, cells))
+        table.add_row(name, *map(console.visible, cells))
     console.out().print(table)
 
 

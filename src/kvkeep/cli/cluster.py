@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.cli import console
+from kvkeep.cli.options import ModelOptions
 from kvkeep.scale.cluster import LostClusterError, Need, check_room, check_versions, nodes, own_cpus, share
+from kvkeep.scale.driver import ModelRecipe
 
 PROCESS_BYTES = 400 * 10**6
 """Main memory of a worker beside weights and caches: Python, torch, buffers."""
@@ -30,16 +32,18 @@ def room_for(
     option: str = "ray_workers",
     less: str = "`max_rows`, `budget` or `threads`",
 ) -> tuple[Need, str]:
-    """Return the resources and the device of each worker, if all workers fit. The cluster must have been joined.
+    """Return the resources and the device of each worker, after a check that all workers fit.
+
+    The cluster must have been joined.
 
     Args:
         count: the number of workers.
-        main_bytes: main memory of each, if it has no GPU; 0 if it is not known.
+        main_bytes: main memory of each worker, if it has no GPU; 0 if it is not known.
         device: the value of ``--device``.
         threads: the value of ``--threads``.
         address: the value of ``--ray-address``.
         what: a word for a worker.
-        option: the argument with their number.
+        option: the argument with the number of workers.
         less: what makes a worker smaller.
 
     Raises:
@@ -55,19 +59,34 @@ def room_for(
 
 
 def whole(name: str | None) -> str | None:
-    """Return a file's or folder's full path, since workers run in other folders. A hub name stays as it is."""
+    """Return the full path of a file or folder, since workers run in other folders.
+
+    Other names are returned unchanged.
+    """
     if name is None:
         return None
-    with suppress(OSError):
+    with suppress(OSError):  # no file has such a name: it is too long, for example
         path = Path(name).expanduser()
         if path.exists():
             return str(path.resolve())
     return name
 
 
+def model_recipe(request: ModelOptions, device: str) -> ModelRecipe:
+    """Return the model of a command's options, as a worker loads it on its device."""
+    return ModelRecipe(
+        model=whole(request.model),
+        dtype=request.dtype,
+        device=device,
+        load_in=request.load_in,
+        threads=request.threads,
+        allow_pickle=request.allow_pickle,
+    )
+
+
 @contextmanager
 def ended_with_its_cluster() -> Iterator[None]:
-    """End this process with an error if its cluster has gone away.
+    """End this process at once, with an error, if its cluster goes away while the context lasts.
 
     Ray's threads, which still look for the cluster, would crash an ordinary end of the process.
     """
@@ -82,7 +101,10 @@ def ended_with_its_cluster() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Delay the first Ctrl-C: the function that this yields returns True after it. The second one ends the process."""
+    """Hold back the first Ctrl-C while the context lasts: the function that is yielded returns ``True`` after it.
+
+    A second Ctrl-C interrupts as usual.
+    """
     pressed = False
 
     def press(*args: object) -> None:

@@ -50,17 +50,17 @@ _PARAMETERS: ContextVar[Mapping[str, OptionInfo | ArgumentInfo]] = ContextVar("p
 
 
 def out() -> Console:
-    """Standard output, for results."""
+    """Return the console of standard output, for results."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def err() -> Console:
-    """Standard error, for progress, notes and errors."""
+    """Return the console of standard error, for progress, notes and errors."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """Make a subcommand print errors of kvkeep as one line; under `DEBUG`, after the traceback."""
+    """Return a subcommand that prints errors of kvkeep as one line and exits; under `DEBUG`, after the traceback."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -90,7 +90,7 @@ def _parameters(command: Callable[..., None]) -> dict[str, OptionInfo | Argument
 
 
 def with_flags(message: str) -> str:
-    """Replace the Python arguments in a message by flags of the running subcommand.
+    """Return a message with its Python arguments replaced by flags of the running subcommand.
 
     ``Raise `prefill_chunk=64` `` becomes ``Raise --prefill-chunk 64``. An argument that the subcommand does not have
     becomes plain words.
@@ -121,7 +121,7 @@ def _flag(name: str, value: str | None, info: OptionInfo | ArgumentInfo) -> str:
 
 
 def _size(count: int) -> str:
-    """Format a size in bytes as `parse_bytes` reads it, without a digit lost."""
+    """Return a size in bytes as `parse_bytes` reads it, without a digit lost."""
     return f"{count // 10**6}MB" if count % 10**6 == 0 else f"{count}B"
 
 
@@ -157,7 +157,7 @@ def write_text(text: str) -> None:
 
 @contextmanager
 def streamed_text() -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints pieces of text. The last line is ended, also after an error."""
+    """Yield a function that prints pieces of text. At the end the last line is ended, also after an error."""
     last = "\n"
 
     def write(piece: str) -> None:
@@ -183,12 +183,12 @@ def visible(text: str) -> str:
 
 
 def _cut(word: str) -> str:
-    """Shorten a word of a message: leave out its middle if it is too long to read."""
+    """Return a word of a message; without its middle if it is too long to read."""
     return word if len(word) <= _LONGEST else f"{word[: _LONGEST // 2]}…{word[-_LONGEST // 2 :]}"
 
 
 def facts(rows: dict[str, str]) -> Table:
-    """Names and values, as two columns without lines."""
+    """Return names and values as a table of two columns without lines."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -198,7 +198,7 @@ def facts(rows: dict[str, str]) -> Table:
 
 
 def table(*columns: str) -> Table:
-    """Build an empty table in the terminal's width. Words too long for their column are folded, never cut."""
+    """Return an empty table in the terminal's width. Words too long for their column are folded, never cut."""
     made = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in made.columns:
         column.overflow = "fold"
@@ -206,7 +206,7 @@ def table(*columns: str) -> Table:
 
 
 def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:
-    """Names and values under a head."""
+    """Return names and values as a table with a head."""
     filled = table(name, value)
     for row in rows.items():
         filled.add_row(*row)
@@ -214,25 +214,25 @@ def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:
 
 
 def show_factor(factor: float) -> str:
-    """Format a factor: ``4.0×``, or ``0.04×`` with two digits where it is small."""
+    """Return a factor as text: ``4.0×``, or ``0.04×`` with two digits where it is small."""
     return f"{factor:.1f}×" if factor >= 0.95 else f"{factor:.2g}×"
 
 
 def show_speed(tpot_s: float | None) -> str:
-    """Format the speed for a time per token: ``23.5 tokens/s``, or a dash if no time was measured."""
+    """Return the speed for a time per token as text: ``23.5 tokens/s``, or a dash if no time was measured."""
     return f"{show_rate(1 / tpot_s)} tokens/s" if tpot_s else "–"
 
 
 def show_rate(rate: float) -> str:
-    """Format a number of tokens per second with at least three digits: ``23.5``, ``1234``."""
+    """Return a number of tokens per second as text with at least three digits: ``23.5``, ``1234``."""
     return three_digits(rate)
 
 
 def show_seconds(seconds: float) -> str:
-    """Format a duration: ``310 ms``, ``4.2 s``."""
+    """Return a duration as text: ``310 ms``, ``4.2 s``."""
     return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 
 def count(number: int, noun: str) -> str:
-    """Format a number and its noun: ``1 token``, ``2 tokens``."""
+    """Return a number and its noun as text: ``1 token``, ``2 tokens``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

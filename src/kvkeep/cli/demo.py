@@ -45,6 +45,7 @@ ANSWER_TOKENS = 8
 KEEP_RATIO = 0.2
 DISTANCE_TOKENS = 1500
 PROMPT_TOKENS = 1990
+"""With the answer, and what the chat template adds, not more than the 2048 that the model was trained for."""
 KINDS = {
     "keep everything": ("full", "topk_dynamic"),
     "see the question": (
@@ -219,7 +220,7 @@ def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterato
 
 
 def _question(writer: Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
-    """Generate a question whose fact is about `DISTANCE_TOKENS` tokens before the end, and encode the question."""
+    """Return a question whose fact is about `DISTANCE_TOKENS` tokens before the end, and the prompt's token ids."""
     from kvkeep.models.tiny.recall import question
     from kvkeep.models.tokenization import encode
 
@@ -242,7 +243,7 @@ def _stated(asked: Question) -> str:
 
 
 def _end_line(screen: Console) -> None:
-    """End the last line of a live display, which rich does on a terminal only."""
+    """End the last line of a live display, as rich itself does on a terminal only."""
     if not screen.is_terminal:
         screen.print()
 
@@ -293,5 +294,5 @@ class Page:
 
 
 def _bar(mine: int, other: int, width: int = 24) -> Text:
-    """Draw a bar for one of two sizes. The larger one fills the width."""
+    """Return a bar for one of two sizes. The larger size fills the width."""
     return Text("█" * max(1, round(width * mine / max(mine, other, 1))), "green" if mine <= other else "red")

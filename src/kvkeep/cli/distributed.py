@@ -42,9 +42,9 @@ def _number(name: str) -> int:
 
 @contextmanager
 def quiet_followers(words: Sequence[str]) -> Iterator[None]:
-    """Refuse a command that runs in one process alone, and silence all processes but the first one.
+    """Silence all processes but the first one while the context lasts, and refuse a command that runs in one process.
 
-    The others say why they fail only if the first one does not fail as well, and says it.
+    Without torchrun do nothing. Other processes report a failure only if the first one does not.
 
     Args:
         words: the command line without the program.
@@ -72,7 +72,7 @@ def quiet_followers(words: Sequence[str]) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception):  # else it has been told, or is Ctrl-C
                 traceback.print_exc()
             if not isinstance(error, SystemExit) or error.code:
                 sys.stderr.flush()

@@ -80,7 +80,7 @@ def _cuda_bytes(index: int) -> int:
 
 
 def _memory_bytes() -> int | None:
-    """Size of main memory; ``None`` if the system does not tell."""
+    """Return the size of main memory; ``None`` if the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on Windows

@@ -44,7 +44,7 @@ RECIPES = (
 def joined(
     merge: str | None, leaderboard: str | None, report: str | None, shard: object, *, dry_run: bool
 ) -> list[Path]:
-    """Return the folders of ``--merge`` or ``--leaderboard``; none if neither was given.
+    """Return the folders of ``--merge`` or ``--leaderboard``; ``[]`` if neither was given.
 
     Raises:
         InputError: two options were given that exclude each other.
@@ -61,12 +61,13 @@ def joined(
 
 
 def parse_shard(text: str, option: str) -> tuple[int, int]:
-    """Read ``--shard``.
+    """Return the two numbers of ``--shard``: which share of the run, of how many.
 
     Raises:
-        InputError: it is not two whole numbers K/N with 1 ≤ K ≤ N.
+        InputError: the text is not two whole numbers K/N with 1 ≤ K ≤ N.
     """
     number, _, count = text.partition("/")
+    # Python reads no number of more than 4300 digits; 12 characters name any share.
     if not (number.isascii() and count.isascii() and number.isdecimal() and count.isdecimal()) or len(text) > 12:
         raise InputError(f"{option}: {text!r:.40} is no share of a run; write the number of the share as 3/8.")
     if not 1 <= int(number) <= int(count):
@@ -78,7 +79,7 @@ def folder_of(output: str | None, report: str | None) -> Path:
     """Return the folder of results that ``--output`` or ``--report`` names.
 
     Raises:
-        InputError: there is none, or both were given.
+        InputError: neither option was given, or both were.
     """
     if output is not None and report is not None:
         raise InputError("--output and --report were both given; --report only shows what a folder already holds.")
@@ -90,10 +91,10 @@ def folder_of(output: str | None, report: str | None) -> Path:
 
 
 def whole(text: str, option: str) -> int:
-    """Convert the text of an option to an integer.
+    """Return the text of an option as an integer.
 
     Raises:
-        InputError: the text is none.
+        InputError: the text is no whole number.
     """
     try:
         return int(text)
@@ -117,7 +118,8 @@ def _parts(text: str | None, option: str) -> tuple[str, ...]:
 
 
 def replaced(recipe: str | None, quick: bool) -> dict[str, str]:
-    """Return the options that a recipe sets and the user has not given, with their values.
+    """Return the options that a recipe sets and the user has not given, with their values; an empty mapping without
+    a recipe.
 
     Raises:
         InputError: there is no such recipe, or ``--quick`` without one.
@@ -133,7 +135,7 @@ def replaced(recipe: str | None, quick: bool) -> dict[str, str]:
 
 
 def check(workers: int | None, address: str | None, *, idle: bool) -> None:
-    """Refuse workers that cannot be.
+    """Refuse a number of workers or an address that cannot be used.
 
     Args:
         workers: the value of ``--ray-workers``.
@@ -141,7 +143,7 @@ def check(workers: int | None, address: str | None, *, idle: bool) -> None:
         idle: whether the command runs no cell.
 
     Raises:
-        InputError: they are refused.
+        InputError: the workers are refused.
     """
     options.check_workers(workers, address)
     if workers is not None and idle:
@@ -336,11 +338,15 @@ class EvalOptions(ModelOptions):
 
     @classmethod
     def prepare(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the words with those of a recipe in place of what the user has left out."""
+        """Return the typed options, with those of a recipe in place of what the user has left out."""
         return {**given, **replaced(given["recipe"], given["quick"])}
 
     def checked(self) -> EvalOptions:
-        """Return the options with the folders, after all checks that concern several of them."""
+        """Return the options with their folders, after checks that concern several options.
+
+        Raises:
+            InputError: options exclude each other, or a folder is missing.
+        """
         folders = joined(self.merge, self.leaderboard, self.report, self.shard, dry_run=self.dry_run)
         check(self.workers, self.ray_address, idle=self.dry_run or bool(folders) or self.report is not None)
         is_nowhere = self.dry_run and self.output_folder is self.report is None
@@ -349,7 +355,7 @@ class EvalOptions(ModelOptions):
 
     @property
     def run(self) -> str:
-        """The function that does the work."""
+        """Return the function that does the work, as ``module:function``."""
         if self.leaderboard is not None:
             return "kvkeep.cli.eval_run:page"
         if self.merge is not None:

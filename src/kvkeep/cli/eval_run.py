@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, ended_with_its_cluster, interruptible, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, ended_with_its_cluster, interruptible, model_recipe, room_for, whole
 from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.files import read_text
 from kvkeep.cli.progress import EvalBar, eval_progress
@@ -30,8 +30,8 @@ from kvkeep.evals.recipes import find as find_recipe
 from kvkeep.evals.records import Records
 from kvkeep.evals.records import merge as merge_folders
 from kvkeep.evals.records import read as read_folders
-from kvkeep.evals.report import grouped
-from kvkeep.evals.run import CellPiece, CellQueue, CellRunner, Grid, PartSource, as_planned, lay_out, manifest, run
+from kvkeep.evals.results import grouped
+from kvkeep.evals.run import CellRunner, Grid, PartSource, cells_to_run, lay_out, manifest, run
 from kvkeep.evals.task import Options
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
@@ -49,7 +49,7 @@ from kvkeep.scale.worker_pool import Item, WorkerPool, WorkResult
 
 # ``kvkeep eval --dry-run``: what a grid costs, before weights are read.
 
-_MOST_SHOWN = 20
+_MOST_SHOWN = 20  # cases of a table
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Expected:
 
 
 def expect(grid: Grid, dtype: str) -> list[Expected]:
-    """Estimate the costs of all cells with `kvkeep.planning`.
+    """Return the estimated costs of all cells, by `kvkeep.planning`.
 
     Raises:
         KVKeepError: the model cannot be planned.
@@ -104,12 +104,12 @@ def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
 
 def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
     """Print the largest cell of each case, the memory and time of the whole grid, and what else there is to say."""
-    found = expect(grid, dtype)
+    expected = expect(grid, dtype)
     screen = console.out()
     table = console.table("case", "cells", "rows", "tokens", "at once", "caches", "full caches")
     for column in table.columns[1:]:
         column.justify = "right"
-    cases = grouped(found, lambda expected: f"{expected.planned.cell.task} {expected.planned.cell.case}")
+    cases = grouped(expected, lambda cost: f"{cost.planned.cell.task} {cost.planned.cell.case}")
     for case in list(cases)[:_MOST_SHOWN]:
         table.add_row(*_line(case, cases[case]))
     screen.print(table)
@@ -118,15 +118,14 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
     screen.print()
     console.progress("measuring the memory of this machine …")
     speed = measure_bandwidth(parse_device(device)).best
-    decoded = sum(expected.decode_bytes for expected in found)
     screen.print(
         console.facts(
             {
                 **about,
-                "cells": str(len(found)),
-                "tokens to read": f"{sum(sum(expected.planned.lengths) for expected in found):,}",
-                "peak memory": f"{show_bytes(max(expected.peak_bytes for expected in found))}, weights included",
-                "decoding": f"{_time(decoded / speed)} at {speed / 1e9:.3g} GB/s",
+                "cells": str(len(expected)),
+                "tokens to read": f"{sum(sum(cost.planned.lengths) for cost in expected):,}",
+                "peak memory": f"{show_bytes(max(cost.peak_bytes for cost in expected))}, weights included",
+                "decoding": f"{_time(sum(cost.decode_bytes for cost in expected) / speed)} at {speed / 1e9:.3g} GB/s",
             }
         )
     )
@@ -138,17 +137,17 @@ def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
 
 def _line(case: str, own: Sequence[Expected]) -> list[str]:
     first = own[0]
-    bounded = [expected for expected in own if expected.planned.policy.evicts] or own
+    bounded = [cost for cost in own if cost.planned.policy.evicts] or own
     return [
         console.visible(case),
         *(str(len(own)), str(len(first.planned.lengths)), str(first.tokens), str(first.rows)),
-        show_bytes(max(expected.cache_bytes for expected in bounded)),
-        show_bytes(max(expected.full_bytes for expected in own)),
+        show_bytes(max(cost.cache_bytes for cost in bounded)),
+        show_bytes(max(cost.full_bytes for cost in own)),
     ]
 
 
 def _time(seconds: float) -> str:
-    """Format a time with two parts at most: ``3 h 20 min``, ``4 min 10 s``, ``0.4 s``."""
+    """Return a time as text with two parts at most: ``3 h 20 min``, ``4 min 10 s``, ``0.4 s``."""
     if seconds < 60:
         return f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -161,11 +160,11 @@ _GAP = 2
 """Spaces between two columns."""
 
 
-def parts(found: reports.Table, width: int) -> Iterator[Table]:
+def parts(source: reports.Table, width: int) -> Iterator[Table]:
     """Yield one table, or several tables if its columns do not fit beside each other."""
-    names = [console.visible(policy) for policy in found.rows]
+    names = [console.visible(policy) for policy in source.rows]
     longest = min(max(map(len, ("policy", *names))), width // 2)
-    columns = list(zip(map(console.visible, found.columns), *found.rows.values(), strict=True))
+    columns = list(zip(map(console.visible, source.columns), *source.rows.values(), strict=True))
     for some in _fitting(columns, width - longest - _GAP):
         part = console.table("policy", *(column[0] for column in some))
         part.columns[0].overflow, part.columns[0].max_width = "fold", longest
@@ -194,7 +193,7 @@ def _fitting(columns: Sequence[Sequence[str]], room: int) -> Iterator[Sequence[S
 
 
 def _recipe_facts(name: str | None) -> dict[str, str]:
-    """What a recipe repeats, and the paper's model; nothing without a recipe."""
+    """Return what a recipe repeats, and the paper's model: name → text; an empty mapping without a recipe."""
     if name is None:
         return {}
     recipe = find_recipe(name)
@@ -202,11 +201,11 @@ def _recipe_facts(name: str | None) -> dict[str, str]:
 
 
 def _show_recipe(name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print the paper's figures beside ours, and what keeps them apart."""
+    """Print the paper's figures beside ours, and notes on how the measurements differ."""
     recipe, screen = find_recipe(name), console.out()
-    found = recipe.table(rows)
-    screen.print(console.visible(found.title), style="bold")
-    for part in parts(found, screen.width):
+    compared = recipe.table(rows)
+    screen.print(console.visible(compared.title), style="bold")
+    for part in parts(compared, screen.width):
         screen.print(part)
     for note in recipe.notes(rows):
         screen.print(f"  {console.visible(note)}", style="dim")
@@ -221,7 +220,7 @@ _PURPOSE = "Give some text to measure on, or leave --text out for the package's 
 
 @ended_with_its_cluster()
 def serve(request: EvalOptions) -> None:
-    """Measure, write the results and show them.
+    """Measure what has not been measured, write the results, and show them; with ``--dry-run`` only print the costs.
 
     Raises:
         KVKeepError: the request, the model or the folder cannot be used.
@@ -248,11 +247,11 @@ def serve(request: EvalOptions) -> None:
             _run_here(grid, request, records, todo)
             _show(request, records)
         else:
-            _show(request, records, workers=run_on_ray(grid, request, records))
+            _show(request, records, workers=run_on_ray(grid, request, records, todo))
 
 
 def _run_here(grid: Grid, request: EvalOptions, records: Records, todo: int) -> None:
-    """Run the cells in this process."""
+    """Load the model, and run the cells without a row in this process."""
     writer = Writer(
         grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device, load_in=request.load_in)
     )
@@ -265,7 +264,7 @@ def show_report(request: EvalOptions) -> None:
     """Show the results of a finished folder.
 
     Raises:
-        InputError: the folder has no results, or they cannot be read.
+        InputError: the folder has no results, or the results cannot be read.
     """
     records = Records(request.output)
     if not records.rows:
@@ -276,10 +275,10 @@ def show_report(request: EvalOptions) -> None:
 
 
 def merge(request: EvalOptions) -> None:
-    """Join folders of results, and show them.
+    """Write the results of several folders into one, and show them.
 
     Raises:
-        InputError: they are of different runs, or cannot be read or written.
+        InputError: the folders are of different runs, or cannot be read or written.
     """
     records, doubled = merge_folders(request.folders, request.output)
     if doubled:
@@ -288,10 +287,10 @@ def merge(request: EvalOptions) -> None:
 
 
 def page(request: EvalOptions) -> None:
-    """Write the leaderboard of folders of results.
+    """Write the leaderboard of folders of results, and print its paths.
 
     Raises:
-        InputError: they cannot stand in one table, or cannot be read or written.
+        InputError: the folders cannot stand in one table, or cannot be read or written.
     """
     paths = leaderboard.write(leaderboard.board(read_folders(request.folders)), request.output)
     if request.json:
@@ -301,7 +300,7 @@ def page(request: EvalOptions) -> None:
 
 
 def prepare(request: EvalOptions) -> Grid:
-    """Check a request, cheap tests first, without reading weights.
+    """Check a request, cheap tests first, and return the grid, without reading weights.
 
     Raises:
         KVKeepError: the request or the model cannot be used.
@@ -365,16 +364,16 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
     screen = console.out()
     if request.recipe is not None:
         _show_recipe(request.recipe, records.rows)
-    for table in [
-        *reports.tables(records.rows, confidence.of_cell),
-        *confidence.share_tables(records.rows),
-        *confidence.difference_tables(records.rows),
+    for tabled in [
+        *reports.tables(records.rows),
+        *reports.share_tables(records.rows),
+        *reports.difference_tables(records.rows),
     ]:
-        screen.print(console.visible(table.title), style="bold")
-        for part in parts(table, screen.width):
+        screen.print(console.visible(tabled.title), style="bold")
+        for part in parts(tabled, screen.width):
             screen.print(part)
         screen.print()
-    for note in confidence.notes(records.rows):
+    for note in reports.notes(records.rows):
         console.note(note)
     console.err().print(console.facts(_places(request, pictures)))
 
@@ -417,16 +416,22 @@ class CellRecipe:
     sources: tuple[PartSource, ...]
 
     def __call__(self) -> CellRunner:
-        """Load the model.
+        """Load the model, and return what runs cells on it.
 
         Raises:
-            KVKeepError: it cannot be used here.
+            KVKeepError: the model cannot be used here.
         """
         return CellRunner(self.model.load(), self.name, self.sources)
 
 
-def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
-    """Run every cell without a row on workers; return their number.
+def run_on_ray(grid: Grid, request: EvalOptions, records: Records, todo: int) -> int:
+    """Run every cell without a row on workers, and return the number of workers.
+
+    Args:
+        grid: the grid.
+        request: the options of the command.
+        records: the folder for the rows.
+        todo: the number of cells without a row.
 
     Raises:
         KeyboardInterrupt: the user ended it; what is finished is written.
@@ -434,7 +439,6 @@ def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
             cannot be run.
     """
     assert request.workers is not None
-    todo = sum(planned.cell not in records.done for planned in grid.planned)
     size = pool_size(request.workers, todo, piece="cell", tell=console.note)
     console.progress(f"starting {console.count(size, 'worker')} …")
     with (
@@ -456,31 +460,24 @@ def run_on_ray(grid: Grid, request: EvalOptions, records: Records) -> int:
 
 
 def _pool(grid: Grid, request: EvalOptions, size: int) -> WorkerPool[ModelFacts]:
-    """Make the workers, which have not been started yet. The cluster has been joined."""
+    """Return the pool of workers, which have not been started yet. The cluster must have been joined."""
     need, device = room_for(
         size, _bytes(grid, request), device=request.device, threads=request.threads, address=request.ray_address
-    )
-    model = ModelRecipe(
-        model=whole(request.model),
-        dtype=request.dtype,
-        device=device,
-        load_in=request.load_in,
-        threads=request.threads,
-        allow_pickle=request.allow_pickle,
     )
     sources = tuple(
         PartSource(type(part.task), replace(part.options, data=_folder(part.options.data)), part.task.settings())
         for part in grid.parts
     )
-    return WorkerPool(CELLS, CellRecipe(model=model, name=grid.name, sources=sources), size, need, tell=console.note)
+    recipe = CellRecipe(model=model_recipe(request, device), name=grid.name, sources=sources)
+    return WorkerPool(CELLS, recipe, size, need, tell=console.note)
 
 
 def _bytes(grid: Grid, request: EvalOptions) -> int:
-    """Main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
+    """Return the main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
     with suppress(KVKeepError):
         less = request.load_in is not None  # nobody knows how many bytes these weights have
-        found = [expected.peak_bytes - less * expected.weight_bytes for expected in expect(grid, request.dtype)]
-        return PROCESS_BYTES + max(found, default=0)
+        peaks = [cost.peak_bytes - less * cost.weight_bytes for cost in expect(grid, request.dtype)]
+        return PROCESS_BYTES + max(peaks, default=0)
     return 0
 
 
@@ -491,36 +488,25 @@ def _folder(data: str | None) -> str | None:
 def _fill(
     grid: Grid, records: Records, pool: WorkerPool[ModelFacts], bar: EvalBar, stopped: Callable[[], bool]
 ) -> None:
-    """Run the cells without a row, write the rows as they come, and put them into the grid's order at the end."""
+    """Run the cells without a row on workers, and write the rows as they come."""
     about = pool.facts.about
-    cells = dict(enumerate(grid.planned, start=1))
+    with cells_to_run(grid, records, about) as queue:
 
-    def write(answer: WorkResult) -> str | None:
-        if answer.whole["dtype"] != about["dtype"]:
-            return f"A worker computes in {answer.whole['dtype']}, others in {about['dtype']}. Give `dtype`."
-        planned = cells[answer.number]
-        records.append(as_planned(answer.whole, planned))
-        bar.end(planned)
-        return None
+        def take(worker: int) -> Item | None:
+            if (item := queue.take(worker)) is None:
+                return None
+            number, piece = item
+            planned = replace(piece.planned, setup=_with_whole_path(piece.planned.setup))
+            return number, replace(piece, planned=planned)
 
-    with records.locked():
-        records.open({**manifest(grid), **about})
-        outcome = run_pieces(pool, _handing(CellQueue(grid, records.done)), write, stopped)
-        records.arrange([planned.cell for planned in grid.planned])
-    outcome.check(lambda failed: _unfinished(failed, cells))
-
-
-def _handing(queue: CellQueue) -> Callable[[int], Item | None]:
-    """Return a function that returns the next cell for a worker."""
-
-    def take(worker: int) -> Item | None:
-        if (number := queue.take(worker)) is None:
+        def write(answer: WorkResult) -> str | None:
+            if answer.whole["dtype"] != about["dtype"]:
+                return f"A worker computes in {answer.whole['dtype']}, others in {about['dtype']}. Give `dtype`."
+            bar.end(queue.write(answer.number, answer.whole))
             return None
-        planned = queue.cells[number]
-        setup = _with_whole_path(planned.setup)
-        return number, CellPiece(queue.parts[number], planned.cell, setup, planned.budgets, planned.lengths)
 
-    return take
+        outcome = run_pieces(pool, take, write, stopped)
+    outcome.check(lambda failed: _unfinished(failed, queue.cells))
 
 
 def _with_whole_path(setup: Setup) -> Setup:

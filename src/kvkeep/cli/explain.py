@@ -78,17 +78,21 @@ class ExplainOptions(ModelOptions):
     json: bool = option(JSON)
 
     def checked(self) -> ExplainOptions:
-        """Return the options, after a check that the page can be written."""
+        """Check that the page can be written, and return the options themselves.
+
+        Raises:
+            InputError: there is no place for the page.
+        """
         if self.output is None and self.plots is None and not (self.terminal or self.json):
             raise InputError("There is no place for the page. Give --output page.html, or --terminal to see it here.")
         self.check_output()
         return self
 
     def check_output(self) -> None:
-        """Check that the page can be written; somebody may write a file of its name in the meantime.
+        """Check that the page's file does not exist, or may be overwritten; do nothing without ``--output``.
 
         Raises:
-            InputError: it cannot.
+            InputError: the page cannot be written.
         """
         if self.output is not None:
             target(self.output, "page", example="page.html", overwrite=self.overwrite)
@@ -111,7 +115,7 @@ class ExplainOptions(ModelOptions):
 
 
 def as_typed(budget: float | int) -> str:
-    """Format a budget as the option takes it: a share in per cent, or a number of tokens."""
+    """Return a budget as the option takes it: a share in per cent, or a number of tokens."""
     if isinstance(budget, int):
         return str(budget)
     return f"{budget:.10%}".rstrip("0%").rstrip(".") + "%"

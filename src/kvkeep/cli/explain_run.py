@@ -57,7 +57,7 @@ def _shaded(tokens: list[str], run: PolicyRun) -> Text:
     """Return the text and the answer, with each token shaded by the share of heads that keep it."""
     shares = (run.ledger.dropped < 0).float().mean(dim=0).tolist()
     shaded = Text()
-    for token, share in zip([*tokens, *run.answer], shares, strict=False):
+    for token, share in zip([*tokens, *run.answer], shares, strict=False):  # shares have room for the longest answer
         text = console.printable(token)
         level = 0 if share == 0 else 1 + min(3, int(share * 3.999))
         shaded.append(_dots(text) if level == 0 else text, _STYLES[level])
@@ -117,7 +117,11 @@ def _serve(request: ExplainOptions) -> None:
 
 
 def _report(request: ExplainOptions, found: Explanation) -> None:
-    """Write the page, and print what was asked for."""
+    """Write the page and the plots that were asked for, and print the record as JSON or as a summary.
+
+    Raises:
+        InputError: the page cannot be written.
+    """
     for note in found.notes:
         console.note(note)
     drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
@@ -142,7 +146,7 @@ def _report(request: ExplainOptions, found: Explanation) -> None:
 
 
 def _sum(found: Explanation) -> None:
-    """Print each policy's answer, its agreement with the full cache's, and its bytes."""
+    """Print a table of each policy's answer, its agreement with the full cache's, and its bytes."""
     figures = console.table("", "answer", "agrees", "memory", "compression")
     for run in found.runs:
         end = run.ledger.answered

@@ -18,7 +18,7 @@ STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
 
 def read_text(file: str, *, kind: str, purpose: str) -> str:
-    """Read a UTF-8 file, and return its content without a final line break; ``-`` is standard input.
+    """Return the content of a UTF-8 file without a final line break; ``-`` is standard input.
 
     Args:
         file: path, or ``-``.
@@ -45,7 +45,7 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
 
 
 def not_empty(text: str, source: str, purpose: str) -> str:
-    """Check that a text is not empty, and return it.
+    """Return a text, after a check that it is not empty.
 
     Raises:
         InputError: the text is empty, or only white space.
@@ -57,7 +57,9 @@ def not_empty(text: str, source: str, purpose: str) -> str:
 
 @contextmanager
 def read_again(file: str, *, kind: str) -> Iterator[Path]:
-    """Yield a file that can be read several times. Standard input (``-``) or a pipe is copied first.
+    """Yield a path that can be read several times.
+
+    Standard input (``-``) or a pipe is copied to a temporary file first.
 
     Args:
         file: path, or ``-``.
@@ -87,7 +89,11 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
 
 
 def refuse_device(file: str, kind: str) -> None:
-    """Raise an `InputError` for a device such as ``/dev/zero``, which would be read until no memory is left."""
+    """Refuse a device such as ``/dev/zero``, which would be read until no memory is left.
+
+    Raises:
+        InputError: the file is such a device.
+    """
     if file != STANDARD_INPUT and _is_endless(in_full(file)):
         raise InputError(f"The {kind} {file} is a device, which may have no end. Give a file, a pipe, or - for input.")
 
@@ -111,10 +117,10 @@ def target(path: Path, what: str, *, example: str, overwrite: bool) -> Path:
     """Return the file of ``--output``, after a check that it can be written.
 
     Args:
-        path: its name.
-        what: what it will hold, for messages: ``page``.
+        path: the file's path.
+        what: what the file will hold, for messages: ``page``.
         example: a name for such a file.
-        overwrite: whether it may replace another one.
+        overwrite: whether the file may replace another one.
 
     Raises:
         InputError: there is something of that name already, or no folder for it.
@@ -142,7 +148,7 @@ def data_folder() -> Path:
     """Return the folder in which the system keeps a user's data.
 
     Raises:
-        InputError: there is none, because the user has no home.
+        InputError: there is no such folder, because the user has no home.
     """
     variable, below = {
         "win32": ("LOCALAPPDATA", "AppData/Local"),

@@ -61,10 +61,10 @@ class BatchOptions:
 
 
 def parse_memory(text: str, option: str) -> str:
-    """Read ``--memory``, the name of a file.
+    """Return the file name that ``--memory`` gives.
 
     Raises:
-        InputError: it is empty, or a size.
+        InputError: the text is empty, or a size.
     """
     if exists(text):
         return text
@@ -108,7 +108,7 @@ def standard_input(
 
 
 def read_prompt(prompt: str | None, file: str | None, *, model: str | None = None) -> str:
-    """Read the prompt from ``--prompt`` or a file.
+    """Return the prompt of ``--prompt`` or of a file.
 
     Args:
         prompt: the text; ``-`` is standard input.
@@ -144,7 +144,7 @@ def _output_place(output: str) -> str:
 
 
 def read_schema(file: str, option: str) -> str:
-    """The JSON schema of a file.
+    """Return the JSON schema of a file, as text.
 
     Raises:
         InputError: the file cannot be read.
@@ -153,7 +153,10 @@ def read_schema(file: str, option: str) -> str:
 
 
 def word_of_prompt(model: str | None, prompt: str | None) -> str | None:
-    """Return advice about quotes if an unknown model may be the second word of a prompt; else ``None``."""
+    """Return advice about quotes if the model may be the second word of an unquoted prompt; else ``None``.
+
+    It may be if both are single words without a slash and no file or folder has the model's name.
+    """
     if not model or not prompt or "/" in model or " " in prompt or exists(model):
         return None
     return quotes_missing(f"{prompt} {model}")
@@ -169,7 +172,11 @@ def _advice(model: str | None) -> str:
 
 
 def _check_no_file(prompt: str) -> None:
-    """Refuse the name of a file in place of its text."""
+    """Refuse a prompt that is the name of an existing file, in place of the file's text.
+
+    Raises:
+        InputError: the prompt is such a name.
+    """
     if not any(letter.isspace() for letter in prompt) and exists(prompt, folder=False):
         raise InputError(f"The prompt is the name of a file. To read the file: --prompt-file {quoted(prompt)}")
 
@@ -318,7 +325,7 @@ class GenerateOptions(GenerationOptions):
 
     @property
     def batch(self) -> BatchOptions | None:
-        """The options of a batch job; ``None`` for a single prompt."""
+        """Return the options of a batch job; ``None`` for a single prompt."""
         if self.input is None or self.output is None:
             return None
         return BatchOptions(
@@ -334,11 +341,15 @@ class GenerateOptions(GenerationOptions):
 
     @property
     def run(self) -> str:
-        """The function that does the work."""
+        """Return the function that does the work, as ``module:function``."""
         return "kvkeep.cli.generate_run:serve" if self.input is None else "kvkeep.cli.generate_batch:serve"
 
     def checked(self) -> GenerateOptions:
-        """Return the options with the text of the prompt, after all checks that concern several of them."""
+        """Return the options with the text of the prompt and the policy, after checks that concern several options.
+
+        Raises:
+            InputError: options exclude each other, or the prompt cannot be read.
+        """
         model, file = standard_input(self.model, self.source, self.prompt_words, self.prompt_file)
         self._check_batch(file)
         self._check_system()
@@ -355,7 +366,11 @@ class GenerateOptions(GenerationOptions):
         )
 
     def _check_batch(self, file: str | None) -> None:
-        """Check the options of a batch job."""
+        """Check the options of a batch job, and that they are given with ``--input`` only.
+
+        Raises:
+            InputError: a check fails.
+        """
         job = (self.output, self.max_rows, self.kv_memory, self.ray_workers, self.ray_address)
         if self.input is None:
             if self.skip_bad or self.compile or any(given is not None for given in job):
@@ -381,7 +396,11 @@ class GenerateOptions(GenerationOptions):
             )
 
     def _check_system(self) -> None:
-        """Check that there is a place for a system message, and that there is one if it is pinned."""
+        """Check that there is a place for a system message, and that there is one if it is pinned.
+
+        Raises:
+            InputError: a check fails.
+        """
         if self.system is not None and self.raw:
             raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
         own = self.compare or self.system is not None or isinstance(self.share_or_tokens, float) or self.pin_system

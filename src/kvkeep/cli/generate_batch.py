@@ -69,7 +69,9 @@ class Workers(Protocol):
     size: Mapping[str, int]
 
     def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
-        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+        """Run the lines and write their answers; return the number of new tokens, and the reasons of failed lines by
+        number.
+        """
 
 
 def run(
@@ -128,7 +130,7 @@ def _summarise(found: Mapping[str, int | float], output: OutputFile, *, as_json:
 
 
 def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], object]) -> None:
-    """Write down lines that failed. Their completions are not concerned if that is not possible."""
+    """Write failed lines to the file for them. An error of that is printed, since it does not concern completions."""
     try:
         set_aside(failed)
     except InputError as error:
@@ -175,7 +177,9 @@ class LocalRunner:
         self.size: Mapping[str, int] = {"rows": engine.rows, "row_bytes": engine.row_bytes}
 
     def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
-        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+        """Run the lines and write their answers; return the number of new tokens, and the reasons of failed lines by
+        number.
+        """
         engine, answers = self._engine, AnswerWriter(output, bar)
         source = ((line, place) for line in self._lines for place in range(len(line.requests)))
         new, more = 0, True
@@ -214,7 +218,7 @@ class AnswerWriter:
         self.failed: dict[int, str] = {}
 
     def begin(self, engine: Engine, line: InputLine, place: int) -> None:
-        """Hand a request to the engine, unless another one of its line has failed."""
+        """Hand a request to the engine. A request whose line has failed already is not run."""
         request = line.requests[place]
         try:
             number = None if line.number in self.failed else engine.add(request)
@@ -228,7 +232,7 @@ class AnswerWriter:
             self._bar.begin(number, request)
 
     def end(self, number: int, result: Result) -> None:
-        """Take a result, and write the line if it is the last one."""
+        """Store a result; with the last one of a line, write the line. A failed request fails its line."""
         line, place = self.running.pop(number)
         self._bar.end(number, result)
         if result.finish_reason == "error":
@@ -276,7 +280,7 @@ def settings_of(
 
 
 def set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: BatchOptions) -> None:
-    """Write lines without an answer to a file beside the output; if the output is a stream, to standard error.
+    """Write lines without an answer to a file beside the output, or to standard error if the output is a stream.
 
     Args:
         source: the input.
@@ -307,7 +311,7 @@ def beside(batch: BatchOptions) -> Path:
 
 
 def lines_of(batch: BatchOptions) -> AbstractContextManager[Path]:
-    """Open the lines of a job's input as a JSONL file that can be read several times.
+    """Return a context with the lines of a job's input, as a JSONL file that can be read several times.
 
     Raises:
         InputError: the input is a folder in which the output lies.
@@ -324,10 +328,11 @@ def lines_of(batch: BatchOptions) -> AbstractContextManager[Path]:
 
 @contextmanager
 def published(batch: BatchOptions) -> Iterator[BatchOptions]:
-    """Yield the options of a job that writes to a local file. Publish its lines when the block ends.
+    """Yield the options of a job that writes to a local file, and publish its lines at the end.
 
-    If the block raises an error or the user ends the job, nothing is published. The local file stays until every line
-    has its completion at the destination, so the same command goes on from there.
+    A local output is used as it is. If an error is raised or the user ends the job, nothing is published; a job that
+    ends without some lines' answers publishes the others. The local
+    file stays until every line has its completion at the destination, so the same command goes on from there.
 
     Raises:
         InputError: the destination cannot be written.
@@ -356,7 +361,8 @@ def _publish(destination: Destination, *, complete: bool) -> None:
 
 
 def together(batch: BatchOptions) -> BatchOptions:
-    """Prepare a job that several processes run together: the first one writes, the others write nowhere.
+    """Return the options of a job that several processes run together: the first one writes, the others write
+    nowhere.
 
     Raises:
         InputError: the processes cannot read the input, cannot compile, or shall start workers of Ray.
@@ -372,14 +378,14 @@ def together(batch: BatchOptions) -> BatchOptions:
 
 
 def tell(output: OutputFile) -> None:
-    """Tell all processes which lines were done before, as the first one has read it in the output."""
+    """Send all processes the lines done before, which the first process has read in the output."""
     done, output.made_by = distributed.told([list(output.done.items()), output.made_by])
     output.done = dict(done)
 
 
 @ended_with_its_cluster()
 def serve(request: GenerateOptions) -> None:
-    """Run a batch job.
+    """Run a batch job, which may be the rest of an earlier one.
 
     Raises:
         KVKeepError: the request, the input, the output or the model cannot be used.
@@ -405,7 +411,7 @@ def serve(request: GenerateOptions) -> None:
 
 
 def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
-    """Run a batch job over the lines of a local file, into another one."""
+    """Run a batch job over the lines of a local file, writing to another local file."""
     memory = None if request.memory is None else SavedMemory.read(request.memory)
     request = with_memory_settings(request, memory)
     policy = parse_policy(request.policy)
@@ -444,7 +450,7 @@ class _Job:
     checkpoint: Checkpoint
 
     def run(self, crew: Workers, todo: Mapping[int, str]) -> None:
-        """Run the lines that are not done."""
+        """Run the lines that are not done, and print the summary."""
         run(
             crew,
             self.output,
@@ -456,7 +462,7 @@ class _Job:
         )
 
     def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
-        """Say what holds the lines."""
+        """Print the policy, the budget, and the rows that hold the lines."""
         console.progress(
             f"{spec(parse_policy(self.request.policy))}, budget {budget}: {each}{console.count(rows, 'row')} of "
             f"{console.show_bytes(row_bytes)}"
@@ -464,10 +470,11 @@ class _Job:
 
 
 def _near(job: _Job, budget: int) -> None:
-    """Run a job on one engine in this process."""
+    """Load the model, and run a job on one engine in this process."""
     writer = _load(job.request, job.checkpoint, job.output, job.settings)
     job.output.texts = TokenTexts(job.checkpoint.tokenizer)
     engine = _engine(writer, job, budget=budget)
+    # anew, since the engine has chosen the layout only now
     job.output.agree({**job.output.own, LAYOUT: chosen(writer.model)})
     _remark(job.survey, job.checkpoint, job.request.model or "embedded")
     memory = job.survey.memory
@@ -478,7 +485,11 @@ def _near(job: _Job, budget: int) -> None:
 
 
 def _far(job: _Job, budget: int, memory: str | None) -> None:
-    """Run a job on workers of Ray."""
+    """Start workers of Ray, and run a job on them.
+
+    Raises:
+        typer.Exit: the user has stopped the job before it began.
+    """
     from kvkeep.cli.generate_batch_workers import RayRunner, pool_of
     from kvkeep.scale.driver import running
 
@@ -522,7 +533,13 @@ def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
 
 
 def _survey(source: Path, read_line: Read, batch: BatchOptions, memory: SavedMemory | None) -> Survey:
-    """Read every line once. A line that cannot be run stops the job, unless such lines are set aside."""
+    """Read every line once, and return the survey.
+
+    A line that cannot be run stops the job unless such lines are set aside.
+
+    Raises:
+        InputError: a line cannot be run, or none can.
+    """
     survey = Survey(None if memory is None else memory.snapshot)
     for number, raw in read_lines(source):
         bad = survey.add(read_line(number, raw))
@@ -568,7 +585,7 @@ def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: Ou
 
 
 def _load(request: GenerateOptions, checkpoint: Checkpoint, output: OutputFile, settings: dict[str, object]) -> Writer:
-    """Load the model, and check that the output was written with the same weights."""
+    """Load the model and return it, after a check that the output was written with the same weights."""
     console.progress(f"loading {checkpoint.name} …")
     writer = writer_of(checkpoint, request)
     output.agree({**settings, "weights": fingerprint(writer.model)})
@@ -576,7 +593,11 @@ def _load(request: GenerateOptions, checkpoint: Checkpoint, output: OutputFile, 
 
 
 def _engine(writer: Writer, job: _Job, *, budget: int) -> Engine:
-    """Build the engine, with no more rows than requests. Its weights are laid out as in an earlier run."""
+    """Return the engine, with no more rows than requests. Its weights are laid out as in an earlier run.
+
+    Raises:
+        InputError: the policy keeps all tokens, and the longest line has no room.
+    """
     request, survey = job.request, job.survey
     try:
         like = job.output.weight_layout
@@ -591,9 +612,9 @@ def _engine(writer: Writer, job: _Job, *, budget: int) -> Engine:
 
 
 def _todo(job: _Job, judge: Judge) -> dict[int, str]:
-    """Return the lines to run now, with their fingerprints. Lines that cannot be run are set aside.
+    """Return the lines to run now, with their fingerprints.
 
-    What an earlier run has set aside is removed if all of it can be run now.
+    Lines that the engine refuses are set aside, or stop the job.
     """
     source, survey, output, batch = job.source, job.survey, job.output, job.batch
     new = [number for number in survey.digests if number not in output.done]
@@ -615,5 +636,5 @@ def _refusal(number: int, reason: str) -> InputError:
 
 
 def _lines(source: Path, todo: Mapping[int, str]) -> Iterator[tuple[int, bytes]]:
-    """Read the lines to run once more. A line whose text has changed since the survey is left out."""
+    """Yield the lines to run, read once more. A line whose text has changed since the survey is left out."""
     return ((number, raw) for number, raw in read_lines(source) if number in todo and digest(raw) == todo[number])

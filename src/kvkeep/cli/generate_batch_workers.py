@@ -102,7 +102,7 @@ def _encode(checkpoint: Checkpoint, asked: Asked) -> list[int]:
 
 
 def _encode_after(checkpoint: Checkpoint, asked: Asked, past: ConversationHistory) -> list[int]:
-    """Encode a prompt that follows a remembered text, or a text that was read as it is."""
+    """Return the token ids of a prompt that follows a remembered text, or a text that was read as it is."""
     if past.opening is not None:
         question, more = question_of(asked, past.opening)
         return past.opening.rest(checkpoint, question, past.ids, more)
@@ -117,7 +117,11 @@ def _encode_after(checkpoint: Checkpoint, asked: Asked, past: ConversationHistor
 
 
 def _known(checkpoint: Checkpoint, ids: list[int]) -> list[int]:
-    """Token ids, after a check that the model has all of them."""
+    """Return token ids, after a check that the model has all of them.
+
+    Raises:
+        InputError: the model does not have a token.
+    """
     vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
     if max(ids) >= vocabulary:
         raise InputError(f"The prompt has token {max(ids)}, and the model knows only {vocabulary}.")
@@ -135,7 +139,7 @@ def rows_of(batch: BatchOptions, most: int) -> int:
 def engine_of(
     writer: Writer, request: GenerateOptions, batch: BatchOptions, *, most: int, budget: int, like: Layout | None = None
 ) -> Engine:
-    """Build the engine of a batch job, with no more rows than requests.
+    """Return the engine of a batch job, with no more rows than requests and its layers prepared.
 
     Args:
         writer: the model.
@@ -167,10 +171,13 @@ _ANY_LINE = b'{"prompt": "a"}'
 
 @contextmanager
 def _meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Do some work in another thread during this block. Whoever needs it later says why it fails, if it does."""
+    """Call a function in another thread while the context lasts.
+
+    Its error is dropped: whoever needs the work later raises it.
+    """
 
     def quietly() -> None:
-        with suppress(Exception):
+        with suppress(Exception):  # see above
             work()
 
     thread = threading.Thread(target=quietly, name="kvkeep-meanwhile")
@@ -200,7 +207,7 @@ class EngineRecipe:
     memory: str | None
 
     def __call__(self, like: Layout | None) -> Built:
-        """Load the model, and make the engine.
+        """Load the model, make the engine, and return both with a reader of lines.
 
         Args:
             like: how another worker has laid out the weights.
@@ -235,7 +242,7 @@ def pool_of(
     memory: str | None,
     like: Layout | None = None,
 ) -> WorkerPool[EngineFacts]:
-    """The workers of a job, which have not been started yet. The cluster has been joined.
+    """Return the workers of a job, which have not been started yet. The cluster must have been joined.
 
     Args:
         request: the options of the command.
@@ -264,7 +271,7 @@ def pool_of(
 
 
 def _bytes(request: GenerateOptions, batch: BatchOptions, most: int, longest: int, budget: int) -> int:
-    """Main memory of a worker, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
+    """Return the main memory of a worker, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
     names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
     options: dict[str, Any] = {name: getattr(request, name) for name in names}
     with suppress(KVKeepError):
@@ -298,7 +305,9 @@ class RayRunner:
         }
 
     def run(self, output: OutputFile, bar: BatchBar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
-        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+        """Run the lines and write their answers; return the number of new tokens, and the reasons of failed lines by
+        number.
+        """
         new = 0
 
         def write(answer: WorkResult) -> None:

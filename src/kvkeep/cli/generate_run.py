@@ -62,14 +62,14 @@ class SavedMemory:
 
     @classmethod
     def read(cls, file: str, *, shown: str | None = None) -> SavedMemory:
-        """Read a file that ``kvkeep remember`` or ``kvkeep chat`` has written.
+        """Return the memory of a file that ``kvkeep remember`` or ``kvkeep chat`` has written.
 
         Args:
             file: its name.
             shown: its name in messages; by default the same.
 
         Raises:
-            SnapshotError: it cannot be read, or is no memory whose tokens are known.
+            SnapshotError: the file cannot be read, or holds no memory whose tokens are known.
         """
         snapshot = Snapshot.load(file)
         ConversationHistory.of(snapshot)  # refuses a memory without token ids
@@ -94,11 +94,11 @@ _G = TypeVar("_G", bound=GenerationOptions)
 
 
 def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
-    """Return the request with the settings of its memory, the only ones under which the memory is valid.
+    """Return the request with the settings of its memory, the only valid ones; the request itself for ``None``.
 
     Raises:
         InputError: an option was given that is not the memory's.
-        SnapshotError: its policy is not registered, and was not named.
+        SnapshotError: the memory's policy is not registered, and the user has not named it.
     """
     if memory is None:
         return request
@@ -141,7 +141,8 @@ def _settings(request: GenerationOptions, made: Fingerprint) -> list[tuple[str, 
 
 
 def with_file_settings(request: GenerateOptions) -> GenerateOptions:
-    """Return the request with the settings of its ``kvkeep.toml`` in place of options that were not given.
+    """Return the request with settings of its ``kvkeep.toml`` for options that were not given; itself without a
+    file.
 
     Raises:
         InputError: the file cannot be used, or a memory was given, which brings settings of its own.
@@ -156,9 +157,9 @@ def with_file_settings(request: GenerateOptions) -> GenerateOptions:
     found = Config.read(file).settings()
     if isinstance(weights := found.get("layer_budget"), tuple):
         found["layer_budget"] = list(weights)
-    if "kv_bits" in found:
+    if "kv_bits" in found:  # a number or a word in the file, a word on the command line
         found["kv_bits"] = str(found["kv_bits"])
-    if request.keep_ratio is not None:
+    if request.keep_ratio is not None:  # a share, which the user has given as the budget
         found.pop("budget", None)
     named = request.names_policy or "policy" in found
     return replace(
@@ -212,6 +213,7 @@ class PreparedRequest:
         """Return the prompt as a request to an engine."""
         schema = self.request.json_schema
         form = None if schema is None else json_structure(schema)
+        # without a memory the engine was made with the policy, and the prompt is token ids already
         if self.memory is None:
             return engines.Request(
                 prompt=self.prompt,
@@ -225,7 +227,7 @@ class PreparedRequest:
             raw=self.request.raw,
             sampling=self.sampling,
             snapshot=self.memory.snapshot,
-            policy=self.policy,
+            policy=self.policy,  # the engine would not load a policy's module because a snapshot names it
             structured_outputs=form,
         )
 
@@ -241,7 +243,7 @@ class PreparedRequest:
 
 
 def prepare(request: GenerateOptions) -> PreparedRequest:
-    """Check a request, cheap tests first, and load its model.
+    """Check a request, cheap tests first, load its model, and return both.
 
     Raises:
         KVKeepError: the request or the model cannot be used.
@@ -295,7 +297,7 @@ def sampling_of(request: GenerationOptions) -> SamplingParams:
 
 
 def engine_for(writer: tokenization.Writer, request: GenerationOptions, **options: Any) -> Engine:
-    """Build an engine for a request, for one prompt or many.
+    """Return an engine for a request, for one prompt or many.
 
     Args:
         writer: the model.
@@ -323,7 +325,7 @@ def _choose_budget(request: GenerateOptions, policy: Policy, prompt_tokens: int)
 
 
 def _encode(checkpoint: Checkpoint, request: GenerateOptions) -> list[int]:
-    """Encode the prompt as token ids, after the system message if there is one.
+    """Return the token ids of the prompt, after the system message if there is one.
 
     Raises:
         InputError: there is no chat template, or it leaves the system message out.
@@ -377,7 +379,7 @@ def _budget(job: PreparedRequest, result: Result) -> str:
 
 
 def _lost(result: Result) -> str:
-    """Describe the share of attention that evicted tokens carried, as far as it is known."""
+    """Return in words the share of attention that evicted tokens carried; empty if it is not known."""
     lost = result.lost_mass
     parts = [] if lost.prompt is None else [f"{_percent(lost.prompt)} of the attention at the prompt's end"]
     if lost.decode is not None:
@@ -476,7 +478,7 @@ class TextDifference:
 
 
 def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[int], str]) -> TextDifference:
-    """Compare the new tokens of two runs; neither is empty."""
+    """Return how the new tokens of two runs differ; neither may be empty."""
     pairs = list(zip(bounded, full, strict=False))
     equal = sum(a == b for a, b in pairs)
     first = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
@@ -522,7 +524,7 @@ def _texts(screen: Console, bounded: Side, full: Side) -> RenderableType:
 
 
 def _common_length(one: str, other: str) -> int:
-    """Length of the beginning that two texts share."""
+    """Return the length of the beginning that two texts share."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -565,7 +567,7 @@ def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str,
 
 
 def serve(request: GenerateOptions) -> None:
-    """Continue a prompt and print the text.
+    """Continue a prompt and print the text; with ``--compare`` also that of the full cache.
 
     Raises:
         KVKeepError: the request or the model cannot be used, or a step failed.
@@ -585,7 +587,11 @@ def serve(request: GenerateOptions) -> None:
 
 
 def _prepared(request: GenerateOptions) -> PreparedRequest:
-    """Check a request and load its model; see `prepare`."""
+    """Check a request and load its model, see `prepare`. If there is no such model, the error may advise quotes.
+
+    Raises:
+        ModelFileError: there is no such model.
+    """
     try:
         return prepare(request)
     except ModelFileError as error:
@@ -599,7 +605,7 @@ def _run_bounded(job: PreparedRequest, on_text: Callable[[str], object]) -> Resu
 
 
 def _run_full(job: PreparedRequest) -> Result:
-    """Run the same prompt with a full cache, without the request's options about the bounded one."""
+    """Return the result of the same prompt with a full cache, without options about the bounded cache."""
     total = len(job.prompt) + job.sampling.max_new_tokens
     options = dict.fromkeys(("layer_budget", "head_budget", "positions", "kv_bits", "guard"))
     asked = replace(job.asked, pins=())
@@ -607,7 +613,7 @@ def _run_full(job: PreparedRequest) -> Result:
 
 
 def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object]) -> Result:
-    """Continue a prompt and call ``on_text`` with each piece of text as soon as it is final.
+    """Continue a prompt, call ``on_text`` with each piece of text as soon as it is final, and return the result.
 
     Raises:
         KVKeepError: the engine refuses the prompt, or a step failed.

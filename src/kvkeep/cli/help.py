@@ -215,7 +215,7 @@ def _names(param: Any) -> Text:
 
 
 def _default(param: Any) -> str:
-    """Describe an option's default; empty for ``None``, and for flags that are off."""
+    """Return a sentence on an option's default; empty for ``None``, and for flags that are off."""
     value = getattr(param, "default", None)
     if param.required:
         return "Required."
@@ -225,7 +225,7 @@ def _default(param: Any) -> str:
 
 
 def _text(paragraph: str) -> Text:
-    """Convert a paragraph with rich's markup to text on one line, which the terminal wraps."""
+    """Return a paragraph with rich's markup as text on one line, which the terminal wraps."""
     return Text.from_markup(" ".join(textwrap.dedent(paragraph).split()), emoji=False)
 
 
@@ -238,7 +238,9 @@ class Command(TyperCommand):
     """A command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words after the command."""
+        """Parse the words after the command; ``--help`` and ``--help-all`` win over whatever is wrong with the
+        others.
+        """
         if "--help" in args and not ctx.resilient_parsing:
             args = ["--help"]  # whatever else is still missing or wrong
         if ALL in args and not ctx.resilient_parsing:
@@ -258,14 +260,18 @@ class Group(TyperGroup):
     """Commands under one name; the outermost is the application."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words up to the subcommand."""
+        """Parse the words up to the subcommand, with mistakes explained."""
         with usage_errors.explained(ctx, tuple(args)):
             if not ctx.resilient_parsing:
                 usage_errors.check(ctx, args, group=True)
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the subcommand."""
+        """Return the subcommand that the words begin with.
+
+        Raises:
+            CommandLineError: there is no such command.
+        """
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             raise usage_errors.CommandLineError(usage_errors.unknown_command(self, ctx, args))
         return super().resolve_command(ctx, args)
@@ -322,7 +328,7 @@ class Noting(Command):
     """A command that notes which options were given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words, and note the options among them."""
+        """Parse the words, and store which options the user has given, see `is_given`."""
         left = super().parse_args(ctx, args)
         sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
         _GIVEN_OPTIONS.set(frozenset(name for name, source in sources.items() if source and source.name != "DEFAULT"))
@@ -333,7 +339,7 @@ class Passing(Command):
     """A command that reads none of its words but ``--help`` alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Note all words."""
+        """Store all words for `words`, and parse none of them but a lone ``--help``."""
         alone = not args or args in (["--help"], ["-h"]) or ctx.resilient_parsing
         _WORDS.set(() if alone else tuple(args))
         return super().parse_args(ctx, (args or ["--help"]) if alone else [])

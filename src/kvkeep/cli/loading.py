@@ -38,7 +38,7 @@ def check_weights(asked: Weights) -> None:
     """Refuse names of dtypes, devices and formats that do not exist, before anything is read.
 
     Raises:
-        InputError: there is such a name.
+        InputError: a name is unknown, or cannot be used here.
     """
     parse_dtype(asked.dtype)
     parse_device(asked.device)
@@ -46,7 +46,7 @@ def check_weights(asked: Weights) -> None:
 
 
 def writer_of(checkpoint: Checkpoint, asked: Weights) -> Writer:
-    """Read a model's weights, and print a note on settings of the model that kvkeep leaves out.
+    """Read a model's weights and return the model; print a note on its settings that kvkeep leaves out.
 
     Under torchrun the model is split over its processes.
 

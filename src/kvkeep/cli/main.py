@@ -86,7 +86,7 @@ class Broken(Command):
     """Stands for a command that cannot be loaded, so that the others still work."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Say why the command cannot be loaded."""
+        """Raise an error that says why the command cannot be loaded."""
         if ctx.resilient_parsing:
             return args
         raise usage_errors.CommandLineError(self.callback() if self.callback else "")
@@ -109,13 +109,17 @@ class Application(Group):
         self._own = own
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of a name, or ``None``; of other packages only that one's is loaded."""
+        """Return the command of a name, or ``None``. Of other packages only the named command is loaded."""
         if cmd_name in self._own:
             return self._own[cmd_name]
         return self._added(cmd_name) if cmd_name in self._points else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the subcommand."""
+        """Return the subcommand that the words begin with.
+
+        Raises:
+            CommandLineError: there is no such command, or it belongs to kvkeep-lab, which is not installed.
+        """
         name = args[0]
         if name in LAB_COMMANDS and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
             raise usage_errors.CommandLineError(
@@ -142,7 +146,7 @@ class Application(Group):
 
 
 def load(point: EntryPoint) -> Any:
-    """Return the command of an entry point. If it cannot be loaded, the command says so when it is called."""
+    """Return the command of an entry point. If it cannot be loaded, return one that reports this when it is called."""
     try:
         found = point.load()
         plugin = found if isinstance(found, Plugin) else Plugin(command=found)

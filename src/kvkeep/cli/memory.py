@@ -55,7 +55,7 @@ def memory(
 
 
 def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
-    """Names and values above the drawing."""
+    """Return names and values to print above the drawing."""
     made, layers = snapshot.fingerprint, snapshot.contents.layers
     chunk = "" if made.chunk is None else f", prompt read in chunks of {made.chunk}"
     full = full_bytes(snapshot)
@@ -77,7 +77,7 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
 
 
 def _kind(note: Mapping[str, Any]) -> str:
-    """Describe what a memory stands for, from the note of the engine or a session."""
+    """Return in words what a memory stands for, from the note of the engine or a session."""
     if isinstance(note.get("opening"), dict):
         return "a text that questions may follow"
     turns = turns_of(note)
@@ -85,7 +85,7 @@ def _kind(note: Mapping[str, Any]) -> str:
 
 
 def turns_of(note: Mapping[str, Any]) -> int | None:
-    """Count the answers in a conversation; ``None`` if it did not use the chat template, or is none."""
+    """Return the number of answers in a conversation; ``None`` for another memory, or without the chat template."""
     messages = note.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
@@ -93,22 +93,22 @@ def turns_of(note: Mapping[str, Any]) -> int | None:
 
 
 def _rule(layer_budget: str | tuple[float, ...]) -> str:
-    """Describe how a budget is spread over the layers."""
+    """Return in words how a budget is spread over the layers."""
     return f"{layer_budget} over layers" if isinstance(layer_budget, str) else "spread over layers by weights"
 
 
 def _of_heads(head_budget: str | None) -> str:
-    """Describe how a layer's budget is divided among its heads; empty if the policy decides."""
+    """Return in words how a layer's budget is divided among its heads; empty if the policy decides."""
     return "" if head_budget is None else f", {head_budget} over heads"
 
 
 def _in_bits(kv_bits: str | None) -> str:
-    """Describe the bits of keys and values; empty if slots have the model's dtype."""
+    """Return in words the bits of keys and values; empty if slots have the model's dtype."""
     return "" if kv_bits is None else f" (kv_bits {kv_bits})"
 
 
 def full_bytes(snapshot: Snapshot) -> int:
-    """Count the bytes that the keys and values of all seen tokens take without eviction."""
+    """Return the bytes that the keys and values of all seen tokens would take without eviction."""
     import torch
 
     from kvkeep.kv.slot_codec import KV_BITS

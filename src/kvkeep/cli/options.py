@@ -181,21 +181,25 @@ class CommandOptions:
 
     @classmethod
     def prepare(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what typer has read, before texts become values.
+        """Return what typer has read, before texts become values; unchanged by default.
+
+        A command overrides this to check or add to it.
 
         Args:
             given: the values by the names of typer's parameters.
 
         Raises:
-            InputError: something that the command needs is not there.
+            InputError: in a command that overrides this: something that the command needs is missing.
         """
         return given
 
     def checked(self) -> CommandOptions:
-        """Return the options, after all checks that concern several of them.
+        """Return the options, after checks that concern several options; unchanged by default.
+
+        A command with such checks overrides this.
 
         Raises:
-            InputError: they exclude each other, or one is missing.
+            InputError: in a command that overrides this: options exclude each other, or an option is missing.
         """
         return self
 
@@ -250,7 +254,7 @@ def _parameters(options: type[CommandOptions]) -> Iterator[_Parameter]:
 # Options that several commands share.
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-_MAX_BYTES = 2**63 - 1
+_MAX_BYTES = 2**63 - 1  # torch counts bytes in 64 bits
 _BYTES: dict[str, int] = {
     "B": 1,
     **{f"{prefix}B": 1000**power for prefix, power in (("k", 1), ("K", 1), ("M", 2), ("G", 3), ("T", 4))},
@@ -259,9 +263,13 @@ _BYTES: dict[str, int] = {
 
 
 def given(model: str | None) -> str | None:
-    """Check the name of a model, and return it.
+    """Return the name of a model, after a check that it is neither empty nor a text of several words.
 
-    An empty one is refused, since it comes from a variable that a script has not set, and so is a text.
+    ``None`` is returned as it is. An empty name would come from a variable that a script has not set.
+
+    Raises:
+        CommandLineError: the name is a text of several words, and no path.
+        typer.BadParameter: the name is empty.
     """
     if model is not None and not model.strip():
         raise typer.BadParameter("it is empty; leave it out for the embedded model")
@@ -275,7 +283,7 @@ def _is_path(name: str) -> bool:
 
 
 def parse_tokens(text: str, option: str) -> int:
-    """Read a number of tokens: ``1024``, ``4K`` (4 × 1024), ``4k`` (4 × 1000), ``1M``, ``1.5k``.
+    """Return the number of tokens of a text: ``1024``, ``4K`` (4 × 1024), ``4k`` (4 × 1000), ``1M``, ``1.5k``.
 
     Raises:
         InputError: the text is not a whole number, or the number is larger than any position.
@@ -294,7 +302,7 @@ def parse_tokens(text: str, option: str) -> int:
 
 
 def parse_number(text: str, option: str) -> float:
-    """Read a number.
+    """Return the number of a text.
 
     Raises:
         InputError: the text is not a number.
@@ -306,10 +314,10 @@ def parse_number(text: str, option: str) -> float:
 
 
 def parse_budget(text: str, option: str) -> float | int:
-    """Read a budget: ``20%`` becomes the keep ratio 0.2, a number of tokens an int.
+    """Return the budget of a text: ``20%`` becomes the keep ratio 0.2, a number of tokens an int.
 
     Raises:
-        InputError: the text is neither.
+        InputError: the text is neither a share nor a number of tokens.
         BudgetError: the share is outside 0 … 100 %.
     """
     if not text.endswith("%"):
@@ -321,7 +329,7 @@ def parse_budget(text: str, option: str) -> float | int:
 
 
 def parse_bytes(text: str, option: str, *, example: str = "24GiB (2^30 each) or 24GB (10^9 each)") -> int:
-    """Read a size: ``24GiB``, ``24 GB``, ``512MiB``.
+    """Return the size of a text in bytes: ``24GiB``, ``24 GB``, ``512MiB``.
 
     Raises:
         InputError: the text is not a number with a unit, or the size is not above 0 or is larger than any machine.
@@ -339,7 +347,8 @@ def parse_bytes(text: str, option: str, *, example: str = "24GiB (2^30 each) or 
 
 
 def parse_layer_budget(text: str, option: str = "--layer-budget") -> str | list[float]:
-    """Read ``--layer-budget``: the rule itself, or one weight per layer from a file of persistence ratios.
+    """Return the value of ``--layer-budget``: a rule as it is, or a weight per layer from a file of persistence
+    ratios.
 
     Raises:
         InputError: there is no such rule, or the file holds no persistence ratios.
@@ -369,7 +378,7 @@ def parse_layer_budget(text: str, option: str = "--layer-budget") -> str | list[
 
 
 def parse_layer_weights(text: str, option: str) -> str | tuple[float, ...]:
-    """Read ``--layer-budget`` like `parse_layer_budget`, as a value that can be a key."""
+    """Return the value of ``--layer-budget`` like `parse_layer_budget`, with weights as a tuple, which can be a key."""
     found = parse_layer_budget(text, option)
     return tuple(found) if isinstance(found, list) else found
 
@@ -386,7 +395,7 @@ def _persistence(content: Any) -> list[Any]:
 
 
 def parse_positions(text: str, option: str) -> Literal["true", "slot"]:
-    """Read ``--positions``.
+    """Return the value of ``--positions``, checked.
 
     Raises:
         InputError: there is no such mode.
@@ -397,7 +406,7 @@ def parse_positions(text: str, option: str) -> Literal["true", "slot"]:
 
 
 def parse_chunk(text: str, option: str) -> int:
-    """Read the number of tokens of a chunk.
+    """Return the number of tokens of a chunk.
 
     Raises:
         InputError: the text is not a whole number of 1 or more.
@@ -409,7 +418,7 @@ def parse_chunk(text: str, option: str) -> int:
 
 
 def parse_kv_bits(text: str, option: str) -> str:
-    """Read ``--kv-bits``; ``"16"`` stays what it is, for options that a file decides otherwise.
+    """Return the value of ``--kv-bits`` by its one name; ``"16"`` stays, so that it differs from no value.
 
     Raises:
         InputError: slots cannot have so many bits.
@@ -420,7 +429,7 @@ def parse_kv_bits(text: str, option: str) -> str:
 
 
 def parse_head_budget(text: str, option: str) -> str:
-    """Read ``--head-budget``.
+    """Return the value of ``--head-budget``, checked; a profile's file is read for that.
 
     Raises:
         BudgetError: there is no such rule, or its number is out of range.
@@ -435,10 +444,10 @@ def parse_head_budget(text: str, option: str) -> str:
 
 
 def parse_system(text: str, option: str) -> str:
-    """Read a system message.
+    """Return a system message, checked.
 
     Raises:
-        InputError: it is empty.
+        InputError: the text is empty.
     """
     return not_empty(text, option, "Leave it out, or give some text.")
 
@@ -447,7 +456,7 @@ def items(text: str, option: str) -> list[str]:
     """Return the words of a list with commas.
 
     Raises:
-        InputError: there is none.
+        InputError: the list is empty.
     """
     found = list(filter(None, (item.strip() for item in text.split(","))))
     if not found:
@@ -456,7 +465,7 @@ def items(text: str, option: str) -> list[str]:
 
 
 def parse_budgets(text: str | None, option: str) -> tuple[float | int, ...]:
-    """Read budgets with commas between them; none without a text."""
+    """Return budgets from a list with commas; ``()`` for ``None``."""
     return () if text is None else tuple(parse_budget(item, option) for item in items(text, option))
 
 
@@ -559,11 +568,11 @@ class CacheOptions(ModelOptions):
 
 # ``--ray-workers`` and ``--ray-address``: how many workers of Ray share the work of a command, and where they run.
 
-MOST_WORKERS = 1024
+MOST_WORKERS = 1024  # each is a process with the whole model; more are a mistake
 
 
 def check_address(text: str | None, what: str, *, asked: bool) -> None:
-    """Refuse an address that is empty, or that nothing runs at.
+    """Refuse an address that is empty, or that is given without a number of what runs there.
 
     Args:
         text: the value of ``--ray-address``, if it was given.
@@ -584,14 +593,14 @@ def check_address(text: str | None, what: str, *, asked: bool) -> None:
 
 
 def check_workers(number: int | None, address: str | None) -> None:
-    """Refuse a number of workers that cannot be, and an address that nothing runs at.
+    """Refuse a number of workers out of range, and an address without workers.
 
     Args:
         number: the value of ``--ray-workers``, if it was given.
         address: that of ``--ray-address``.
 
     Raises:
-        InputError: one of them is refused.
+        InputError: the number or the address is refused.
     """
     check_address(address, "workers", asked=number is not None)
     if number is not None and not 1 <= number <= MOST_WORKERS:

@@ -32,7 +32,7 @@ MACHINE = "Machine"
 
 
 def parse_speed(text: str, option: str = "--bandwidth") -> float:
-    """Read bytes per second: ``100GB/s``, ``3.35 TB/s``.
+    """Return the bytes per second of a text: ``100GB/s``, ``3.35 TB/s``.
 
     Raises:
         InputError: the text is not a number with a unit, or the speed is not above 0.
@@ -107,7 +107,11 @@ class PlanningOptions(CommandOptions):
     device: str = option(DEVICE)
 
     def checked(self) -> PlanningOptions:
-        """Return the options, after a check that one of them says how fast the memory is."""
+        """Return the options themselves, after a check that not two options give the memory's speed.
+
+        Raises:
+            InputError: both were given.
+        """
         if self.bandwidth is not None and self.measure:
             raise InputError("--bandwidth and --measure were both given; one of them says how fast the memory is.")
         return self

@@ -54,7 +54,7 @@ def measured(made: Plan, place: torch.device) -> tuple[Plan, MeasuredDevice]:
 
 
 def _products(place: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
-    """Measure the speed of matrix products for a number of rows. Beyond a limit, it falls as rows grow."""
+    """Return the speed of matrix products for a number of rows. Beyond a limit, it is extrapolated from fewer rows."""
     some = min(rows, MOST)
     size = BUFFER_BYTES * FEW // max(FEW, some)
     return measure_products(place, dtype, some, width=width, size_bytes=size) * some / rows
@@ -117,7 +117,7 @@ def serve(request: PlanOptions) -> None:
 
 
 def show(made: Plan, found: MeasuredDevice | None, *, json: bool) -> None:
-    """Print a plan."""
+    """Print a plan, as a table or as JSON."""
     if json:
         console.write_json(describe(made, found))
         return
@@ -174,7 +174,7 @@ def describe(made: Plan, found: MeasuredDevice | None) -> dict[str, object]:
 
 
 def notes(made: Plan) -> list[str]:
-    """Notes on figures that the user may not expect."""
+    """Return sentences about figures that the user may not expect."""
     setting, found = made.setting, made.setting.outline
     said = []
     if found.dtype is None:
@@ -195,7 +195,7 @@ def notes(made: Plan) -> list[str]:
 
 
 def _quantized(setting: Setting) -> str:
-    """How the bytes of quantised weights were counted."""
+    """Return a sentence on how the bytes of quantised weights were counted."""
     name, rest = setting.outline.name, name_of(setting.weights_dtype)
     if setting.scheme is None:
         return (
@@ -237,7 +237,7 @@ def _head(made: Plan, found: MeasuredDevice | None) -> dict[str, str]:
 
 
 def _not_asked(made: Plan) -> str:
-    """Describe the options that would make the plan say more."""
+    """Return in words the options with which the plan would say more; empty if there are none."""
     hints = []
     if made.memory is None:
         hints.append("how many rows fit: --memory 24GiB")
@@ -247,17 +247,17 @@ def _not_asked(made: Plan) -> str:
 
 
 def _show_count(number: int) -> str:
-    """Write a large number in words: ``8.03 billion``."""
+    """Return a large number in words: ``8.03 billion``."""
     return f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
 
 
 def _reading(setting: Setting) -> str:
-    """Describe how prompts are prefilled: whole or in chunks."""
+    """Return in words how prompts are prefilled: whole or in chunks."""
     return "prompts read whole" if setting.reads_whole else f"prompts in chunks of {setting.chunk}"
 
 
 def _bits(setting: Setting) -> str:
-    """Describe the bits of keys and values; empty if slots have the cache's dtype."""
+    """Return in words the bits of keys and values; empty if slots have the cache's dtype."""
     return "" if setting.kv_bits is None else f", kv_bits {setting.kv_bits}"
 
 
@@ -309,7 +309,7 @@ def _fits(made: Plan, cost: Cost, rows: int) -> str:
 
 
 def _speed(made: Plan, cost: Cost, rows: int) -> str:
-    """Format a speed in tokens per second; a dash for rows that do not fit."""
+    """Return a speed in tokens per second as text; a dash for rows that do not fit, or without a bandwidth."""
     found = made.tokens_per_s(cost, rows) if rows else None
     if found is None or (made.memory is not None and rows > most_rows(made, cost)):
         return "–"

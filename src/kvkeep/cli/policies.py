@@ -46,7 +46,7 @@ class _ListByDefault(Group):
     """A group whose default subcommand is ``list``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Add ``list`` if the first word is not a subcommand."""
+        """Parse the words, with ``list`` added if the first one is not a subcommand."""
         asked = ctx.resilient_parsing  # a shell asks for completions
         written = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if asked or written else ["list", *args])
@@ -80,7 +80,7 @@ def list_policies(json: Json = False) -> None:
 
 
 def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names by kind. A group without names is left out."""
+    """Return the names grouped by kind. A kind without names is left out."""
     known = {name for group in KINDS.values() for name in group}
     groups = {kind: [name for name in group if name in names] for kind, group in KINDS.items()}
     groups["of other packages"] = [name for name in names if name not in known]
@@ -88,7 +88,7 @@ def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _lines(lines: dict[str, str], width: int) -> Table:
-    """Names and lines, the names in a column of the given width."""
+    """Return names and lines as a table, the names in a column of the given width."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=width)
     grid.add_column(overflow="fold")
@@ -138,7 +138,7 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
 
 
 def _split(doc: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its first line and the paragraphs that begin with a word of `_SECTIONS`."""
+    """Return a docstring's first line, and its paragraphs that begin with a word of `_SECTIONS`, by that word."""
     first, *rest = doc.splitlines() or [""]
     sections: dict[str, str] = {}
     key = None
@@ -155,7 +155,7 @@ def _split(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _show_type(kind: Any) -> str:
-    """Describe in words how the values of a type are written."""
+    """Return in words how the values of a type are written."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(_show_type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

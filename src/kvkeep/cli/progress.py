@@ -93,7 +93,7 @@ class ProgressBar:
         self._drawn.stop()
 
     def begin(self, text: str, total: int | float = 1.0) -> None:
-        """Show another piece of work in the place of the last one, with a time of its own."""
+        """Show another piece of work in place of the last one, with its own time."""
         self._drawn.update(self._line, visible=False)
         self._line = self._drawn.add_task(text, total=total, note="")
 
@@ -106,7 +106,7 @@ class ProgressBar:
         total: int | float | None = None,
         at_once: bool = False,
     ) -> None:
-        """Show what is done, with the texts and the total that have changed.
+        """Update what is done, the texts and the total; ``None`` leaves each as it is.
 
         Args:
             done: how much is done.
@@ -119,19 +119,21 @@ class ProgressBar:
         )
 
     def advance(self, done: int | float) -> None:
-        """Show that so much more is done."""
+        """Add to what is done."""
         self._drawn.advance(self._line, done)
 
 
 @contextmanager
 def counted(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Show how many pieces are done, and the name of one; after Ctrl-C, a note on how to resume.
+    """Show how many pieces are done and the name of one, while the context lasts.
+
+    After Ctrl-C print a note on how to resume, and raise the interrupt again.
 
     Args:
         total: the number of pieces.
 
     Yields:
-        A function that shows the name of a piece, and how many are done.
+        A function of a piece's name and the total number of pieces done so far, which redraws the bar.
     """
     others = _SHORT + 2 * len(str(total)) + len("  /  0:00:00  time left  0:00:00")
     room = max(12, console.err().width - others)
@@ -150,10 +152,10 @@ def counted(total: int) -> Iterator[Callable[[str, int], None]]:
 
 @contextmanager
 def staged() -> Iterator[Callable[[str, float], None]]:
-    """Show how much of a stage is done, and the time that it has left.
+    """Show the name of a stage, how much of it is done, and the time left, while the context lasts.
 
     Yields:
-        A function that shows the name of a stage, and the share of it that is done.
+        A function of a stage's name and the share of that stage that is done. A new name begins a new stage.
     """
     with ProgressBar("text", "bar", "percent", "elapsed", "left") as bar:
         shown = ""
@@ -174,7 +176,7 @@ def _on_the_disk() -> str:
 
 @contextmanager
 def resumable(said: Callable[[], str] = _on_the_disk) -> Iterator[None]:
-    """Say after Ctrl-C how to resume.
+    """Print a note on how to resume after Ctrl-C, and raise the interrupt again.
 
     Args:
         said: returns the note.
@@ -202,19 +204,19 @@ class EvalBar:
         self._ended = 0
 
     def begin(self, planned: Planned) -> None:
-        """Show that a cell is run here; those that were begun before it are done."""
+        """Show that a cell begins here; all cells begun before count as done."""
         self._begun[planned.cell] = None
         self._show(_name(planned.cell), len(self._begun) - 1)
 
     def end(self, planned: Planned) -> None:
-        """Show that a cell was run elsewhere, beside others."""
+        """Count a cell that was run elsewhere as done, and show its name."""
         self._ended += 1
         self._show(_name(planned.cell), self._ended)
 
 
 @contextmanager
 def eval_progress(cells: int) -> Iterator[EvalBar]:
-    """Show a progress bar with the time left. After Ctrl-C, show a note on how to resume."""
+    """Show a progress bar with the time left, while the context lasts. After Ctrl-C print a note on how to resume."""
     with counted(cells) as show:
         yield EvalBar(show)
 
@@ -246,36 +248,36 @@ class BatchBar:
         self._draw()
 
     def begin(self, number: int, request: Request) -> None:
-        """Note that the engine has taken a request, with this number."""
+        """Count a request as taken by the engine, under its number. Nothing is drawn."""
         self._running[number] = _work(request)
         self._pace.begin(_work(request))
 
     def refuse(self, request: Request) -> None:
-        """Note that the engine has not taken a request."""
+        """Take the tokens of a request that the engine did not take off the total."""
         self._pace.begin(_work(request))
         self._pace.end(_work(request), 0, 0)
 
     def read_in_part(self, tokens: float) -> None:
-        """Show that a decoder layer has read tokens of a prompt."""
+        """Add prompt tokens that a decoder layer has read, and redraw."""
         self._pace.read_in_part(tokens, time.perf_counter())
         self._draw()
 
     def step(self, numbers: Collection[int]) -> None:
-        """Show that these requests have a new token each."""
+        """Count a new token for each of these requests, and the prompts of those that have their first; redraw."""
         first = set(numbers) - self._read
         self._read |= first
         self._pace.step(sum(self._running[n].prompt for n in first), len(numbers), time.perf_counter())
         self._draw()
 
     def end(self, number: int, result: Result) -> None:
-        """Note that a request has ended."""
+        """Count a request as ended, and correct the total by the tokens that it did not need."""
         work = self._running.pop(number)
         read = work.prompt if number in self._read else 0
         self._read.discard(number)
         self._pace.end(work, read, len(result.token_ids))
 
     def whole(self, work: TokenCounts, new: int | None) -> None:
-        """Show that a line has been run elsewhere.
+        """Count a line that was run elsewhere: its tokens, and unless it failed the line.
 
         Args:
             work: the tokens of its requests.
@@ -290,7 +292,7 @@ class BatchBar:
         self.line()
 
     def line(self) -> None:
-        """Show that a line is done."""
+        """Count a line as done, and redraw."""
         self._done += 1
         self._draw()
 
@@ -309,14 +311,14 @@ def _work(request: Request) -> TokenCounts:
 
 
 def _show_time(seconds: float) -> str:
-    """Format a time as hours, minutes and seconds: ``1:02:03``."""
+    """Return a time as hours, minutes and seconds: ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 @contextmanager
 def batch_progress(engine: Engine | None, work: TokenCounts, total: int, done: int) -> Iterator[BatchBar]:
-    """Show a progress bar on standard error. If it is no terminal, draw nothing and watch no layer.
+    """Yield a progress bar on standard error. If that is no terminal, nothing is drawn and no layer is watched.
 
     Args:
         engine: runs the requests; ``None`` if they run elsewhere.

@@ -51,14 +51,14 @@ class RememberOptions(CacheOptions):
     json: bool = option(JSON)
 
     def checked(self) -> RememberOptions:
-        """Return the options, after a check that the memory can be written."""
+        """Check that the memory can be written, and return the options themselves."""
         self.check_output()
         return self
 
     def check_output(self) -> None:
-        """Check that the memory can be written; somebody may write a file of its name in the meantime.
+        """Check that the memory's file does not exist, or may be overwritten, and that its folder exists.
 
         Raises:
-            InputError: it cannot.
+            InputError: the memory cannot be written.
         """
         target(self.output, "memory", example="report.kvkeep", overwrite=self.overwrite)

@@ -102,10 +102,10 @@ def _serve(request: RememberOptions) -> None:
 
 
 def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, content: str) -> _Text:
-    """Encode the text, and check that the model and the budget have room for its tokens.
+    """Return the text with its tokens, after a check that the model and the budget have room for them.
 
     Raises:
-        KVKeepError: they have not, or the text cannot be encoded.
+        KVKeepError: there is no room, or the text cannot be encoded.
     """
     ids, opening = opened(checkpoint, content, system=request.system, raw=request.raw)
     check_length(checkpoint, len(ids), 1)
@@ -130,7 +130,7 @@ def _bar(tokens: int) -> ProgressBar:
 
 
 def _report(request: RememberOptions, writer: Writer, text: _Text, result: Result, seconds: float) -> None:
-    """Print what was written."""
+    """Print what was written, as JSON or in words."""
     size, memory = request.output.stat().st_size, result.memory_usage
     if request.json:
         console.write_json(

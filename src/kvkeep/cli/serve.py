@@ -46,14 +46,14 @@ ENVIRONMENT = "KVKEEP"
 """What the names of environment variables begin with."""
 
 
-MOST_REPLICAS = 1024
+MOST_REPLICAS = 1024  # each is a process with the whole model; more are a mistake
 
 
 def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | None:
-    """Read ``--ray-replicas``: the least and the most replicas, or ``None``.
+    """Return the least and the most replicas of ``--ray-replicas``; ``None`` if it was not given.
 
     Raises:
-        InputError: it is neither a number nor two, or is out of range; or there is an address without it.
+        InputError: the text is neither one number nor two, or out of range; or an address was given without it.
     """
     options.check_address(address, "replicas", asked=text is not None)
     if text is None:
@@ -62,7 +62,7 @@ def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | N
     numbers = [first, last] if dash else [first, first]
     if not all(number.isascii() and number.isdecimal() for number in numbers):
         raise InputError(f"--ray-replicas {text!r:.40} is not a number; give 2, or the least and the most: 1-4.")
-    least, most = (int(number[:9]) for number in numbers)
+    least, most = (int(number[:9]) for number in numbers)  # Python reads no number of thousands of digits
     if not 1 <= least <= most <= MOST_REPLICAS:
         raise InputError(
             f"--ray-replicas {text:.40} is out of range; give 1 to {MOST_REPLICAS}, the smaller one first."
@@ -71,7 +71,13 @@ def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | N
 
 
 def _config(ctx: Any, file: str | None) -> str | None:
-    """Take the options of a TOML file as defaults; words of the command line and variables go first."""
+    """Use the settings of a TOML file as defaults, and return its name.
+
+    The command line and variables take precedence.
+
+    Raises:
+        CommandLineError: the file cannot be used.
+    """
     if file is None or ctx.resilient_parsing:
         return file
     refuse_device(file, "file of settings")
@@ -88,7 +94,11 @@ def _config(ctx: Any, file: str | None) -> str | None:
 
 
 def _known(name: str, file: str, names: set[Any]) -> str:
-    """Return the parameter that a name in a file of settings stands for."""
+    """Return the parameter that a name in a file of settings stands for.
+
+    Raises:
+        CommandLineError: there is no such parameter.
+    """
     found = name.replace("-", "_")
     if found not in names:
         alike = difflib.get_close_matches(found, names, 1)
@@ -100,7 +110,11 @@ def _known(name: str, file: str, names: set[Any]) -> str:
 
 
 def _plain(name: str, value: object, file: str) -> object:
-    """Check that a value of a file of settings has a type that a user could type, and return it."""
+    """Return a value of a file of settings, after a check that a user could type its type.
+
+    Raises:
+        CommandLineError: the value has another type.
+    """
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
     if not isinstance(value, bool | int | float | str):
@@ -257,7 +271,12 @@ class ServeOptions(ModelOptions):
 
     @classmethod
     def prepare(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check that the server's packages are here, and set how torch's threads wait, before torch is imported."""
+        """Check that the server's packages are installed, set how torch's threads wait, and return the options
+        unchanged.
+
+        Raises:
+            InputError: a package is missing.
+        """
         if missing := [name for name in _NEEDED if find_spec(name) is None]:
             raise InputError(f"The server needs {missing[0]}, which is not installed: {pip_install('server')}.")
         os.environ.setdefault("OMP_WAIT_POLICY", _WAITING)

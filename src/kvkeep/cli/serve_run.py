@@ -20,7 +20,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
-from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
+from kvkeep.cli.cluster import PROCESS_BYTES, model_recipe, room_for
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.serve import ServeOptions
@@ -52,6 +52,7 @@ from kvkeep.server.settings import ApiKeys, ServerSettings, owner_of
 
 # ``kvkeep serve --ray-replicas``: engines are replicas on Ray Serve, and this process is the router before them.
 
+# an error of kvkeep in the traceback of a replica, which Ray Serve hands on as text
 _OURS = re.compile(r"kvkeep\.errors\.\w+: (.+)")
 
 
@@ -60,13 +61,13 @@ class Answering(Protocol):
     """Answers requests until a signal ends it."""
 
     def __call__(self, app: Any, name: str, rows: int, row_bytes: int, more: str = "") -> bool:
-        """Answer; return whether Ctrl-C has ended it.
+        """Answer requests until a signal ends this; return whether the signal was Ctrl-C.
 
         Args:
             app: the application.
             name: the model's name.
             rows, row_bytes: how many conversations run at once, and the bytes of each.
-            more: said about them.
+            more: a text about them, for the greeting.
         """
 
 
@@ -78,7 +79,7 @@ def engine_options(request: ServeOptions) -> dict[str, Any]:
 
 
 def serve_far(request: ServeOptions, settings: ServerSettings, *, longest: int | None, answer: Answering) -> bool:
-    """Serve with replicas; return whether Ctrl-C has ended it.
+    """Serve with replicas on Ray until a signal ends this; return whether the signal was Ctrl-C.
 
     Args:
         request: the options of the command.
@@ -123,7 +124,7 @@ def _need(request: ServeOptions, longest: int | None) -> tuple[Need, str]:
 
 
 def _bytes(request: ServeOptions, longest: int | None) -> int:
-    """Main memory of a replica, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
+    """Return the main memory of a replica, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
     names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
     options: dict[str, Any] = {name: getattr(request, name) for name in names}
     try:
@@ -140,21 +141,13 @@ def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> Rep
     options = engine_options(request)
     del options["session_dir"]
     return ReplicaRecipe(
-        model=whole(request.model),
-        settings=settings,
-        engine=options,
-        dtype=request.dtype,
-        device=device,
-        load_in=request.load_in,
-        threads=request.threads,
-        allow_pickle=request.allow_pickle,
-        tool_form=request.tool_form,
+        model=model_recipe(request, device), settings=settings, engine=options, tool_form=request.tool_form
     )
 
 
 @contextmanager
 def _running(request: ServeOptions, recipe: ReplicaRecipe, need: Need) -> Iterator[Any]:
-    """Start replicas, and yield a handle of them. They run until the block ends.
+    """Start replicas, and yield a handle of them. They are ended with the context.
 
     Raises:
         InputError: replicas of this name run already, or they cannot start.
@@ -193,7 +186,7 @@ async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
     """Return the replicas and the facts of one of them, after a check that all have the same weights.
 
     Raises:
-        InputError: they have not.
+        InputError: the replicas have different weights.
     """
     from kvkeep.scale.ray_serve_router import RayReplicas
 
@@ -208,14 +201,14 @@ async def _begun(handle: Any) -> tuple[Any, ReplicaFacts]:
 # API keys from a file and from the environment.
 
 VARIABLE = "KVKEEP_API_KEY"
-_SHORTEST = 8
+_SHORTEST = 8  # characters of a key; a shorter one is guessed
 
 
 def read_keys(file: str | None) -> ApiKeys:
-    """Read the keys of a file, one per line as KEY or NAME KEY, and the key of the environment.
+    """Return the keys of a file, one per line as KEY or NAME KEY, and the key of the environment variable.
 
     Raises:
-        InputError: the file cannot be read, has no key, or a line is neither.
+        InputError: the file cannot be read, has no key, or has a line of another form.
     """
     found: dict[str, str] = {}
     if (key := os.environ.get(VARIABLE)) is not None:
@@ -255,7 +248,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def run(request: ServeOptions) -> None:
-    """Serve a model.
+    """Check the settings, and serve a model until a signal ends this; with ``--check`` only check.
 
     Raises:
         KVKeepError: a setting, the model or the address cannot be used.
@@ -291,7 +284,7 @@ def _serve_here(
     socket: Any,
     request: ServeOptions,
 ) -> bool:
-    """Serve with an engine in this process; return whether Ctrl-C has ended it."""
+    """Serve with an engine in this process until a signal ends this; return whether the signal was Ctrl-C."""
     writer = writer_of(checkpoint, request)
     with Engine(writer.model, checkpoint.tokenizer, **engine_options(request)) as engine:
         app = make_app(ServedModel(engine, checkpoint, tool_use=tool_use), settings, request.allow_origin)
@@ -321,7 +314,7 @@ def _check_numbers(request: ServeOptions) -> None:
     """Refuse numbers that are out of range.
 
     Raises:
-        InputError: one is.
+        InputError: a number is out of range.
     """
     for parameter in SERVER_TIMES:
         if not parameter.allows(seconds := getattr(request, parameter.name)):
@@ -369,7 +362,7 @@ def _place(request: ServeOptions) -> ServerAddress:
 
 
 def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
-    """Make all checks that need no weights, and return the checkpoint and the longest sequence.
+    """Return the checkpoint and the longest sequence, after all checks that need no weights.
 
     Raises:
         KVKeepError: something cannot be used.
@@ -400,13 +393,13 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
 
 
 def _remark(request: ServeOptions, settings: ServerSettings) -> None:
-    """Print a note where anybody in the network could use the model."""
+    """Print a note if anybody in the network could use the model."""
     if request.unix_socket is None and request.host not in _LOOPBACK and not settings.keys.owners:
         console.note(f"anybody who reaches {request.host} can use the model; --key-file asks for keys")
 
 
 def _log(access: bool) -> None:
-    """Write the log to standard error."""
+    """Write the log to standard error: with ``access`` a line for each request, otherwise errors only."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.handlers[:] = [handler]

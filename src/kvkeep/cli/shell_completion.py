@@ -25,7 +25,7 @@ _BREAKS = (":", "=")
 
 
 def policies(incomplete: str) -> list[Completion]:
-    """Names of policies; after a name and a colon, its options with their values."""
+    """Return completions of a policy's name, or after a colon of its options with their values."""
     name, colon, tail = incomplete.partition(":")
     return (
         _options(name, tail) if colon else [(policy, "") for policy in _policy_names() if policy.startswith(incomplete)]
@@ -33,7 +33,7 @@ def policies(incomplete: str) -> list[Completion]:
 
 
 def policy_list(incomplete: str) -> list[Completion]:
-    """Complete the last policy of a comma-separated list."""
+    """Return completions of the last policy of a comma-separated list."""
     items = incomplete.split(",")
     starts = [len(items) - 1]
     with_options = [i for i, item in enumerate(items[:-1]) if ":" in item]
@@ -47,10 +47,10 @@ def policy_list(incomplete: str) -> list[Completion]:
 
 
 def models(incomplete: str) -> list[Completion]:
-    """Complete a model: folders with a model, below the typed folder, and hub models in the local cache."""
+    """Return completions of a model: folders with a model below the typed folder, and hub models in the local cache."""
     typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
     found: list[Completion] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # there is no such folder: nothing to propose
         inside = [path for path in sorted(typed.expanduser().iterdir()) if path.is_dir()]
         for path in (folder for top in inside for folder in (top, *_folders(top))):
             if (path / "config.json").is_file():
@@ -60,10 +60,10 @@ def models(incomplete: str) -> list[Completion]:
 
 
 def snapshots(incomplete: str) -> list[Completion]:
-    """Complete a snapshot file: files of saved memory in the typed folder, and folders to go on in."""
+    """Return completions of a snapshot's file: saved memories in the typed folder, and folders to go on in."""
     typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
     found: list[Completion] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # there is no such folder: nothing to propose
         for path in sorted(typed.expanduser().iterdir()):
             if path.suffix == ".kvkeep" or (path.is_dir() and not path.name.startswith(".")):
                 found.append((_as_typed(path, incomplete) + "/" * path.is_dir(), ""))
@@ -125,7 +125,7 @@ def _policy_names() -> list[str]:
 
 
 def _options(name: str, tail: str) -> list[Completion]:
-    """Complete ``name:preset`` for a policy's presets, and ``name:option=value`` for options not yet given."""
+    """Return completions ``name:preset`` of a policy's presets, and ``name:option=value`` of options not yet given."""
     import dataclasses
 
     from kvkeep.errors import PolicyError
@@ -148,7 +148,7 @@ def _options(name: str, tail: str) -> list[Completion]:
 
 
 def _values(kind: str, default: object) -> list[str]:
-    """Return the values of an option: all of them if they are few, otherwise its default."""
+    """Return the values of an option: all if they are few, otherwise its default."""
     if "Literal" in kind:
         return re.findall(r"['\"]([^'\"]+)['\"]", kind)
     if isinstance(default, bool):
@@ -157,12 +157,12 @@ def _values(kind: str, default: object) -> list[str]:
 
 
 def _short(remark: str) -> str:
-    """Shorten a remark so that it fits beside its word: shells take no line breaks."""
+    """Return a remark, shortened so that it fits beside its word: shells take no line breaks."""
     return remark if len(remark) <= _REMARK else f"{remark[: _REMARK - 1].rstrip()}…"
 
 
 def _folders(path: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a folder of somebody else
         return [entry for entry in sorted(path.iterdir()) if entry.is_dir()]
     return []
 
@@ -170,13 +170,13 @@ def _folders(path: Path) -> list[Path]:
 def _as_typed(path: Path, incomplete: str) -> str:
     """Return a path in the form in which the user has begun to write it."""
     if incomplete.startswith("~"):
-        with contextlib.suppress(ValueError, RuntimeError):
+        with contextlib.suppress(ValueError, RuntimeError):  # somebody else's home, or the user has none
             return f"~/{path.relative_to(Path.home())}"
     return f"./{path}" if incomplete.startswith("./") else str(path)
 
 
 def _cached_models() -> list[str]:
-    """Hub names of the models in the local cache."""
+    """Return the hub names of the models in the local cache."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or home) / "hub"
     return sorted(path.name.removeprefix("models--").replace("--", "/") for path in Path(cache).glob("models--*"))

@@ -30,10 +30,10 @@ _QUALITY, _SEARCH = "Quality", "Search"
 
 
 def _share(text: str, option: str) -> float:
-    """Read ``--target``.
+    """Return the value of ``--target`` as a share.
 
     Raises:
-        InputError: it is no share, or one that no confidence can reach.
+        InputError: the text is no share between 0 and 1; no number of questions could show a share of 1.
     """
     number = parse_number(text[:-1], option) / 100 if text.endswith("%") else parse_number(text, option)
     if not 0 < number < 1:
@@ -45,7 +45,7 @@ def _share(text: str, option: str) -> float:
 
 
 def _heads(text: str | None, option: str) -> tuple[str | None, ...]:
-    """Read ``--head-budget``."""
+    """Return the rules of ``--head-budget``; ``(None,)``, the policy's own rule, if it was not given."""
     return (None,) if text is None else tuple(parse_head_budget(item, option) for item in items(text, option))
 
 

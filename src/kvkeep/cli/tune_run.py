@@ -35,7 +35,7 @@ _EMBEDDED = "embedded"
 
 
 def serve(request: TuneOptions) -> None:
-    """Search, write the settings that were found and show them.
+    """Search for the smallest memory that reaches the target, write the settings found, and show them.
 
     Raises:
         KVKeepError: the request, the model or the folder cannot be used, or nothing reaches the target.
@@ -76,7 +76,11 @@ def serve(request: TuneOptions) -> None:
 
 
 def _wanted(request: TuneOptions) -> TuneArguments:
-    """Return the search that a request asks for, with its files read."""
+    """Return the search that a request asks for, with its files read.
+
+    Raises:
+        InputError: the limit leaves nothing to measure, or a file cannot be used.
+    """
     text = None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE)
     questions = []
     if request.questions is not None:
@@ -102,7 +106,10 @@ def _wanted(request: TuneOptions) -> TuneArguments:
 
 @contextmanager
 def _progress() -> Iterator[OnBlock]:
-    """Show what is measured, and how many documents have been read; after Ctrl-C, a note on how to resume."""
+    """Show what is measured and how many documents have been read, while the context lasts.
+
+    After Ctrl-C print a note on how to resume.
+    """
     room = max(20, console.err().width - 40)
     with resumable(), ProgressBar("spinner", "text", "elapsed", text="starting", total=None) as bar:
 
@@ -117,7 +124,7 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
     """Print the table, draw the curve, write the settings, and print the answer.
 
     Raises:
-        InputError: nothing reaches the target.
+        InputError: no budget reaches the target.
     """
     drawn = _draw(request, plan, result)
     chosen = result.found.chosen

@@ -33,7 +33,7 @@ def given(param: Any, words: Sequence[str], ctx: Any) -> str:
 
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""The base of typer's errors about words of the command line."""
+"""The base of typer's errors about words of the command line, which typer itself does not export."""
 
 _BREAKS = ("–", "—", "−")
 """Dashes that word processors write for two hyphens."""
@@ -91,7 +91,7 @@ class CommandLineError(KVKeepError):
 
 @contextmanager
 def explained(ctx: Any, words: Sequence[str]) -> Iterator[None]:
-    """Turn typer's errors about the words of a command into a `CommandLineError`.
+    """Raise a `CommandLineError` in place of typer's errors about the words of a command.
 
     Args:
         ctx: the context of the command.
@@ -109,7 +109,7 @@ def explained(ctx: Any, words: Sequence[str]) -> Iterator[None]:
 
 
 def message(error: Any, ctx: Any, words: Sequence[str]) -> str:
-    """Rewrite one of typer's errors in kvkeep's words."""
+    """Return one of typer's error messages in kvkeep's words, with what to type instead."""
     said = str(error.message).rstrip(".")
     if hasattr(error, "possibilities"):
         return _unknown_option(error.option_name, ctx)
@@ -137,7 +137,7 @@ def check(ctx: Any, words: Sequence[str], *, group: bool) -> None:
         group: whether a subcommand follows, whose options are not known here.
 
     Raises:
-        CommandLineError: there is such a word.
+        CommandLineError: the words have such a mistake.
     """
     known = dict(_options(ctx))
     waiting = None
@@ -196,7 +196,7 @@ def quotes_missing(text: str) -> str:
 
 
 def exists(name: str, *, folder: bool = True) -> bool:
-    """Return whether there is a file of this name, or a folder if that counts."""
+    """Return whether a file of this name exists, or a folder if ``folder`` is set."""
     try:
         return name != "" and (Path(name).is_file() or (folder and Path(name).is_dir()))
     except (OSError, ValueError):  # too long for a name, or no text
@@ -204,13 +204,13 @@ def exists(name: str, *, folder: bool = True) -> bool:
 
 
 def shown(word: str) -> str:
-    """Return a word in quotes, without its end if it is long. An option has no quotes."""
+    """Return a word in quotes, shortened if it is long. An option has no quotes."""
     short = word if len(word) <= _MOST_SHOWN else f"{word[: _MOST_SHOWN - 1]}…"
     return short if word.startswith("-") and " " not in word else repr(short)
 
 
 def quoted(text: str) -> str:
-    """Quote a text for the shell, without its end if it is long."""
+    """Return a text quoted for the shell, shortened if it is long."""
     return shlex.quote(text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…")
 
 
@@ -269,7 +269,7 @@ def _unexpected(ctx: Any, words: Sequence[str]) -> str:
 
 
 def _missing(ctx: Any) -> str:
-    """Return all that the command needs and does not have: ``--text FILE and --output DIR``."""
+    """Return in words what the command needs and does not have: ``--text FILE and --output DIR``."""
     wanted = [param for param in ctx.command.params if param.required and ctx.params.get(param.name) is None]
     named = [
         param.metavar or param.name.upper()

@@ -28,6 +28,7 @@ from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, s
 from kvkeep.models.checkpoint import Model, Tokenizer
 from kvkeep.models.device import device_of
 from kvkeep.models.load import ends_of, position_limit
+from kvkeep.models.rotary import LengthRule
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, end, spans
@@ -40,7 +41,9 @@ from kvkeep.snapshot.snapshot import Snapshot
 
 
 def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse a prompt and new tokens for which a policy that does not evict them has too few slots.
+    """Refuse a prompt and new tokens that need more slots than a policy has that does not evict them.
+
+    Return without an error for a policy that evicts and does not grow, once its budget is checked.
 
     Args:
         layout: the policy, and how the budget is spread over the model's layers.
@@ -52,8 +55,12 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
         CapacityError: there are too few slots.
         BudgetError: the policy protects more than a layer's budget.
     """
-    policy, room = layout.policy, layout.room(budget)
-    if room is None or (policy.evicts and not policy.grows):
+    policy = layout.policy
+    if policy.evicts and not policy.grows:
+        layout.slots(budget)  # refuses a budget that the policy cannot work with
+        return
+    room = layout.room(budget)
+    if room is None:
         return
     kept = min(prompt_tokens, room - policy.grows.room) if policy.grows else prompt_tokens
     needed = kept + new_tokens - 1
@@ -86,6 +93,7 @@ def free_bytes(device: torch.device) -> int | None:
 def _limits(root: Path, groups: Path) -> Iterator[int]:
     """Yield the bytes that each control group (v2) of this process still allows, swap aside. There may be none."""
     try:
+        # the line of version 2, which has one hierarchy for everything
         own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
         folder = None if own is None else root / own.strip("/")
         for group in [] if folder is None else (folder, *folder.parents):
@@ -93,9 +101,10 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
                 return
             limit = _read(group / "memory.max")
             if limit.isdecimal():
+                # pages of files count as used, and the kernel gives these back when memory runs short
                 cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
                 yield max(0, int(limit) - int(_read(group / "memory.current") or 0) + int(cached[1] if cached else 0))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # the system has no control groups, or another layout of their files
         return
 
 
@@ -105,7 +114,9 @@ def _read(file: Path) -> str:
 
 
 def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool = False) -> None:
-    """Refuse sequences that wait in main memory if there is no room for them.
+    """Refuse ``host_rows`` if that many swapped-out sequences do not fit into the free main memory.
+
+    Return without an error if the free memory is unknown.
 
     Args:
         host_rows: the most that wait.
@@ -129,7 +140,10 @@ def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool
 
 
 def share_room(staging: Staging | None, kv_memory: int | None, row_bytes: int, count: int) -> int | None:
-    """Let copies of rows on the device have what the rows leave of a limit, as far as they can use it.
+    """Give the copies of rows on the device the bytes of a limit that the rows leave, as far as the copies can use
+    them.
+
+    Set ``staging.most_bytes``; without copies or without a limit change nothing, and return ``kv_memory``.
 
     Args:
         staging: the copies; ``None``: there are none.
@@ -147,7 +161,7 @@ def share_room(staging: Staging | None, kv_memory: int | None, row_bytes: int, c
 
 
 def largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
-    """Return the largest budget with which one row fits into the memory; ``None`` if there is none.
+    """Return the largest budget below ``below`` with which one row fits into the memory; ``None`` if no budget does.
 
     Args:
         model: the model, attached.
@@ -209,7 +223,7 @@ class Identity:
         return hash_of_config(self.model.config)
 
     def checked(self, layout: Layout) -> Layout:
-        """Return the layout after checking that its head profile, if it has one, belongs to these weights.
+        """Return the layout itself, after checking that its head profile, if it has one, belongs to these weights.
 
         Raises:
             InputError: the profile belongs to other weights.
@@ -219,7 +233,7 @@ class Identity:
         return layout
 
     def fingerprint(self, layout: Layout, budget: int) -> Fingerprint:
-        """Return what a memory belongs to.
+        """Return the fingerprint (model, policy, budget and settings) that a snapshot of this engine must match.
 
         Args:
             layout: the policy, and how the budget is spread over the layers.
@@ -270,6 +284,7 @@ class Admission:
     Attributes:
         identity: the model and the settings, as snapshots name them.
         words: turns texts into token ids.
+        rule: how the model's rotary frequencies follow the length of a text.
 
     Raises:
         KVKeepError: the policy does not go together with the model or the options.
@@ -298,20 +313,22 @@ class Admission:
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model, tokenizer))
+        self.rule = LengthRule.of(model)
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
         self.identity = Identity(model, tokenizer, self._chunk)
         self.grammars = Grammars(tokenizer, self._vocabulary, self._end_ids)
         self.words = PromptEncoder(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: self.identity.checked(Layout.of(model.config, policy, **options))}
+        self._layouts[policy].slots(budget)  # checked and spread now, so that no request waits for it
 
     def check(self, request: Request, number: int, past: ConversationHistory | None = None) -> Sequence:
-        """Return the beginning of a request's generation.
+        """Check a request, and return the sequence that runs it, with the prompt as token ids.
 
         Args:
             request: the request.
             number: the number of the generation.
-            past: the part of a sequence that it continues; it becomes a part of the prompt.
+            past: tokens read before, which the request continues; by default those of its snapshot.
 
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
@@ -325,6 +342,8 @@ class Admission:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
         turn_ends = self.words.turn_ends if self.words.is_chat(request) else frozenset()
         prompt = self.words.continued(request, past or ConversationHistory())
+        if past and (why := self.rule.refusal(len(past.ids), len(prompt))) is not None:
+            raise InputError(why)
         if prompt is not request.prompt:
             request = request.replaced(prompt=prompt, messages=None, tools=())
         if not past and request.guard is None and self._guard is not None:
@@ -343,14 +362,14 @@ class Admission:
         ends = frozenset() if request.ignore_end else self._end_ids | turn_ends
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
         load = None if request.snapshot is None else partial(getattr, request.snapshot, "contents")
-        bound = self.grammars.constraint(request)
+        bound = None if request.structured_outputs is None else self.grammars.constraint(request)
         found = Sequence(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
         if past is not None:
             found.held, found.held_pins = len(past.ids), past.pins
         return found
 
     def _check_tokens(self, prompt: GenericSequence[int], sampling: SamplingParams) -> None:
-        """Refuse tokens that the model does not have.
+        """Refuse tokens outside of the vocabulary, and tokens of the prompt that stand for images or the like.
 
         Raises:
             InputError: a token of the prompt or of the bias is outside of the vocabulary, or stands for no text.
@@ -377,7 +396,7 @@ class Admission:
         """
         pins, n = cast(Spans, request.pins), len(cast(GenericSequence[int], request.prompt))
         before = len(past.ids)
-        if end(pins) > n:
+        if pins and end(pins) > n:
             raise InputError(
                 f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of the prompt only."
             )
@@ -386,7 +405,8 @@ class Admission:
                 f"The pins begin at position {pins[0][0]}, and the memory has read {before} tokens already, of "
                 "which some may be gone. Pin later tokens, or pin these when the memory is made."
             )
-        self.check_pins(policy, budget, spans((*past.pins, *pins)) if pins else ())
+        if pins:
+            self.check_pins(policy, budget, spans((*past.pins, *pins)))
         if request.guard is None:
             return ()
         if before:
@@ -412,10 +432,13 @@ class Admission:
     def settle(
         self, policy: str | Policy | None, budget: int | None, snapshot: Snapshot | None = None
     ) -> tuple[Policy, int]:
-        """Return the policy and the budget of a request or a session; a memory brings its own.
+        """Return the policy and the budget of a request or a session.
+
+        What is ``None`` comes from the snapshot, or else from the engine.
 
         Raises:
-            KVKeepError: the engine has no rows for them, or the memory belongs to others.
+            KVKeepError: the budget is more than the engine's, or the snapshot belongs to another model, policy or
+                setting.
         """
         if snapshot is not None:
             made = snapshot.fingerprint
@@ -433,7 +456,7 @@ class Admission:
         return found, number
 
     def fingerprint(self, policy: Policy, budget: int) -> Fingerprint:
-        """Return what the memory of a sequence belongs to."""
+        """Return the fingerprint that a snapshot made with this policy and budget has."""
         return self.identity.fingerprint(self._layout(policy), budget)
 
     def weights_hash(self) -> str:
@@ -441,7 +464,7 @@ class Admission:
         return self.identity.weights
 
     def make_rows(self, policy: Policy) -> KVManager:
-        """Allocate the engine's rows for a policy.
+        """Allocate new rows for a policy, after checks of the free memory, and return their KV manager.
 
         Raises:
             BudgetError: not one row fits into ``kv_memory``, or the rows do not fit into the free memory.
@@ -455,6 +478,7 @@ class Admission:
                 f"and {count} of them do not fit into the {show_bytes(free)} that are free. Use fewer rows or a "
                 "smaller `budget`."
             )
+        # rows on a device take no main memory
         beside, pinned = 0 if free is None else count, self._staging is not None
         check_host_rows(self._host_rows, rows.row_bytes, beside=beside, pinned=pinned)
         rows.allocate(count, most_bytes=self._bytes_of_rows(rows, count))
@@ -462,7 +486,9 @@ class Admission:
         return rows
 
     def replace(self, rows: KVManager, policy: Policy) -> KVManager:
-        """Give up rows, all of which are free, and allocate others for a policy; if that fails, restore the old ones.
+        """Free the memory of rows, none of which is in use, and return new rows for a policy.
+
+        If the new rows cannot be allocated, allocate the old ones again, empty, and raise the error.
 
         Raises:
             BudgetError: not one row fits into the memory.
@@ -479,7 +505,7 @@ class Admission:
         return share_room(self._staging, self._kv_memory, rows.row_bytes, count)
 
     def _rows_that_fit(self, rows: KVManager) -> int:
-        """Return how many rows of this kind the engine has.
+        """Return how many rows of this kind the engine allocates: the wanted number, or as many as ``kv_memory`` holds.
 
         Raises:
             BudgetError: not one row fits into the memory.
@@ -497,7 +523,7 @@ class Admission:
         return min(fits, self._wanted or fits)
 
     def _layout(self, policy: Policy) -> Layout:
-        """Return the layout of rows for a policy.
+        """Return the layout of rows for a policy, after a check that a row fits. Layouts are cached.
 
         Raises:
             KVKeepError: the policy does not go together with the model, the engine's options or its memory.
@@ -506,6 +532,7 @@ class Admission:
             layout = Layout.of(self._model.config, policy, **self._options)
             layout.slots(self._budget)  # its rows are made for the engine's budget
             if self._kv_memory is not None:
+                # refuses a policy under which not one row fits
                 self._rows_that_fit(KVManager(self._model, policy, self._budget, **self._options))
             if len(self._layouts) >= MOST_POLICIES:
                 self._layouts.clear()

@@ -92,11 +92,6 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def measure(sequence: Sequence, rows: KVManager, row: int) -> None:
-    """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
-    sequence.memory_usage, sequence.lost = rows.memory_of(row), lost_mass.mean(rows.lost_of(row))
-
-
 def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     """Return the budgets among which a request chooses, in order: those that hold what is protected and pinned.
 
@@ -106,7 +101,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     found = []
     for share in SHARES:
         number = max(1, budget // share)
-        with suppress(BudgetError):
+        with suppress(BudgetError):  # a share that has no room for what is pinned or protected is no level
             layout.check_pins(number, pins)
             found.append(number)
     found = sorted({*found, budget})
@@ -120,7 +115,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
 
 
 def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
-    """Return the budget of a memory: the one that it was asked for, or a smaller one that a guard has chosen.
+    """Return the budget whose slots per layer add up to those that a memory holds; ``budget`` if no smaller one does.
 
     Args:
         layout: the memory's policy, and how budgets are spread over the layers.
@@ -128,14 +123,14 @@ def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
         held: the budgets of its layers.
     """
     for number in (budget, *(max(1, budget // share) for share in SHARES)):
-        with suppress(BudgetError):
+        with suppress(BudgetError):  # a share that the policy refuses was not given
             if _totals(layout, held) == _totals(layout, layout.slots(number)):
                 return number
     return budget
 
 
 def _totals(layout: Layout, budgets: GenericSequence[Number]) -> list[Fraction]:
-    """Return the average budget of the heads of each layer. Layers that share a budget are added into one."""
+    """Return the sum over the layers that share a budget (0 if none do), then the average budget of each other layer."""
     each = [Fraction(number) if isinstance(number, int) else Fraction(sum(number), len(number)) for number in budgets]
     shares = [own.shares_layers for own in layout.policies]
     pairs = list(zip(each, shares, strict=False))  # a memory of another model has other layers
@@ -162,7 +157,10 @@ class Cut:
 
     @classmethod
     def of(cls, view: View, stays: Bool[Tensor, "B Hk S"], mass: Float[Tensor, "B Hk S"], *, divided: bool) -> Cut:
-        """Return the cut after which the tokens in ``stays`` remain. If ``divided``, it keeps the heads' budgets."""
+        """Return the cut after which the tokens in ``stays`` remain.
+
+        If ``divided``, the cut stores the view's budgets of heads.
+        """
         gone = mass.masked_fill(stays | (view.positions < 0), 0.0).sum(dim=-1)
         budget = cast(Tensor, view.budget) if divided else None
         return cls(_in_order(view.positions, stays), gone, budget)
@@ -212,12 +210,12 @@ class WatchedPolicy:
         return str(self._policy)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the policy's state after a step, and remember the state and report from before."""
+        """Return the policy's state after a step, and keep the state before it and the report for `score`."""
         self._observed = state, report
         return self._policy.observe(state, view, report)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the policy's scores, and record the observed step the first time that it is scored."""
+        """Return the policy's scores; on the first call after `observe`, pass the observed step to ``note`` first."""
         if self._observed is not None:  # heads that share a budget are scored twice
             (before, report), self._observed = self._observed, None
             self._note(view, before, report, state)
@@ -228,7 +226,7 @@ class Trial:
     """Watches a batch of prompts in every layer, and reduces its guarded rows afterwards.
 
     Args:
-        batch: whole prompts.
+        batch: whole prompts, of which some have a budget to choose: see `InputBatch.chooses_budgets`.
         rows: the rows of the engine.
     """
 
@@ -242,13 +240,10 @@ class Trial:
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._rated: dict[tuple[int, int], list[Rated]] = {}
 
-    @classmethod
-    def of(cls, batch: InputBatch, rows: KVManager) -> Trial | None:
-        """Return the trial of a batch; ``None`` if no row of it has a budget to choose."""
-        return cls(batch, rows) if batch.fresh and any(sequence.levels for sequence in batch.requests) else None
-
     def watch(self, layer: int, segment: Segment, policy: Policy) -> Policy:
-        """Return the policy of some rows of a layer, which notes the cuts of smaller budgets when asked for scores."""
+        """Return a policy for some rows of a layer that also notes the cuts of smaller budgets; the same one without
+        guarded rows.
+        """
         if not any(segment.start <= row < segment.stop for row in self._guarded):
             return policy
         return cast(Policy, WatchedPolicy(policy, partial(self._note, layer, segment, policy)))
@@ -261,7 +256,9 @@ class Trial:
         Raises:
             PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.
         """
+        # heads share a smaller budget in other parts, so that its tokens need not be among those of a larger one
         last = _kept(policy, view, after)[1] if policy.spreads is None else None
+        # from large to small, so that each cut is compared with the next larger one
         for place in reversed(range(len(SHARES))):
             numbers = [self._number(row, place, layer) for row in range(segment.start, segment.stop)]
             column = torch.tensor(numbers, device=view.seen.device)[:, None]
@@ -282,7 +279,9 @@ class Trial:
             self._cuts.setdefault((layer, segment.start), []).insert(0, cut)
 
     def _number(self, row: int, place: int, layer: int) -> int:
-        """Return a row's budget in a layer at one of its smaller budgets, or a huge number if it has none."""
+        """Return a row's budget in a layer at its smaller budget number ``place``; a huge number if the row has none
+        there.
+        """
         sequence = self._guarded.get(row)
         if sequence is None or place >= len(sequence.levels) - 1:
             return _LATER
@@ -290,7 +289,11 @@ class Trial:
 
     @inference
     def settle(self) -> None:
-        """Choose the budgets of the guarded rows, and reduce the rows to the tokens of these budgets."""
+        """Choose the smallest budget of each guarded row that loses no more mass than its guard, and reduce the row to
+        it.
+
+        A row without such a budget stays as it is.
+        """
         self._cut_together()
         for row, sequence in self._guarded.items():
             found = [self._loss(row, place) for place in range(len(sequence.levels) - 1)]
@@ -302,15 +305,16 @@ class Trial:
                 self._reduce(row, sequence)
 
     def _holds(self, row: int, place: int) -> bool:
-        """Tell whether a row holds all tokens of a smaller budget. A head of a shared budget may get more there."""
+        """Return whether a row holds all tokens that it would have at a smaller budget, in every layer and process."""
         pairs = zip(self._rows.blocks_of(row), self._of(row, place), strict=True)
         divided = [(block, cut) for block, (_, cut) in pairs if cut.budget is not None]
         missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
         return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
 
     def _reduce(self, row: int, sequence: Sequence) -> None:
-        """Reduce a row to the tokens of the budget that was chosen."""
+        """Keep only those tokens of a row that it would have at its chosen budget, and set its budget and lost mass."""
         cuts = [cut for _, cut in self._of(row, sequence.levels.index(sequence.budget))]
+        # read first: new budgets divide a pool anew, and its slots lose their content
         held = [Reduced.of(block, cut) for block, cut in zip(self._rows.blocks_of(row), cuts, strict=True)]
         self._rows.limit_row(row, sequence.policy, sequence.budget)
         blocks = self._rows.blocks_of(row)
@@ -337,7 +341,7 @@ class Trial:
         return [(layer, self._cuts[layer, start][place].row(row - start)) for layer in layers]
 
     def _loss(self, row: int, place: int) -> float | None:
-        """Return the share of attention mass that one row loses at a smaller budget."""
+        """Return the share of attention mass that a row loses at a smaller budget; ``None`` without a measurement."""
         sums = self._rows.lost_of(row)
         for layer, cut in self._of(row, place):
             sums[layer][..., 0] = self._rows.heads.all(cut.gone)[0]
@@ -345,7 +349,7 @@ class Trial:
 
 
 def _kept(policy: Policy, view: View, state: State) -> tuple[View, Bool[Tensor, "B Hk S"]]:
-    """Return the view with shared budgets divided among heads, and whether each token stays; see `eviction.cut`."""
+    """Return the view with a shared budget divided among the heads, and a mask of the tokens that stay."""
     if policy.spreads is not None:
         view = dataclasses.replace(view, budget=head_budgets(policy, view, state))
     return view, ranking.keep(shielded(policy, view, state), view.positions, view.budget)
@@ -361,7 +365,7 @@ def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -
 def _places(
     held: Int[Tensor, "1 Hk S"], positions: Int[Tensor, "1 Hk n"]
 ) -> tuple[Int[Tensor, "1 Hk n"], Bool[Tensor, "1 Hk n"]]:
-    """Return the slot of each position, and whether the position is in no slot."""
+    """Return the slot of each position, and a mask of the positions that no slot holds."""
     ordered, order = held.masked_fill(held < 0, _LATER).sort(dim=-1)
     wanted = positions.masked_fill(positions < 0, _LATER).contiguous()
     place = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)
@@ -388,7 +392,10 @@ class Reduced:
 
     @classmethod
     def of(cls, block: Block, cut: Cut) -> Reduced:
-        """Return the tokens of a cut. A non-finite key, which quantized slots cannot hold, leaves its slot empty."""
+        """Copy the tokens of a cut out of the slots of a one-row block.
+
+        A token that no slot holds (one with a non-finite key in quantized slots) becomes an empty slot.
+        """
         opened = block.opened()
         store, n = opened.store, int((cut.positions >= 0).sum(dim=-1).max())
         positions = cut.positions[..., :n]
@@ -401,7 +408,7 @@ class Reduced:
         )
 
     def put(self, block: Block) -> None:
-        """Fill the slots of a block of one row with the tokens."""
+        """Replace the content of a one-row block by these tokens and their state."""
         opened, n = block.opened(), self.positions.shape[-1]
         order = torch.arange(n, device=self.positions.device).expand(self.positions.shape)
         opened.store.take(self.tokens, self.positions, order)

@@ -80,7 +80,11 @@ class Graphs:
         self._pool: Any = None
 
     def run(self, batch: InputBatch, rows: KVManager) -> Float[Tensor, "n V"] | None:
-        """Run a decode step and return its logits; return ``None``, having done nothing, if it cannot be recorded."""
+        """Run a decode step as a CUDA graph, recorded on first use, and return its logits.
+
+        Return ``None``, with nothing changed, for a prefill, for rows of several policies, or if the step cannot be
+        recorded.
+        """
         decodes = batch.start == 0 and batch.phase is Phase.DECODE
         size = bucket(len(batch.rows), rows.count)
         owner = rows.sole(0, size) if decodes else None  # rows of several owners have too many orders to record
@@ -108,7 +112,7 @@ class Graphs:
         self._memory = self._pool = None
 
     def _record(self, policy: Policy, size: int, rows: KVManager) -> _Step:
-        """Record a step over ``size`` rows of padding. Running it changes nothing, however often that happens.
+        """Return a recorded step over ``size`` rows. It is run on padding meanwhile, which changes no slot.
 
         Raises:
             WaitError: the step cannot be recorded.
@@ -154,7 +158,9 @@ class _Step:
         self._replay: _Run | None = None
 
     def run(self, batch: InputBatch) -> Float[Tensor, "size V"]:
-        """Feed the batch's tokens."""
+        """Copy the batch's tokens into the inputs, run or replay the step, and return the logits of all rows, padding
+        included.
+        """
         padding = [0] * (self._real.shape[0] - len(batch.rows))
         ids = [*(tokens[0] if tokens else 0 for tokens in batch.tokens), *padding]
         positions = [*batch.positions, *padding]
@@ -165,7 +171,7 @@ class _Step:
         return (self._replay or self.forward)()
 
     def forward(self) -> Float[Tensor, "size V"]:
-        """Run the step unrecorded."""
+        """Run the step unrecorded on the inputs as they are, and return the logits."""
         self._real.copy_(self._inputs[2])
         out = self._model(
             input_ids=self._inputs[0],
@@ -287,7 +293,7 @@ def _is_masked(name: str, args: Sequence[Any]) -> bool:
 
 
 def _is_counted(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator repeats by numbers on the device without being told the size of its result."""
+    """Return whether an operator is a ``repeat_interleave`` that must read its result's size from the device."""
     return str(func) == "aten.repeat_interleave.Tensor" and kwargs.get("output_size") is None
 
 

@@ -30,16 +30,17 @@ class TextPieces:
         self._done = 0  # tokens whose text has been handed out
 
     def add(self, token_id: int) -> str:
-        """Return the text that one more token makes final: often a word, sometimes nothing."""
+        """Return the text that one more token makes final; empty while the token may end within a character."""
         self._ids.append(token_id)
         piece = self._pending()
+        # the bytes of a character may lie in several tokens
         if not piece or piece.endswith(_REPLACEMENT):
             return ""
         self._start, self._done = self._done, len(self._ids)
         return piece
 
     def end(self) -> str:
-        """Return the rest of the text, even if it ends in the middle of a character."""
+        """Return the text that has not been returned yet, even if it ends in the middle of a character."""
         piece = self._pending()
         self._start = self._done = len(self._ids)
         return piece
@@ -72,11 +73,13 @@ class StopText:
 
     @property
     def text(self) -> str:
-        """Return all text that is final."""
+        """Return all text that was returned so far."""
         return "".join(self._said)
 
     def add(self, token_id: int, *, looks: bool = True) -> tuple[str, bool]:
         """Return the text that one more token makes final, and whether a stop text has been reached.
+
+        After a stop text every token returns no text.
 
         Args:
             token_id: the token.
@@ -91,14 +94,14 @@ class StopText:
         return self._hand_out(self._pieces.add(token_id)), self._stopped
 
     def end(self) -> str:
-        """Return the rest of the text when no more tokens come."""
+        """Return the text held back until now, up to a stop text; empty if a stop text was reached before."""
         if self._stopped:
             return ""
         piece = self._hand_out(self._pieces.end())
         return piece if self._stopped else piece + self._release(self._n_held)
 
     def _hand_out(self, piece: str) -> str:
-        """Hold back one more piece, and return the text that has become final."""
+        """Add a piece to the text held back, and return what cannot be a part of a stop text."""
         self._held.append(piece)
         self._n_held += len(piece)
         undecided = [search.read(piece) for search in self._searches]
@@ -140,7 +143,10 @@ class _Search:
         self.since = 0
 
     def read(self, piece: str) -> int:
-        """Read more characters; return how many at the end of the stream could be a beginning of the text."""
+        """Read more characters; return how many at the end of the stream could be a beginning of the wanted text.
+
+        Set ``found`` and ``since`` if the wanted text ends in them.
+        """
         for at, character in enumerate(piece, start=1):
             self._matched = _longer(self._wanted, self._shorter, self._matched, character)
             if self._matched == len(self._wanted):
@@ -150,10 +156,7 @@ class _Search:
 
 
 def _shorter_matches(wanted: str) -> list[int]:
-    """For each beginning of a text: the length of the longest shorter one with which it ends, or -1.
-
-    Entry ``n`` belongs to the beginning of ``n`` characters.
-    """
+    """Return, for each beginning of a text, the length of the longest shorter beginning with which it ends, or -1."""
     shorter = [-1]
     matched = -1
     for character in wanted:

@@ -55,10 +55,10 @@ class FairLock:
         return self._taken
 
     def __enter__(self) -> None:
-        """Wait for the turn, and take it.
+        """Wait for this thread's turn, and take the lock. Return at once if the thread holds the lock already.
 
         Raises:
-            InputError: it is lost.
+            InputError: the process was forked while another thread held the lock.
         """
         if self.lost:
             raise InputError(
@@ -86,8 +86,9 @@ class FairLock:
             self._waiting.append(gate)
         try:
             gate.acquire()  # until it is opened by the thread that had the turn before
-        except BaseException:
+        except BaseException:  # Ctrl-C, for example
             with self._inner:
+                # the turn may have been handed to this thread in the moment of its interruption
                 given = gate not in self._waiting
                 if not given:
                     self._waiting.remove(gate)
@@ -185,10 +186,13 @@ class Box(abc.ABC):
 
     @abc.abstractmethod
     def wake(self) -> None:
-        """Tell the listener that there are events, if `put` has not done so."""
+        """Wake the listener for the events put so far, if `put` has not done so."""
 
     def opened(self, event: Event | BaseException) -> Event:
-        """Return an event that was taken out, or raise the failure."""
+        """Return an event that was taken out; raise the failure instead if it is one.
+
+        A last event, or a failure, closes its requests.
+        """
         if isinstance(event, BaseException):
             self.open.clear()
             raise event
@@ -249,7 +253,9 @@ class Dispatcher:
         return self._thread is not None or self.turn.taken
 
     def listen(self, number: int, box: Box, step: Callable[[], object]) -> None:
-        """Send the events of a request to a box from now on. The caller has the turn.
+        """Send the events of a request to a box from now on. The caller holds the lock.
+
+        Start a thread that steps the engine unless one runs, or this box alone listens and may block.
 
         Args:
             number: the request's number.
@@ -258,26 +264,33 @@ class Dispatcher:
         """
         box.open.add(number)
         self._boxes[number] = box
+        # a single listener that blocks steps by itself while it waits
         if self._thread is None and (not box.blocks or any(listener is not box for listener in self._boxes.values())):
             thread = threading.Thread(target=self._serve, args=(step,), name="kvkeep-engine", daemon=True)
             thread.start()
             self._thread = thread
 
     def deliver(self, event: Event) -> bool:
-        """Put an event into its listener's box; return whether there is one. The caller has the turn."""
+        """Put an event into the box of its request; return ``False`` if nobody listens to it.
+
+        The caller holds the lock.
+        """
         box = self._boxes.pop(event.id, None) if event.result else self._boxes.get(event.id)
         if box is not None:
             self._put(box, event)
         return box is not None
 
     def refuse(self, number: int, error: Exception) -> None:
-        """Raise an error in the listener of a request, of which no more events come. The caller has the turn."""
+        """Raise an error in the listener of a request, of which no more events come. The caller holds the lock."""
         box = self._boxes.pop(number, None)
         if box is not None:
             self._put(box, error)
 
     def wake(self) -> None:
-        """Wake the listeners of all events since the last call. The caller has the turn."""
+        """Wake the listeners of all events since the last call, and note those that have left.
+
+        The caller holds the lock.
+        """
         for box in self._fresh:
             box.wake()
             if box.left:
@@ -285,14 +298,17 @@ class Dispatcher:
         self._fresh.clear()
 
     def _put(self, box: Box, event: Event | BaseException) -> None:
-        """Put an event into a box. In the thread that steps its listener wakes later, with all others."""
+        """Put an event into a box, and wake its listener; inside the stepping thread the listener is woken later."""
         box.put(event)
         self._fresh.append(box)
         if not self._serves:
             self.wake()
 
     def events(self, box: ThreadBox, step: Callable[[], object]) -> Iterator[Event]:
-        """Yield the next events of a box: all that are there, at least one. Without a thread that steps, step."""
+        """Wait for at least one event of a box, and yield all that have arrived.
+
+        Step the engine in this thread while no other thread does.
+        """
         while box.empty and box.open and self._thread is None:
             step()
         while box.open:
@@ -313,7 +329,7 @@ class Dispatcher:
 
         Args:
             source: the requests.
-            add: queues one, with the box of its events.
+            add: queues a request, with the box of its events.
             has_room: returns whether it is time to add more.
             step: brings the engine one step further.
             end: cancels the request of a number.
@@ -327,9 +343,8 @@ class Dispatcher:
                 yield from self.events(box, step)
         finally:  # a caller that stops listening wants no more tokens
             self.leave(box)
-            if not (
-                self.turn.mine or self.turn.lost
-            ):  # otherwise it was collected in the middle of a step, which sweeps at its end
+            # with the turn, it was collected in the middle of a step, which sweeps at its end
+            if not (self.turn.mine or self.turn.lost):
                 with Uninterrupted(), self.turn:
                     self.sweep(end)
 
@@ -339,7 +354,7 @@ class Dispatcher:
         self._left.append(box)
 
     def sweep(self, end: Callable[[int], object]) -> None:
-        """End the requests to which nobody listens any more. The caller has the turn."""
+        """Cancel the requests to which nobody listens any more. The caller holds the lock."""
         while self._left:
             box = self._left.popleft()
             for number in [number for number, listener in self._boxes.items() if listener is box]:
@@ -347,13 +362,16 @@ class Dispatcher:
                 end(number)
 
     def wait(self) -> None:
-        """Wait until the thread that steps has ended, after everybody has stopped listening."""
+        """Wait until the stepping thread has ended. Return at once from that thread, or while holding the lock."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and not self.turn.mine:
             thread.join()
 
     def _serve(self, step: Callable[[], object]) -> None:
-        """Step until nobody listens. A failure reaches all who listen, and the engine goes on without them."""
+        """Step the engine in this thread until nobody listens.
+
+        An error of a step is put into every box, whose requests then end, and the thread goes on.
+        """
         while True:
             with self.turn:
                 if not self._boxes:
@@ -375,7 +393,7 @@ _services: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
 def _leave_behind() -> None:
-    """Give up engines that were at work when this process was forked: the parent's threads do not exist here."""
+    """Mark the locks of busy engines as lost in a forked process, since their threads do not exist here."""
     for service in list(_services):
         service.turn.lost = service.busy
     _services.clear()
@@ -414,7 +432,10 @@ class _Post:
         self._bag.append((box, event))
 
     def send(self) -> None:
-        """Wake the loop, unless it has been woken and has not come yet."""
+        """Schedule `_hand_out` in the loop; do nothing without events, or if it is scheduled already.
+
+        If the loop has been closed, mark the boxes of all events as left.
+        """
         if self._called or not self._bag:
             return
         self._called = True
@@ -459,14 +480,14 @@ class LoopBox(Box):
         self._post.put(self, event)
 
     def wake(self) -> None:
-        """Wake the loop, if no other box has done so."""
+        """Wake the loop, unless it has been woken for another box already."""
         self._post.send()
 
     async def next(self) -> Event:
         """Wait for the next event and return it.
 
         Raises:
-            InputError: another loop runs, to which no event comes.
+            InputError: it is called in another event loop than the box's.
             BaseException: the failure of a step.
         """
         if asyncio.get_running_loop() is not self._loop:
@@ -510,7 +531,7 @@ class AsyncEvents(AsyncIterator[Event]):
         return event
 
     async def begin(self, sink: Sink | None = None) -> None:
-        """Queue the request now, and not only when its first event is asked for.
+        """Queue the request now instead of at the first ``async for``; do nothing if it is queued or ended.
 
         Args:
             sink: takes the events, which nobody can then wait for with ``async for``; see `taken`.
@@ -526,10 +547,10 @@ class AsyncEvents(AsyncIterator[Event]):
             raise
 
     def taken(self, event: Event | BaseException) -> Event:
-        """Return an event that a sink has taken.
+        """Return an event that a sink has taken, and note whether it is the last one.
 
         Raises:
-            BaseException: it is the failure of a step.
+            BaseException: the event is the failure of a step; the request is cancelled.
         """
         assert self._box is not None
         try:
@@ -546,7 +567,7 @@ class AsyncEvents(AsyncIterator[Event]):
         return box
 
     async def aclose(self) -> None:
-        """Stop listening; the request is cancelled."""
+        """Stop listening, which cancels the request."""
         self._stop()
 
     async def __aenter__(self) -> AsyncEvents:

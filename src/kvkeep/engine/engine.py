@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as GenericSequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kvkeep.config import Config
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.budget_guard import measure
 from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Guard, Uninterrupted
 from kvkeep.engine.host_copies import staging_for
 from kvkeep.engine.kv_blocks import keeps_states
@@ -25,20 +24,23 @@ from kvkeep.engine.model_runner import ModelRunner
 from kvkeep.engine.prefix_cache import PrefixCache, begin, check_prefix_memory
 from kvkeep.engine.request import Asked, Event, Result, check_numbers, listed, request_of, usable
 from kvkeep.engine.sampler import Sampler, whole
-from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.scheduler import DuplicatePrompts, ModelRun, Scheduler, most_mixed_tokens, pace
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.engine.session import Session, SessionHost, Sessions
 from kvkeep.engine.session_store import Parked, SessionStore
-from kvkeep.engine.swapping import Swapper
+from kvkeep.engine.swapping import MOST_HOST_ROWS, Swapper, hosted_memory
 from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
-from kvkeep.errors import InputError, KVKeepError
+from kvkeep.errors import InputError, KVKeepError, SnapshotError
+from kvkeep.head_sharding import sharing
+from kvkeep.kv import lost_mass
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
-from kvkeep.models.load import load_with_tokenizer
+from kvkeep.models.load import BannedTokens, load_with_tokenizer
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
+from kvkeep.models.weight_hash import adapters
 from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
@@ -47,6 +49,11 @@ from kvkeep.snapshot.snapshot import Pending, Snapshot
 from kvkeep.types import MemoryUsage
 
 _log = logging.getLogger(__name__)
+
+_SWITCHED = (
+    "The model's adapters were switched, scaled, or turned on or off while the request ran. Its tokens belong to "
+    "the old ones: send it again."
+)
 
 _A_MOMENT = 0.01
 """Seconds for which a step without any run waits for the disk."""
@@ -62,8 +69,9 @@ def configured(
 
     Args:
         source: the settings.
-        model: a loaded model, or the name of another one than the settings'; without either, the embedded one.
-        options: further arguments of the engine, which go before the settings.
+        model: a loaded model, or the name of another one than the settings'; ``None``: the settings' model, or else the
+            embedded one.
+        options: further arguments of the engine, which replace those of the settings.
 
     Raises:
         InputError: the settings cannot be read, or one of them is unknown or of the wrong kind.
@@ -113,6 +121,7 @@ class Engine:
 
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
+        InputError: the model's generation config bans something that is no token.
         UnsupportedModelError: the model cannot run rows of different lengths, or its cache cannot be bounded.
         UnsupportedOperationError: the model is split over processes, and an option cannot follow.
     """
@@ -150,20 +159,27 @@ class Engine:
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget, "kv_bits": kv_bits}
         settings = {**spread, **numbers, "policy": self.policy, "budget": budget, "prefix_memory": prefix_memory}
         settings |= {"prompts_first": prompts_first, "positions": positions}
-        self._agreement = EngineAgreement(self.model.config, device, settings)
-        has_states, alone = keeps_states(self.model), self._agreement.together.ranks == 1
+        together = sharing(self.model.config)
+        alone = together.ranks == 1
+        self._agreement = None if alone else EngineAgreement(together, device, settings)
+        has_states = keeps_states(self.model)
         graphs = not has_states and (alone and device.type == "cuda" if graphs is None else graphs)
         options = {**spread, "positions": positions}
         if has_states:  # such a model reads prompts whole, and its layers with slots take the chunks
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
+        self._host_rows = whole_within("host_rows", host_rows, 0, MOST_HOST_ROWS)
         staging = staging_for(device) if host_rows else None
-        self._swapper = Swapper(host_rows, staging)
-        room: dict[str, Any] = {"rows": rows, "kv_memory": kv_memory, "host_rows": self._swapper.host_rows}
+        self._swapper = Swapper(self._host_rows, staging) if host_rows else None
+        room: dict[str, Any] = {"rows": rows, "kv_memory": kv_memory, "host_rows": self._host_rows}
         rules: dict[str, Any] = {"staging": staging, "chunk": prefill_chunk, "options": options, "guard": guard}
         self._admission = Admission(self.model, tokenizer, policy=self.policy, budget=budget, **room, **rules)
-        self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, self._admission.weights_hash)
+        hashes = self._admission.weights_hash, self._admission.rule.key
+        self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes)
         self._runner = ModelRunner(self.model, graphs=graphs)
-        self._sampler = Sampler(self._agreement.together)
+        self._adapters = adapters(self.model)
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        banned = BannedTokens.of(self.model.generation_config, vocabulary)
+        self._sampler = Sampler(None if alone else together, banned if any(banned) else None)
         self._pacing: dict[str, Any] = {"decode_every": decode_every or pace(device), "prompts_first": prompts_first}
         self._pacing |= {"mixed_tokens": 0 if graphs else most_mixed_tokens(device), "chunk": prefill_chunk}
         self._dispatcher, self._duplicates = Dispatcher(), DuplicatePrompts()
@@ -175,7 +191,7 @@ class Engine:
 
     @classmethod
     def from_config(cls, source: Source, model: nn.Module | str | None = None, **options: Any) -> Engine:
-        """Make an engine with the settings of a ``kvkeep.toml``, see `configured`. Other options go before them."""
+        """Make an engine with the settings of a ``kvkeep.toml``, see `configured`. ``options`` replace settings."""
         return cls(**configured(source, model, options))
 
     @property
@@ -190,8 +206,8 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Return whether fewer requests wait than there are rows, so that it is time to add more."""
-        return len(self._scheduler.waiting) < max(1, self.rows) + self._swapper.host_rows and not self._duplicates.full
+        """Return whether fewer requests wait than rows and ``host_rows`` together, so that it is time to add more."""
+        return len(self._scheduler.waiting) < max(1, self.rows) + self._host_rows and not self._duplicates.full
 
     @property
     def row_bytes(self) -> int:
@@ -210,29 +226,34 @@ class Engine:
 
     @property
     def session_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the sessions' snapshots in main memory, and in files."""
+        """Return the bytes of the sessions' snapshots in main memory, and of those in files."""
         return self._sessions.nbytes
 
     def waits(self, number: int) -> bool:
-        """Tell whether the request with this number has no row yet. The call never waits for a step."""
+        """Return whether the request with this number has no row yet. The call never waits for a step."""
         sequence = self._sequences.get(number)
         return sequence is not None and sequence.status is SequenceStatus.WAITING
 
     def memory_usage(self) -> MemoryUsage:
-        """Return the bytes of all rows, of sequences in main memory and of copies on their way, all of real tensors."""
-        return self._kv.memory() + self._swapper.memory(self._scheduler.waiting)
+        """Return the bytes of all rows, of sequences in main memory and of their copies on the device."""
+        waiting = self._scheduler.waiting
+        # without swapping, too: a duplicate of a prompt that has been read waits with the memory of the prompt
+        beside = hosted_memory(waiting) if self._swapper is None else self._swapper.memory(waiting)
+        return self._kv.memory() + beside
 
     def generate(self, requests: Asked | Iterable[Asked], sampling: SamplingParams | None = None) -> list[Result]:
-        """Run requests or texts to their ends and return their results in order; a single one gives a list of one.
+        """Run requests or texts to their ends, and return their results in order.
 
-        A text is the user's message in the chat template, and its tokens are chosen as ``sampling`` says.
+        A single request gives a list of one result. A text is the user's message in the chat template, and its tokens
+        are chosen as ``sampling`` says.
         """
         return [result for _, result in sorted(self.run(requests, sampling))]
 
     def run(
         self, requests: Asked | Iterable[Asked], sampling: SamplingParams | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """Run requests to their ends, and yield each result as soon as it is there, with its place in the input.
+        """Run requests to their ends, and yield each result as soon as it is there, with its request's index in the
+        input.
 
         Requests are taken from the iterable as rows become free, so it may be longer than memory could hold.
         """
@@ -251,12 +272,12 @@ class Engine:
         return AsyncEvents(partial(self._add, request, sampling), self._dispatcher.leave)
 
     def check(self, request: Asked) -> None:
-        """Raise the error with which `add` would refuse a request, without adding it."""
+        """Raise the error that `add` would raise for this request, without adding it; return if `add` would take it."""
         with Uninterrupted(), self._dispatcher.turn:
             self._admission.check(request_of(request), self._count)
 
     def add(self, request: Asked, sampling: SamplingParams | None = None) -> int:
-        """Queue a request or a text, whose events `step` returns, and return its number.
+        """Queue a request or a text, and return its number. Its events come from `step`.
 
         Raises:
             InputError: it is no request, is longer than the model's positions, or has texts without a tokenizer; or the
@@ -280,7 +301,10 @@ class Engine:
             return events
 
     def cancel(self, number: int) -> Result | None:
-        """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
+        """End a request now, and return its result so far; its row is free at the next step.
+
+        Return ``None`` if no such request is running or waiting.
+        """
         with Uninterrupted(), self._dispatcher.turn:
             sequence = self._sequences.get(number)
             if sequence is None:
@@ -292,7 +316,7 @@ class Engine:
             return result
 
     def close(self) -> None:
-        """Cancel all requests, save named sessions, and give the memory of the rows back. Nothing works afterwards.
+        """Cancel all requests, save named sessions, and free the memory of the rows. New work is refused afterwards.
 
         Raises:
             SnapshotError: a session cannot be saved. The engine stays open, and the session loses nothing.
@@ -324,14 +348,15 @@ class Engine:
         snapshot: Snapshot | None = None,
         pins: GenericSequence[Span] = (),
     ) -> Session:
-        """Begin a conversation whose memory stays between its turns, or open the one of this name again.
+        """Return a new conversation whose memory stays between its turns, or the open or saved one with this name.
 
         Args:
-            name: by which it is found again, also by a later engine with the same ``session_dir``.
+            name: by which the session is found again; ``None``: the session ends with the engine, also by a later
+                engine with the same ``session_dir``.
             policy: the eviction policy; by default the snapshot's, or else the engine's.
             budget: tokens kept per layer and head; by default the snapshot's, or else the engine's.
             sequence: identity for everything random, see `Request`.
-            snapshot: the memory that it continues.
+            snapshot: the memory that the session continues.
             pins: spans of the first turn's positions that may never be evicted, see `Request`.
 
         Raises:
@@ -401,7 +426,7 @@ class Engine:
     def _drain(
         self, requests: Asked | Iterable[Asked], places: dict[int, int], sampling: SamplingParams | None
     ) -> Iterator[Event]:
-        """Add requests and yield their events; ``places`` gets the place of each request's number."""
+        """Add requests and yield their events; ``places`` gets each request's index in the input, by its number."""
 
         def add(item: tuple[int, Asked], box: Box) -> None:
             places[self._add(item[1], sampling, box)] = item[0]
@@ -410,7 +435,9 @@ class Engine:
         yield from self._dispatcher.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
     def _add(self, asked: Asked, sampling: SamplingParams | None, box: Box | None = None) -> int:
-        request = self._admission.grammars.prepared(request_of(asked, sampling))
+        request = request_of(asked, sampling)
+        if request.structured_outputs is not None:
+            self._admission.grammars.constraint(request)  # compiled outside of the lock, since it may take seconds
         with Uninterrupted(), self._dispatcher.turn:
             self._check_open()
             sequence = self._admission.check(request, self._count)
@@ -430,14 +457,14 @@ class Engine:
             raise InputError("The engine is closed and takes no more requests; make a new one.")
 
     def _enter(self, sequence: Sequence, box: Box | None) -> None:
-        """Note a request, and where its events go."""
+        """Register a new request under its number; its events go to ``box``, or to `step` if there is no box."""
         self._count += 1
         self._sequences[sequence.id] = sequence
         if box is not None:
             self._dispatcher.listen(sequence.id, box, self._step)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Let a request wait for a row. A turn of a session takes the place of what was noted when it came."""
+        """Put a sequence into the queue for rows. A session's turn replaces the placeholder registered by `_enter`."""
         self._sequences[sequence.id] = sequence
         self._scheduler.waiting.append(sequence)
 
@@ -447,12 +474,15 @@ class Engine:
         self._dispatcher.refuse(sequence.id, error)
 
     def _step(self) -> None:
-        """Give free rows away, run the model, and choose the next tokens; a failure ends the requests it touched."""
-        with Uninterrupted(), self._dispatcher.turn, self._swapper:
+        """Fill free rows, run the model, and choose the next tokens. A failure ends only the requests of its batch."""
+        with Uninterrupted(), self._dispatcher.turn, self._swapper or nullcontext():
             self._dispatcher.sweep(self.cancel)
-            self._agreement.check(self._sequences.values())
+            if self._agreement is not None:
+                self._agreement.check(self._sequences.values())
+            self._check_adapters()
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
+            self._read_again()
             runs = self._scheduler.plan()
             for run in runs:
                 with Guard(self._recover, partial(getattr, run, "requests")):
@@ -460,36 +490,71 @@ class Engine:
                     self._sample(run, logits)
                 self._dispatcher.wake()
             self._settle(wait=0.0 if runs else _A_MOMENT)
+            # requests whose listeners have gone while the step ran
             self._dispatcher.sweep(self.cancel)
 
+    def _check_adapters(self) -> None:
+        """End the requests that have begun under other adapters of the model than are active now."""
+        with Guard(self._recover, lambda: list(self._sequences.values())):
+            here = adapters(self.model)
+            if here == self._adapters:
+                return
+            self._adapters = here
+            self._runner.forget()  # recorded steps run the adapters of their time
+            unread = SequenceStatus.WAITING, SequenceStatus.FINISHED
+            begun = [sequence for sequence in self._sequences.values() if sequence.status not in unread]
+            self._recover(SnapshotError(_SWITCHED), begun)
+
     def _settle(self, *, wait: float) -> None:
-        """Report the turns whose memories are on the disk, or cannot be written; see `Parked.ready`."""
-        for sequence, event in self._parked.ready(wait):
-            self._conclude(sequence, event)
+        """Report the last events of turns whose snapshots were written, or failed to be, within ``wait`` seconds."""
+        if self._parked.turns:
+            for sequence, event in self._parked.ready(wait):
+                self._conclude(sequence, event)
 
     def _report(self, event: Event) -> None:
-        """Hand an event to the listener of its request; without one the next `step` returns it."""
+        """Put an event into its request's box; if nobody listens, keep it for the next `step` to return."""
         if not self._dispatcher.deliver(event):
             self._unreported.append(event)
 
     def _admit(self) -> None:
-        """Fill free rows. Replace them first if all are free and the next policy needs others; then close gaps."""
+        """Give free rows to waiting requests, swap sequences, and close gaps between the rows in use.
+
+        If all rows are free and the next policy needs other ones, replace them first.
+        """
         while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._kv.policy):
             with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
                 self._runner.forget()  # recorded steps and staged copies hold the memory that the new rows need
-                self._swapper.clear()
+                if self._swapper is not None:
+                    self._swapper.clear()
                 self._use(self._admission.replace(self._kv, turn), self._scheduler.waiting)
         for sequence in self._scheduler.admit(self._kv.takes):
             with self._guarded(sequence):
                 begin(sequence, cast(int, sequence.row), self._kv, self._prefix_cache)
-        self._swapper.turn(self._scheduler, self._kv, self._prefix_cache, self._guarded)
+        if self._swapper is not None:
+            self._swapper.turn(self._scheduler, self._kv, self._prefix_cache, self._guarded)
         while (gap := self._scheduler.gap()) is not None:
             with self._guarded(gap.sequence):
                 self._kv.move(gap.source, gap.target)
                 self._scheduler.move(gap)
 
+    def _read_again(self) -> None:
+        """Empty the rows of texts that have just grown so long that keys get other frequencies; read them again."""
+        if (border := self._admission.rule.read_again) is None:
+            return
+        for sequence in self._scheduler.running:
+            if sequence.status is SequenceStatus.DECODE and len(sequence.prompt) <= border == sequence.fed:
+                with self._guarded(sequence):
+                    sequence.begin_again()
+                    self._kv.begin(
+                        cast(int, sequence.row),
+                        policy=sequence.policy,
+                        budget=sequence.budget,
+                        sequence=sequence.request.sequence,
+                        pins=(*sequence.held_pins, *sequence.pins),
+                    )
+
     def _session_host(self) -> SessionHost:
-        """Return what a session needs of this engine."""
+        """Return the functions and objects of this engine that its sessions use."""
         return SessionHost(
             admission=self._admission,
             dispatcher=self._dispatcher,
@@ -504,7 +569,7 @@ class Engine:
         )
 
     def _guarded(self, sequence: Sequence) -> Guard:
-        """Return what keeps a failure within one request."""
+        """Return a context in which a failure ends this request and no other."""
         return Guard(self._recover, partial(list, (sequence,)))
 
     def _sample(self, run: ModelRun, logits: Tensor) -> None:
@@ -530,8 +595,10 @@ class Engine:
         ]
         places = [*(place for place, *_ in twins), *(place for place, _ in ready)]
         sequences = [*(twin for *_, twin in twins), *(sequence for _, sequence in ready)]
+        # logits of a whole batch are not copied
         chosen = logits if len(sequences) == len(logits) and not twins else logits[places]
         tokens = self._sampler.draw(chosen, sequences)
+        # taken before any request gets its token: one that ends with it loses its row
         contents = {reader.id: self._kv.take(cast(int, reader.row)) for _, reader, _ in twins}
         for n, (_, reader, twin) in enumerate(twins):
             with self._guarded(twin):
@@ -553,14 +620,17 @@ class Engine:
         self._duplicates.leave(twin)
         twin.begin_prefilled(contents, reader.budget)
         unknown = twin.memory_usage, twin.lost
-        measure(twin, self._kv, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
+        self._measure(twin, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
         self._append(twin, token)
         if twin.status is SequenceStatus.PREFILLED:
             twin.memory_usage, twin.lost = unknown
             self._scheduler.waiting.insert(place, twin)
 
     def _append(self, sequence: Sequence, token: int) -> None:
-        """Add a token to a request, which may end with it. A request that only reads ends without it."""
+        """Add a token to a request, report it, and end the request if it was the last one.
+
+        A request that only reads ends without the token.
+        """
         event = Event(sequence.id, None, "") if sequence.reads else sequence.take(token)
         if sequence.reads:
             sequence.finish("length")
@@ -572,21 +642,27 @@ class Engine:
             self._parked.add(sequence, event, pending)
 
     def _end(self, sequence: Sequence) -> Pending | None:
-        """Free the row of a request that has all of its tokens. If its memory cannot be kept, it ends with an error.
+        """Free the row of a request that has all of its tokens, and save its memory if a session keeps it.
+
+        If the memory cannot be kept, the request ends with an error.
 
         Returns:
-            What its result must wait for.
+            The write that the result must wait for; ``None`` if there is none.
         """
         pending = None
         try:
             if sequence.row is not None:
-                measure(sequence, self._kv, sequence.row)
+                self._measure(sequence, sequence.row)
             if sequence.keep and sequence.row is not None:
                 pending = sequence.keep(sequence, self._kv.take(sequence.row))
-        except Exception as error:
+        except Exception as error:  # of a callback, or a full memory: one request must not end the others
             sequence.finish("error", reason_of(error))
         self._free(sequence)
         return pending
+
+    def _measure(self, sequence: Sequence, row: int) -> None:
+        """Copy the memory usage of a row, and the attention mass of its evicted tokens, into its request."""
+        sequence.memory_usage, sequence.lost = self._kv.memory_of(row), lost_mass.mean(self._kv.lost_of(row))
 
     def _conclude(self, sequence: Sequence, event: Event) -> None:
         """Forget a request, and report its last event with its result."""
@@ -594,7 +670,10 @@ class Engine:
         self._report(replace(event, result=sequence.result()))
 
     def _free(self, sequence: Sequence) -> None:
-        """Free the row of a request, or its place in the queue."""
+        """Free the row of a request, or remove it from the queue; do nothing if both were done.
+
+        A duplicate that waited for its prompt takes its place at the head of the queue.
+        """
         if sequence.row is not None:
             self._kv.end(sequence.row)
         self._scheduler.leave(sequence)
@@ -602,27 +681,31 @@ class Engine:
             self._scheduler.waiting.appendleft(heir)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Forget a request, and free its row or its place in the queue."""
-        self._free(sequence)
+        """Free the row or queue entry of a request, and remove the request from the engine."""
+        self._free(sequence)  # does nothing if the request has ended in a row, which was freed then
         if self._sequences.pop(sequence.id, None) is not None and sequence.left:
             sequence.left(sequence)
 
     def _use(self, rows: KVManager, waiting: Iterable[Sequence] = ()) -> None:
-        """Run requests in these rows from now on."""
+        """Replace the engine's rows and its scheduler, which starts with these waiting requests."""
         self._kv = rows
         self._scheduler = Scheduler(rows.count, alone=rows.alone, waiting=waiting, **self._pacing)
 
     def _give_back(self) -> None:
-        """Give up all memory."""
+        """Free the memory of rows, recorded steps, prefixes, host copies and grammars."""
         self._runner.forget()
         self._prefix_cache.clear()
-        self._swapper.clear()
+        if self._swapper is not None:
+            self._swapper.clear()
         self._kv.allocate(0)
         self._admission.grammars.close()
 
     def _recover(self, error: BaseException, touched: GenericSequence[Sequence]) -> None:
-        """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
-        if self._agreement.together.ranks > 1 and not isinstance(error, KVKeepError):
+        """End the requests of a failed step with an error, free their rows, and report their last events.
+
+        Raise the error again if the model is split over processes and the error is not one of kvkeep.
+        """
+        if self._agreement is not None and not isinstance(error, KVKeepError):
             raise error  # the other processes may not have failed, and would wait for ever
         self._kv.renew()  # a layer that was left half way refuses to go on
         failed = [sequence for sequence in touched if sequence.id in self._sequences]

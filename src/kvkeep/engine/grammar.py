@@ -53,16 +53,20 @@ class Constraint:
         return bool(self._matcher.is_stopped())
 
     def fill(self, words: Int[Tensor, " words"]) -> None:
-        """Set the bits of the tokens that may follow; none if the grammar engine fails.
+        """Set the bits of the tokens that the grammar allows next, and clear all others.
+
+        Bits of tokens that end a text are cleared as well if those are to be avoided and another token is allowed. If
+        the grammar engine fails, all bits are cleared and ``error`` is set.
 
         Args:
-            words: a row of int32 in main memory, a bit for each token.
+            words: a row of int32 in main memory, a bit for each token; overwritten in place.
         """
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
         if self._matcher.is_error():
             self.error = self._matcher.get_error()
             words.zero_()
             return
+        # where nothing but an end may follow, it may follow after all
         before = words.clone() if self._avoided else words
         for token in self._avoided:
             words[token // _BITS] &= ~_bit(token)
@@ -70,10 +74,10 @@ class Constraint:
             words.copy_(before)
 
     def take(self, token: int) -> None:
-        """Go on after a token.
+        """Advance the grammar by a generated token.
 
         Raises:
-            KVKeepError: the grammar does not allow it.
+            KVKeepError: the grammar does not allow the token.
         """
         if not self._matcher.consume_token(token):
             raise KVKeepError(failure(self._matcher.get_error()))
@@ -105,13 +109,13 @@ def masked(logits: Float[Tensor, "n V"], constraints: Sequence[Constraint | None
 
 
 def _bits(words: Int[Tensor, "n words"]) -> Bool[Tensor, "n V"]:
-    """Return the bits of whole numbers, the lowest one first."""
+    """Return the bits of 32-bit integers as booleans, the lowest bit first."""
     places = torch.arange(8, dtype=torch.uint8, device=words.device)
     return (words.view(torch.uint8)[..., None] >> places & 1).bool().flatten(1)
 
 
 def _bit(token: int) -> int:
-    """Return a whole number of 32 bits with the bit of a token."""
+    """Return the 32-bit integer in which only the bit of a token within its word is set."""
     found = 1 << token % _BITS
     return found - (1 << _BITS) if token % _BITS == _BITS - 1 else found
 
@@ -164,20 +168,12 @@ class Grammars:
         self._tried = 0
         weakref.finalize(self, self._worker.end)
 
-    def prepared(self, request: Request) -> Request:
-        """Return a request after its grammar was compiled, which may take seconds.
-
-        Raises:
-            FormError: see `constraint`.
-        """
-        self.constraint(request)
-        return request
-
     def constraint(self, request: Request) -> Constraint | None:
-        """Return what a request's next token may be, at its beginning; ``None`` if it may be any.
+        """Return the grammar of a request at its beginning, compiled if it is new; ``None`` if any token may follow.
 
         Raises:
             FormError: llguidance is not installed, or cannot use the tokenizer or the grammar.
+            InputError: too many new grammars wait to be compiled.
         """
         asked = request.structured_outputs
         if asked is None:
@@ -186,25 +182,27 @@ class Grammars:
         matcher = self._kept(asked)
         if matcher is None:
             with self._place(), self._compiling:
+                # another thread may have compiled it in the meantime
                 matcher = self._kept(asked) or self._compile(asked)
             self._keep(asked, matcher)
+        # a copy, since the kept matcher stays at the beginning of an answer
         return Constraint(matcher.deep_copy(), self._known.vocab_size, self._ends if request.ignore_end else ())
 
     def close(self) -> None:
-        """End the process, and forget all grammars."""
+        """End the process that tries grammars, and forget all grammars. Another request starts the process again."""
         with self._compiling, self._lock:
             self._worker.end()
             self._found.clear()
 
     def _kept(self, asked: Structure) -> Any:
-        """Return the matcher of a grammar that was compiled before; never waits for another one."""
+        """Return the matcher of a grammar that was compiled before, or ``None``. Never wait for a compilation."""
         with self._lock:
             if asked in self._found:
                 self._found.move_to_end(asked)
             return self._found.get(asked)
 
     def _keep(self, asked: Structure, matcher: Any) -> None:
-        """Keep a matcher in place of the one that was asked for the longest time ago."""
+        """Keep a matcher, and drop the least recently used ones beyond the limit."""
         with self._lock:
             self._found[asked] = matcher
             while len(self._found) > MOST:
@@ -215,7 +213,7 @@ class Grammars:
         """Reserve one of the few slots for grammars being compiled, so that slow ones do not hold many threads.
 
         Raises:
-            InputError: there is none.
+            InputError: too many grammars wait already.
         """
         with self._lock:
             if self._waiting >= MOST_WAITING:
@@ -230,7 +228,7 @@ class Grammars:
                 self._waiting -= 1
 
     def _compile(self, asked: Structure) -> Any:
-        """Return the matcher of a grammar after it was tried."""
+        """Return the matcher of a grammar, after it was tried in the other process."""
         known = self._tokens()
         import llguidance
 
@@ -239,7 +237,7 @@ class Grammars:
         return llguidance.LLMatcher(known, grammar, log_level=0, limits=limits)
 
     def _tokens(self) -> Any:
-        """Return the tokenizer as llguidance knows it.
+        """Return llguidance's form of the tokenizer, made on the first call.
 
         Raises:
             FormError: see `constraint`.
@@ -273,10 +271,10 @@ class Grammars:
         return without_special_texts(backend.to_str()), size, [token for token in ends if token is not None]
 
     def _grammar(self, asked: Structure) -> str:
-        """Return the grammar of a form, as the process that tries it understands it.
+        """Return llguidance's grammar for a form, compiled on trial in the other process.
 
         Raises:
-            FormError: it cannot be used.
+            FormError: the grammar is wrong, or takes too much time or memory.
         """
         what = NAMES[asked.kind]
         found = self._ask({"kind": asked.kind, "text": self._by_ids(asked)})
@@ -302,10 +300,12 @@ class Grammars:
         )
 
     def _ask(self, asked: dict[str, str]) -> dict[str, Any] | None:
-        """Return the answer of the process, which knows the tokenizer.
+        """Return the answer of the process that tries grammars, started if it does not run.
+
+        Return ``None`` if the answer took too long or the process ended.
 
         Raises:
-            FormError: it does not start.
+            FormError: the process cannot be started.
         """
         if self._tried >= _MOST_TRIED:
             self._worker.end()

@@ -13,12 +13,12 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from kvkeep.models.sandbox_limits import limit_memory, serve
 
-_TOKENIZER_BYTES = 2**31
+_TOKENIZER_BYTES = 2**31  # far more than the tables of a vocabulary take
 _FOUND: list[LLTokenizer] = []
 
 
 def compiled(kind: str, text: str) -> str:
-    """Return a grammar of llguidance.
+    """Return the grammar of llguidance for a form.
 
     Args:
         kind: see `kvkeep.engine.request.Structure`.
@@ -37,7 +37,10 @@ def compiled(kind: str, text: str) -> str:
 
 
 def _answer(line: str, memory_bytes: int) -> Mapping[str, object]:
-    """Return the grammar of a line, or its error. The first line sets up the tokenizer and returns nothing."""
+    """Return the grammar of a line, or its error, as a mapping.
+
+    The first line sets up the tokenizer and returns an empty one.
+    """
     try:
         asked = json.loads(line)
         if not _FOUND:
@@ -48,7 +51,7 @@ def _answer(line: str, memory_bytes: int) -> Mapping[str, object]:
         matcher = LLMatcher(_FOUND[0], grammar, log_level=0)
         matcher.compute_logit_bias()
         return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
-    except Exception as error:
+    except Exception as error:  # of the parser, whose errors have no common class
         return {"error": str(error) or type(error).__name__}
 
 

@@ -36,10 +36,10 @@ class CopyEvent(Protocol):
     """The end of some copies; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
-        """Tell whether the event has occurred."""
+        """Return whether the event has occurred."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Block until the event has occurred."""
 
 
 @runtime_checkable
@@ -59,16 +59,19 @@ class CopyQueue(Protocol):
         """Return new main memory that the device can read and write by itself."""
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> CopyEvent:
-        """Copy each first tensor into the second one, once the device has done what the steps have asked for so far.
+        """Start copying each first tensor into the second one, after the device's work so far. Return the copies' end.
 
-        Their memory is not given to others before the copies have ended, even if nobody holds the tensors.
+        The tensors' memory is not given to others before the copies have ended, even if nobody holds the tensors.
         """
 
     def hold(self, event: CopyEvent) -> None:
-        """Let the device do what the steps ask for from now on only after an event."""
+        """Make the device wait for an event before it does any later work of the steps.
+
+        The call itself does not wait.
+        """
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that the steps have asked for. Copies of this queue may go on."""
+        """Block until the device has done all work of the steps so far. Copies of this queue may go on."""
 
 
 class CudaCopyQueue:
@@ -82,32 +85,36 @@ class CudaCopyQueue:
         self.device, self._stream = device, torch.cuda.Stream(device)
 
     def empty(self, nbytes: int) -> Bytes:
-        """See `CopyQueue`. The memory belongs to the stream of the steps."""
+        """Allocate memory on the device, which belongs to the stream of the steps."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, nbytes: int) -> Bytes:
-        """See `CopyQueue`."""
+        """Allocate pinned main memory for the device."""
         with torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> CopyEvent:
-        """See `CopyQueue`. torch notes by itself that the stream uses pinned memory."""
+        """Start the copies on this queue's stream, after the work so far of the steps' stream; return the event of
+        their end.
+
+        Device memory is recorded on the stream, so that it is not given away early; torch does this for pinned memory.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
-                for one in (source, target):
-                    if one.is_cuda:
-                        one.record_stream(self._stream)
+                for block in (source, target):
+                    if block.is_cuda:  # else torch could give its memory away before the copy has ended
+                        block.record_stream(self._stream)
                 target.copy_(source, non_blocking=True)
             ended: torch.cuda.Event = self._stream.record_event()
         return ended
 
     def hold(self, event: CopyEvent) -> None:
-        """See `CopyQueue`."""
+        """Make the stream of the steps wait for an event. The call itself does not wait."""
         torch.cuda.current_stream(self.device).wait_event(cast(torch.cuda.Event, event))
 
     def synchronize(self) -> None:
-        """See `CopyQueue`."""
+        """Block until the stream of the steps has done all its work."""
         torch.cuda.current_stream(self.device).synchronize()
 
 
@@ -161,7 +168,7 @@ class _Layout:
         self._like = contents.each(self._note)
 
     def over(self, flat: Bytes) -> Contents:
-        """Return the row's contents as tensors over a flat buffer that holds their bytes."""
+        """Return a row's contents whose tensors are views of a flat buffer of bytes."""
         views = iter(self._views)
         return self._like.each(lambda _: next(views).over(flat))
 
@@ -169,6 +176,7 @@ class _Layout:
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._starts:
             self._starts[storage.data_ptr()] = self.nbytes
+            # the whole storage, once, however many of the tensors are views of it
             whole = x.as_strided((storage.nbytes() // x.element_size(),), (1,), 0).view(torch.uint8)
             self.storages.append((self.nbytes, whole))
             self.nbytes += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
@@ -203,24 +211,26 @@ class Pinned:
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes that the copy needs on the device."""
+        """Return the bytes that a copy of this memory needs on the device."""
         return self._layout.nbytes
 
     @inference
     def load(self) -> Contents:
-        """Return the memory: on the device if it is there or on its way, else in main memory, once it is there."""
+        """Return the memory as tensors: on the device if it was staged there, else in main memory, after its copy has
+        ended.
+        """
         if self.staged is not None:
             try:
                 self._queue.hold(self.staged[1])
                 return self._layout.over(self.staged[0])
-            except Exception as error:
+            except Exception as error:  # the device has no memory left, for example; the copy below still is there
                 _log.debug("A sequence comes from main memory after all.", exc_info=error)
                 self.staged = None
         self._written.synchronize()
         return self._layout.over(torch.cat(list(self._blocks)))
 
     def stage(self) -> CopyEvent:
-        """Begin to bring the memory to the device."""
+        """Start copying the memory to the device, set ``staged``, and return the event of the copy's end."""
         flat = self._queue.empty(self._layout.nbytes)
         parts = zip(self._blocks, flat.split(len(self._blocks[0])), strict=True)
         pairs = [(block[: len(part)], part) for block, part in parts]
@@ -233,7 +243,10 @@ class Rows(Protocol):
     """Rows whose memory can be copied, as `kvkeep.engine.kv_manager.KVManager` has them."""
 
     def take(self, row: int, device: torch.device | None = ..., /) -> Contents:
-        """Copy the memory of a row to a device; by default into main memory. ``None``: where it is."""
+        """Copy the memory of a row to a device; by default into main memory.
+
+        For ``None`` leave the copy on the row's own device.
+        """
 
 
 class _Leaving(NamedTuple):
@@ -272,22 +285,27 @@ class Staging:
 
     @inference
     def take(self, rows: Rows, row: int, memory: MemoryUsage) -> Pinned | Contents:
-        """Copy the memory of a row into main memory. The row may be overwritten at once.
+        """Copy the memory of a row into main memory, beside the steps if there is room.
+
+        The row may be overwritten at once.
 
         Args:
             rows: the rows.
-            row: which.
+            row: the row's index.
             memory: the bytes of the row.
         """
         try:
             found = self._leave(rows, row, memory)
-        except Exception as error:
+        except Exception as error:  # staging is for speed alone
             _log.debug("A sequence leaves without staging.", exc_info=error)
             found = None
         return rows.take(row) if found is None else found
 
     def _leave(self, rows: Rows, row: int, memory: MemoryUsage) -> Pinned | None:
-        """Begin to copy a row into main memory; return ``None`` if it must be done in the blocking way."""
+        """Start copying a row into pinned main memory, after the copy before it has ended.
+
+        Return ``None`` if a blocking copy must do: without room on the device, or if layers are on several devices.
+        """
         self.settle(wait=True)
         if not self._fits(bound(memory.allocated_bytes)):
             return None
@@ -303,13 +321,13 @@ class Staging:
 
     @inference
     def prefetch(self, pinned: Pinned | None) -> bool:
-        """Begin to bring the sequence to the device that comes next, and give up another one that is there.
+        """Start copying the next sequence to the device, and drop the copy of another one that is there.
 
         Args:
-            one: its memory; ``None``: no sequence in pinned memory waits.
+            pinned: the sequence's memory; ``None``: no sequence in pinned memory waits.
 
         Returns:
-            Whether there was anything to begin.
+            Whether a copy was started, or its start failed.
         """
         self.settle()
         if (other := self._staged()) is not None and other is not pinned:
@@ -321,29 +339,33 @@ class Staging:
                 return False
             self._coming = weakref.ref(pinned)
             self._arrived = pinned.stage()
-        except Exception as error:
+        except Exception as error:  # to bring it early is for speed alone
             _log.debug("A sequence is not brought to the device ahead of its turn.", exc_info=error)
+            # so that it is not tried again in each step
             pinned.stays = True
         return True
 
     def clear(self) -> None:
-        """Give up the memory on the device, once no copy uses it."""
+        """Wait for all copies, and free their memory on the device."""
         self.settle(wait=True)
         if (coming := self._staged()) is not None:
             coming.staged = None
         try:
             if self._arrived is not None:
                 self._arrived.synchronize()
-        except Exception as error:
+        except Exception as error:  # an error of the device, which its next use raises again
             _log.debug("A copy may not have arrived.", exc_info=error)
         self._coming = self._arrived = None
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that the steps have asked for."""
+        """Block until the device has done all work of the steps so far."""
         self._queue.synchronize()
 
     def settle(self, *, wait: bool = False) -> None:
-        """Give up the copy that leaves if it has arrived; ``wait``: once it has."""
+        """Free the device's copy of a row that leaves if it has arrived in main memory.
+
+        With ``wait``, wait for its arrival.
+        """
         if self._leaving is None:
             return
         try:
@@ -364,7 +386,7 @@ class Staging:
 
 
 def staging_for(device: torch.device) -> Staging | None:
-    """Staging for a model on a device; ``None`` if the device has none."""
+    """Return the staging for a model on a CUDA device; ``None`` on other devices."""
     return Staging(CudaCopyQueue(device)) if device.type == "cuda" else None
 
 
@@ -379,7 +401,7 @@ def block_bytes(nbytes: int) -> int:
 
 
 def _pieces(storages: Sequence[tuple[int, Bytes]], blocks: Sequence[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
-    """Yield pairs of a storage, or a part of it, and the part of a block where it belongs."""
+    """Yield each part of a storage with the part of a block to which it is copied."""
     size = len(blocks[0])
     for start, storage in storages:
         at = 0

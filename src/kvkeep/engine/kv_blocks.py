@@ -66,7 +66,7 @@ class Stack:
         return replace(self, block=self.block.under(policy.slots, policy.summaries))
 
     def lost(self, row: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each layer, and a copy of one row's sums of attention mass in it."""
+        """Yield the number of each layer, and a copy of one row's sums of lost attention mass in that layer."""
         return zip(self.layers, self.block.lost[self.of(row)].clone().view(len(self.layers), -1, 4), strict=True)
 
 
@@ -89,7 +89,7 @@ class Blocks:
     ) -> None:
         self._policies, self._like, self._kv_bits, self.version = policies, like, kv_bits, 0
         self._among = among
-        if len({_kinds(one) for one, policy in zip(like, policies, strict=True) if policy.shares_layers}) > 1:
+        if len({_kinds(slots) for slots, policy in zip(like, policies, strict=True) if policy.shares_layers}) > 1:
             raise UnsupportedOperationError(
                 "`head_budget=global` needs layers with heads of one shape and dtype on one device, and those of this "
                 "model differ. Use `head_budget=ada` or a profile."
@@ -114,7 +114,10 @@ class Blocks:
         return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
     def allocate(self, count: int, budgets: Sequence[Number]) -> None:
-        """Allocate ``count`` empty rows with these budgets of the layers."""
+        """Replace all blocks by ``count`` empty rows with these budgets of the layers.
+
+        The old memory is freed first.
+        """
         self.version += 1
         self._blocks, self._stacks = [], []  # the old memory is freed before new memory is allocated
         for layers in self._alike(budgets):
@@ -122,7 +125,9 @@ class Blocks:
         self._divide()
 
     def _alike(self, budgets: Sequence[Number]) -> list[list[int]]:
-        """Group layers into stacks: shared-budget layers, equal layers without pools, and each other one alone."""
+        """Group layers into stacks: layers that share a budget, layers of equal shape, and each layer with a pool
+        alone.
+        """
         found: dict[object, list[int]] = {}
         for layer, (policy, budget, like) in enumerate(zip(self._policies, budgets, self._like, strict=True)):
             alone = issubclass(store_for(policy, [budget]), PooledStore)
@@ -131,7 +136,7 @@ class Blocks:
         return list(found.values())
 
     def _divide(self) -> None:
-        """Make the blocks of the layers, after tensors of a stack were replaced or added."""
+        """Build the list of single layers' blocks from the stacks, after tensors of a stack were replaced or added."""
         found = dict(pair for stack in self._stacks for pair in stack.parts())
         self._blocks = [found[layer] for layer in sorted(found)]
 
@@ -170,39 +175,43 @@ class Blocks:
         self.clear(row)
 
     def clear(self, row: int) -> None:
-        """Empty a row."""
+        """Empty a row in all layers."""
         for stack in self._stacks:
             stack.block.clear_row(stack.of(row))
 
     def move(self, source: int, target: int) -> None:
-        """Copy a row over another one."""
+        """Copy the content of row ``source`` over row ``target``, in all layers."""
         for stack in self._stacks:
             stack.block.move_row(stack.of(source), stack.of(target))
 
     def pin(self, row: int, pins: Spans) -> None:
-        """Protect spans of positions in a row."""
+        """Protect spans of positions in a row from eviction; do nothing without spans."""
         if pins and sum(pin_row(stack.block, stack.of(row), pins) for stack in self._stacks):
             self.version += 1
             self._divide()
 
     def limit(self, row: int, budgets: Sequence[Number]) -> None:
-        """Give a row a budget in each layer. A row whose heads share a pool must be empty."""
+        """Set a row's budget in each layer. A row whose heads share a pool must be empty."""
         for stack in self._stacks:
             block, mine, rows = stack.block, [budgets[layer] for layer in stack.layers], stack.of(row)
             if isinstance(block.budget, int) and any(budget != block.budget for budget in mine):
-                self.version += 1
+                self.version += 1  # layers over parts of the block hold the budget as one number
                 block.budget = block.seen.new_full((len(block.seen), 1), block.budget)
                 self._divide()
             if isinstance(block.budget, Tensor):
                 each = [[budget] if isinstance(budget, int) else budget for budget in mine]
                 if isinstance(block, JointBlock):
-                    each = [[one for layer in by_head(mine, block.lost.shape[1] // block.layers) for one in layer]]
+                    per_layer = by_head(mine, block.lost.shape[1] // block.layers)
+                    each = [[head_budget for layer in per_layer for head_budget in layer]]
                 block.budget[rows] = block.budget.new_tensor(each)
                 if isinstance(block.store, PooledStore):
                     block.store.divide(block.budget[rows] + 1, rows)
 
     def take(self, row: int, policy: Policy, device: torch.device | None) -> tuple[RowCopy, ...]:
-        """Copy a row of a policy's sequence to a device. ``None``: where it is."""
+        """Copy a row to a device, as the policy of its sequence sees it, one copy per layer.
+
+        ``None``: the row's own device.
+        """
         found: dict[int, RowCopy] = {}
         for stack in self._stacks:
             mine = stack.under(policy)
@@ -216,7 +225,7 @@ class Blocks:
         """Refuse copies of a row that do not fit the blocks as a policy sees them.
 
         Raises:
-            ShapeError: they belong to another model or policy.
+            ShapeError: the copies belong to another model or policy.
             BudgetError: heads have budgets of their own, which the policy does not give them.
         """
         if len(copies) != len(self._blocks):
@@ -237,7 +246,7 @@ class Blocks:
             check_rows(block, mine)
 
     def put(self, row: int, copies: Sequence[RowCopy], policy: Policy) -> None:
-        """Overwrite a row with copies that `check` has accepted, apart from their pins."""
+        """Overwrite a row with copies that `check` has accepted, budgets included; pins are left to `pin`."""
         self.limit(row, [copy.budget for copy in copies])
         for stack in self._stacks:
             if stack.is_pool:
@@ -251,7 +260,10 @@ class Blocks:
         return sum((self._row(stack, row).memory() for stack in self._stacks), MemoryUsage())
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Copies of a row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
+        """Return copies of a row's sums of lost attention mass, one per layer, with the heads of all processes.
+
+        See `kvkeep.kv.lost_mass`.
+        """
         found: dict[int, Tensor] = {}
         for stack in self._stacks:
             found |= stack.lost(row)
@@ -282,11 +294,11 @@ class RecurrentState:
     states: Mapping[int, Any]
 
     def take(self, device: torch.device | None) -> dict[int, StateCopy]:
-        """Copy the memory: `Contents.states`."""
+        """Copy the states to a device, by layer number, as `Contents.states` holds them. ``None``: their own device."""
         return take_states(0, self.states, device)
 
     def put(self, contents: Contents, like: Block | None) -> None:
-        """Overwrite the memory with that of contents that fit.
+        """Overwrite the states with those of contents, which must fit.
 
         Args:
             contents: the memory of the sequence.
@@ -295,13 +307,13 @@ class RecurrentState:
         put_states(contents, like, 0, self.states, rows=1)
 
     def memory(self) -> MemoryUsage:
-        """Return the memory usage of the states. A full cache would hold them, too."""
+        """Return the memory usage of the states, which count as full bytes as well: no cache could drop them."""
         held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
         return MemoryUsage(allocated_bytes=held, full_bytes=held)
 
 
 def keeps_states(model: Model) -> bool:
-    """Tell whether a model has layers with a state. Such a model runs one row at a time, with whole prompts.
+    """Return whether a model has layers with a state. Such a model runs one row at a time, with whole prompts.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.

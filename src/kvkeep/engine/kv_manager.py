@@ -50,7 +50,11 @@ class Segment(NamedTuple):
 
 
 def segments(owners: Sequence[Owner | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
-    """Cut a range of rows where the owner changes. A row without an owner joins the rows before it."""
+    """Split a range of rows into segments of equal owners.
+
+    A row without an owner joins the rows before it; if all rows are without one, the range is one segment under the
+    default policy.
+    """
     first = next((owner_of_row for owner_of_row in owners[start:stop] if owner_of_row is not None), Owner(default))
     found = [Segment(first, start, start)]
     for row, owner in enumerate(owners[start:stop], start):
@@ -91,7 +95,7 @@ class Segments:
 
 
 def joined(parts: Sequence[tuple[Segment, Stepper]]) -> Stepper:
-    """Return the layers of neighbouring segments as one layer."""
+    """Return the layers of neighbouring segments as one layer; a single segment's layer is returned itself."""
     start = parts[0][0].start
     steppers = [(slice(segment.start - start, segment.stop - start), layer) for segment, layer in parts]
     return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
@@ -128,7 +132,7 @@ class KVManager:
     """
 
     def __init__(self, model: Model, policy: Policy, budget: int, **options: Any) -> None:
-        self._config = model.config
+        self._config, self._latent = model.config, caches_latents(model.config)
         self._budget, self._options = budget, options
         self._layouts: dict[Policy, Layout] = {}
         self.policy = policy = self.ruled(policy)
@@ -152,9 +156,11 @@ class KVManager:
 
     @inference
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
-        """Allocate ``count`` empty rows. Policies with more state may add to them, up to ``most_bytes`` in all."""
+        """Allocate ``count`` empty rows in place of the old ones.
+
+        Policies with more state may add to them later, up to ``most_bytes`` in all.
+        """
         self.renew()
-        self._layers.clear()
         self.count = count
         self._most_bytes = most_bytes
         self._owners = [None] * count
@@ -164,9 +170,11 @@ class KVManager:
         except BaseException:
             self.count = 0
             raise
+        if count:
+            self._layers_of(self.policy)  # now, so that the first request does not wait for them
 
     def takes(self, policy: Policy) -> bool:
-        """Tell whether a sequence under this policy can have a row while other rows run under other policies."""
+        """Return whether a sequence under this policy can have a row while other rows run under other policies."""
         if policy == self.policy:
             return True
         if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
@@ -194,12 +202,12 @@ class KVManager:
         """Empty a row for a new sequence, or continue one whose memory was taken before.
 
         Args:
-            row: which.
+            row: the row's index.
             budget: the sequence's budget.
             policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
-            sequence: the sequence's identity for randomness; its memory brings its own.
-            pins: spans of positions that may not be evicted, besides those of its memory.
-            contents: its memory.
+            sequence: the sequence's identity for randomness; the slots of ``contents`` keep theirs.
+            pins: spans of positions that may not be evicted, besides those of ``contents``.
+            contents: the sequence's memory; ``None``: it begins empty.
 
         Raises:
             BudgetError: the policy protects more than the budget, or does not give heads the budgets of the contents.
@@ -222,18 +230,21 @@ class KVManager:
         self._blocks.pin(row, pins)
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
-        """Give a row a budget, which holds from the next step on."""
+        """Set a row's budget in all layers, from the next step on."""
         self._blocks.limit(row, self.numbers(policy, budget))
 
     @inference
     def take(self, row: int, device: torch.device | None = _MAIN) -> Contents:
-        """Copy the memory of a row, with all heads, to a device; by default into main memory. ``None``: where it is."""
+        """Copy the memory of a row, with all heads, to a device, by default into main memory.
+
+        ``None``: the row's own device.
+        """
         owner, own = self._owners[row] or Owner(self.policy), self._own[row] or RecurrentState({})
         return whole(Contents(self._blocks.take(row, owner.policy, device), own.take(device)), self.heads)
 
     @inference
     def end(self, row: int) -> None:
-        """Release and empty a row. It may then be part of a run under any policy."""
+        """Empty a row and remove its owner, so that the row may be part of a run under any policy."""
         if (own := self._own[row]) is not None:
             self._parts = {key: part for key, part in self._parts.items() if key[1] is not own}
         self._owners[row] = self._own[row] = None
@@ -241,20 +252,20 @@ class KVManager:
 
     @inference
     def move(self, source: int, target: int) -> None:
-        """Move a sequence to another row."""
+        """Move a sequence to another row, and empty the row that it had."""
         self._owners[target], self._own[target] = self._owners[source], self._own[source]
         self._blocks.move(source, target)
         self.end(source)
 
     def sole(self, start: int, stop: int) -> Owner | None:
-        """Return the owner of all rows of a range, or ``None`` if there are several owners."""
+        """Return the owner of a range of rows; ``None`` if rows have different owners."""
         found = segments(self._owners, start, stop, self.policy)
         return found[0].owner if len(found) == 1 else None
 
     def part(
         self, start: int, stop: int, phase: Phase, *, fresh: bool = False, watch: Watch | None = None
     ) -> PhasedCache:
-        """Return a range of rows as the cache of one model run. If rows run alone, the range has one row.
+        """Return a cache over a range of rows for one model run, reused while the rows' tensors stay the same.
 
         Args:
             start: the first row.
@@ -279,13 +290,13 @@ class KVManager:
         return part
 
     def renew(self) -> None:
-        """Forget the caches made from the rows' tensors: these will be replaced, or a step failed on them."""
+        """Drop the caches made from the rows' tensors, and increment ``version``."""
         self._parts.clear()
         self._renewals += 1
 
     @property
     def version(self) -> int:
-        """Incremented whenever row tensors, or the caches made from them, are replaced."""
+        """Return a number that grows whenever row tensors, or the caches made from them, are replaced."""
         return self._renewals + self._blocks.version
 
     def numbers(self, policy: Policy, budget: int) -> list[Number]:
@@ -297,7 +308,7 @@ class KVManager:
         return self._layout(policy).slots(budget)
 
     def ruled(self, policy: Policy) -> Policy:
-        """Return the policy with the rows' rule for the budgets of heads applied."""
+        """Return the policy with the manager's ``head_budget`` applied."""
         return self._layout(policy).policy
 
     def _layout(self, policy: Policy) -> Layout:
@@ -307,7 +318,10 @@ class KVManager:
         return self._layouts[policy]
 
     def memory(self) -> MemoryUsage:
-        """Return the memory usage of all rows and layers, from real tensors. A free row has nothing but its slots."""
+        """Return the memory usage of all rows and layers, from real tensors.
+
+        A free row counts its slots, but no state.
+        """
         beside = (own.memory() for own in self._own if own is not None)
         return sum((*(block.memory() for block in self._blocks), *beside), MemoryUsage())
 
@@ -320,14 +334,19 @@ class KVManager:
         return self._blocks.memory_of(row) + (self._own[row] or RecurrentState({})).memory()
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Copies of one row's sums of attention mass of all heads in each layer, see `kvkeep.kv.lost_mass`."""
+        """Return copies of one row's sums of lost attention mass, one per layer, with the heads of all processes.
+
+        See `kvkeep.kv.lost_mass`.
+        """
         return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
-        """Return some rows of all layers as a cache for the model."""
+        """Return segments of rows, in all layers, as a cache for the model."""
+        # rows with a state run alone, so it is the only row
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
-        shared = {segment: SharedBudget.by_layer(self._layout(segment.owner.policy).sharing) for segment in parts}
+        sharing = {segment: self._layout(segment.owner.policy).sharing for segment in parts}
+        shared = {segment: SharedBudget.by_layer(numbers) if numbers else {} for segment, numbers in sharing.items()}
         before: dict[Segment, Layer] = {}
         for i, (index, window) in enumerate(self._windows.items()):
             before = {
@@ -337,7 +356,7 @@ class KVManager:
             steps = joined(list(before.items()))
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
-        cache.latent = caches_latents(self._config)
+        cache.latent = self._latent
         return cache
 
     def _layer(
@@ -349,21 +368,29 @@ class KVManager:
         before: Layer | None,
         shared: SharedBudget | None,
     ) -> Layer:
-        """Return some rows of one layer, for one owner."""
+        """Return one layer over the rows of a segment, under its owner's policy. ``watch`` may replace the policy."""
         policy = segment.owner.policy
-        if policy not in self._layers:
-            _make_room(self._layers)
-            self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
         block = self._blocks[index].under(policy.slots, policy.summaries).part(segment.start, segment.stop)
         if not segment.owner.pinned:
+            # fused and recorded steps know nothing of pins, so rows without any show none
             block.pins = None
-        layer = self._layers[policy][index].over(block, columns=columns, before=before, together=shared)
+        layer = self._layers_of(policy)[index].over(block, columns=columns, before=before, together=shared)
         if watch is not None:
             layer.policy = watch(index, segment, layer.policy)
         return layer
 
+    def _layers_of(self, policy: Policy) -> list[Layer]:
+        """Return the layers with slots under a policy, without blocks: templates, of which rows step through copies.
+
+        They are cached.
+        """
+        if policy not in self._layers:
+            _make_room(self._layers)
+            self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
+        return self._layers[policy]
+
     def _new_own(self, policy: Policy) -> RecurrentState | None:
-        """Return the state that a new sequence has beside its slots under a policy, or ``None`` if it has none."""
+        """Return new recurrent states for a sequence; ``None`` for a model without them."""
         return RecurrentState(states_of(self._cache(policy, self._budget))) if self._has_states else None
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
@@ -371,6 +398,6 @@ class KVManager:
 
 
 def _make_room(remembered: dict[Any, Any]) -> None:
-    """Forget everything if `_MOST` entries are remembered."""
+    """Clear a dictionary that has `_MOST` entries; otherwise do nothing."""
     if len(remembered) >= _MOST:
         remembered.clear()

@@ -19,6 +19,7 @@ from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
+from kvkeep.models.rotary import LengthRule, reading
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 # One run of the model over several batches: each layer steps batch by batch.
@@ -73,13 +74,13 @@ class Joined:
 
 
 def _rows(tensor: Float[Tensor, "1 H N D"], rows: int) -> Float[Tensor, "n H T D"]:
-    """Cut a row of tokens into rows of equal length."""
+    """Split one row of tokens into ``rows`` rows of equal length."""
     _, H, N, D = tensor.shape
     return tensor.view(H, rows, N // rows, D).transpose(0, 1)
 
 
 def joined(parts: Sequence[RunPart]) -> PhasedCache:
-    """Return a cache for one run of the model over all batches. Their layers have slots, and no other state."""
+    """Return a cache for one run of the model over all batches, as if their tokens were one sequence."""
     layers: list[Any] = []
     for same in zip(*(part.cache.layers for part in parts), strict=True):
         layers.append(HandingLayer(Joined(parts, [layer.stepper for layer in same]), same[0].window))
@@ -121,16 +122,22 @@ class ModelRunner:
             )
         keeps = known.get("logits_to_keep")
         self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
+        # the annotation says whether the model takes the places of tokens, or only how many of the last ones
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
-        self.graphs = Graphs(model, self._options) if graphs else None
+        self._rule = LengthRule.of(model)
+        self.graphs = Graphs(model, self._options) if graphs and not self._rule else None
 
     @torch.inference_mode()
     def run(self, run: ModelRun, rows: KVManager) -> Float[Tensor, "n V"]:
-        """Run the model and return the logits after each row's last token; the next run may overwrite them."""
+        """Run the model, write the rows' slots, and return the logits after each row's last token.
+
+        The next run may overwrite the logits. Guarded rows are reduced to their chosen budgets, and log-probabilities
+        of prompts noted.
+        """
         graphs = self.graphs if len(run.batches) == 1 else None
         if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
             return logits
-        trials = [Trial.of(batch, rows) for batch in run.batches]
+        trials = [Trial(batch, rows) if batch.chooses_budgets else None for batch in run.batches]
         caches = [_part(batch, rows, trial) for batch, trial in zip(run.batches, trials, strict=True)]
         given = [_Input.of(batch, device_of(self._model)) for batch in run.batches]
         last = self._last(given, caches, run if is_scored(run) else None)
@@ -161,7 +168,8 @@ class ModelRunner:
         ]
         ids = torch.cat([batch.ids.flatten() for batch in given])
         positions = torch.cat([batch.positions.flatten() for batch in given])
-        together, ends = _Input(ids[None], positions[None], None), _last_tokens(parts, ids.device)
+        lengths = torch.cat([batch.lengths.flatten() for batch in given])
+        together, ends = _Input(ids[None], positions[None], None, lengths[None]), _last_tokens(parts, ids.device)
         if self._keeps_any and not scored:
             return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]
         logits = self._logits(together, joined(parts), {})
@@ -170,19 +178,20 @@ class ModelRunner:
         return logits[0, ends]
 
     def _logits(self, given: _Input, cache: PhasedCache, options: dict[str, Any]) -> Float[Tensor, "n T V"]:
-        """Run the model."""
-        out: Tensor = self._model(
-            input_ids=given.ids,
-            position_ids=given.positions,
-            attention_mask=given.real,
-            **handed(self._model, cache),
-            use_cache=True,
-            **options,
-        ).logits
+        """Run the model on these tokens and rows, and return its logits."""
+        with reading(given.lengths if self._rule else None):
+            out: Tensor = self._model(
+                input_ids=given.ids,
+                position_ids=given.positions,
+                attention_mask=given.real,
+                **handed(self._model, cache),
+                use_cache=True,
+                **options,
+            ).logits
         return out
 
     def forget(self) -> None:
-        """Drop all recorded steps, because the rows that they read and write are about to go."""
+        """Drop all recorded steps, because the rows that they read and write are about to be freed."""
         if self.graphs is not None:
             self.graphs.clear()
 
@@ -194,11 +203,13 @@ class _Input(NamedTuple):
         ids: the token ids.
         positions: the position of each token in its sequence.
         real: which tokens are real; ``None``: all.
+        lengths: tokens of each token's text up to the end of its prompt, or up to the token if that is later.
     """
 
     ids: Int[Tensor, "n T"]
     positions: Int[Tensor, "n T"]
     real: Bool[Tensor, "n T"] | None
+    lengths: Int[Tensor, "n T"]
 
     @classmethod
     def of(cls, batch: InputBatch, device: torch.device) -> _Input:
@@ -211,17 +222,20 @@ class _Input(NamedTuple):
             positions.append([0] * pad + list(range(first, first + len(tokens))))
             real.append([False] * pad + [True] * len(tokens))
         mask = None if all(map(all, real)) else torch.tensor(real, device=device)
-        return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask)
+        ends = [max(row) + 1 for row in positions]
+        prompts = [0 if sequence is None else len(sequence.to_read) for sequence in batch.rows]
+        lengths = torch.tensor(list(map(max, ends, prompts)))[:, None].expand(-1, T)
+        return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask, lengths)
 
 
 def _part(batch: InputBatch, rows: KVManager, trial: Trial | None) -> PhasedCache:
-    """Return the rows of a batch."""
+    """Return the rows of a batch as a cache, watched by a trial if there is one."""
     watch = None if trial is None else trial.watch
     return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch)
 
 
 def _last_tokens(parts: Sequence[RunPart], device: torch.device) -> Int[Tensor, " n"]:
-    """Return the places of every row's last token among the tokens of all parts."""
+    """Return the index of every row's last token among the tokens of all parts."""
     found: list[int] = []
     start = 0
     for part in parts:

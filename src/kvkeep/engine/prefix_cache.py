@@ -21,10 +21,11 @@ from kvkeep.snapshot.contents import Contents
 
 
 def check_prefix_memory(most_bytes: object, chunk: int | None) -> int:
-    """Return the bytes that common beginnings of prompts may take.
+    """Return the bytes that common beginnings of prompts may take, checked.
 
     Raises:
-        InputError: they are no whole number, or prompts are read whole, so that there is nothing to share.
+        InputError: the value is no whole number of 0 or more, or prompts are read whole, so that there is nothing to
+            share.
     """
     found = whole_within("prefix_memory", most_bytes, 0, 2**63 - 1)
     if found and chunk is None:
@@ -42,14 +43,21 @@ class PrefixCache:
         most_bytes: the most that all of them may take; 0 keeps none.
         chunk: tokens of a chunk; ``None`` if prompts are read whole, and have no borders.
         weights: returns a hash of the model's weights as they are now.
+        length_key: returns a value that is equal for prompts of two lengths if their beginnings may be shared.
 
     Attributes:
         held_bytes: bytes of all memories.
     """
 
-    def __init__(self, most_bytes: int, chunk: int | None, weights: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        most_bytes: int,
+        chunk: int | None,
+        weights: Callable[[], str],
+        length_key: Callable[[int], Hashable] = lambda n: None,
+    ) -> None:
         self._most_bytes, self._chunk = most_bytes if chunk else 0, chunk or 1
-        self._weights = weights
+        self._weights, self._length_key = weights, length_key
         self._found: OrderedDict[Hashable, Contents] = OrderedDict()
         self.held_bytes = 0
 
@@ -57,7 +65,11 @@ class PrefixCache:
         return len(self._found)
 
     def find(self, sequence: Sequence) -> Contents | None:
-        """Return the memory of the most chunks with which a prompt begins. At least one token is left to read."""
+        """Return the longest stored memory with which a prompt begins, short of the whole prompt; ``None`` if there is
+        none.
+
+        The memory counts as used.
+        """
         if not self._found:
             return None
         borders = islice(self._borders(sequence), (len(sequence.prompt) - 1) // self._chunk)
@@ -68,9 +80,10 @@ class PrefixCache:
         return self._found[key]
 
     def keep(self, sequence: Sequence, rows: KVManager) -> None:
-        """Keep the memory of a request whose row stands at a border of its prompt's chunks.
+        """Store the memory of a request whose row stands at a border of its prompt's chunks, and drop the least
+        recently used.
 
-        A request that continues a memory of its own has other borders, and is left out.
+        Store nothing for a request that continues a memory, has generated tokens, or is larger than the limit.
         """
         if (
             not self._most_bytes
@@ -100,9 +113,9 @@ class PrefixCache:
         """Yield the key of each border: the settings that a memory depends on, and a hash of the tokens before it."""
         if sequence.borders is None:
             sequence.borders = list(_hashes(sequence.prompt, self._chunk))
-        weights = self._weights()
+        weights, length = self._weights(), self._length_key(len(sequence.prompt))
         for digest in sequence.borders:
-            yield sequence.settings, weights, digest
+            yield sequence.settings, weights, length, digest
 
 
 def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
@@ -117,7 +130,9 @@ def _hashes(tokens: GenericSequence[int], chunk: int) -> Iterator[bytes]:
 
 
 def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) -> None:
-    """Begin a request in its row, with the memory that it continues if there is one."""
+    """Begin or resume a request in its row: with its swapped-out memory, the one it continues, a stored beginning, or
+    none.
+    """
     sequence.start()
     hosted = sequence.hosted
     contents = hosted.load() if hosted else _first_contents(sequence, prefixes)
@@ -135,7 +150,10 @@ def begin(sequence: Sequence, row: int, rows: KVManager, prefixes: PrefixCache) 
 
 
 def _first_contents(sequence: Sequence, prefixes: PrefixCache) -> Contents | None:
-    """Return the memory that a request begins with: the one it continues, or a common beginning of prompts."""
+    """Return the memory that a request begins with: the one it continues, or a stored beginning of its prompt.
+
+    ``None`` if there is none, or if log-probabilities of the prompt are asked for.
+    """
     if sequence.load:
         return sequence.load()
     return None if sequence.scored else prefixes.find(sequence)

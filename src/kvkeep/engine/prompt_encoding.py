@@ -20,7 +20,7 @@ from kvkeep.pins import Spans
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.snapshot import Snapshot
 
-_LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1  # token id: files hold them in 32 bits
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class ConversationHistory:
     budgets: tuple[int | tuple[int, ...], ...] = ()
 
     def held_in(self, contents: Contents) -> ConversationHistory:
-        """Return the same past with the pins and budgets of its memory."""
+        """Return the same history with the pins and budgets that the contents hold."""
         layers = contents.layers
         return replace(self, pins=layers[0].pins if layers else (), budgets=tuple(layer.budget for layer in layers))
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> ConversationHistory:
-        """Return the tokens that a snapshot stands for, and what a session has noted beside them.
+        """Return the history of a snapshot: its tokens, and the messages that a session has noted in it.
 
         Raises:
-            SnapshotError: the token ids are not known, or the note is none of a session.
+            SnapshotError: the token ids are not known, or the note was not written by a session.
         """
         if snapshot.tokens is None:
             raise SnapshotError(
@@ -78,7 +78,7 @@ class ConversationHistory:
 
     @property
     def note(self) -> dict[str, Any]:
-        """Return all fields but the token ids, as a snapshot notes them."""
+        """Return pending tokens, messages and opening as a mapping for a snapshot's note."""
         found: dict[str, Any] = {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
         return found if self.opening is None else {**found, "opening": asdict(self.opening)}
 
@@ -113,7 +113,9 @@ class PromptEncoder:
         return request.chat or request.messages is not None or (isinstance(request.prompt, str) and not request.raw)
 
     def ids_of(self, request: Request) -> tuple[int, ...]:
-        """Return the token ids of a request. A text or a conversation goes through the chat template.
+        """Return the token ids of a request.
+
+        Texts go through the chat template unless ``raw``; token ids are returned as they are.
 
         Raises:
             InputError: there is no tokenizer or no chat template, or the template fails.
@@ -132,7 +134,7 @@ class PromptEncoder:
         return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
     def continued(self, request: Request, past: ConversationHistory) -> tuple[int, ...]:
-        """Return the token ids of a sequence and of the request that continues it.
+        """Return the token ids of a history and of the request that continues it.
 
         The past stays as it is, also if the chat template would now write earlier turns in another way. The template
         decides how the last answer is closed: an end token that the model has not read gives way to that.
@@ -154,11 +156,12 @@ class PromptEncoder:
             return before + tuple(tokenization.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
         ids = tuple(tokenization.encode_next(checkpoint, past.messages, new, request.tools)[0].tolist())
         if past.messages and past.pending and past.pending[-1] in self._ends | self.turn_ends:
+            # the new ids begin with the end of the last answer, as the template writes it
             before = before[:-1]
         return before + ids
 
     def messages_of(self, request: Request, past: ConversationHistory | None = None) -> tuple[Mapping[str, str], ...]:
-        """Return the messages of a request; none if it is token ids, or a text without the chat template.
+        """Return the messages of a request; an empty tuple for token ids, or for a text without the chat template.
 
         The first question about a remembered text is one message together with the end of that text.
         """
@@ -173,7 +176,7 @@ class PromptEncoder:
         return ({"role": "user", "content": request.prompt},) if has_template else ()
 
     def _checkpoint(self, request: Request) -> Checkpoint:
-        """Return the model's configuration together with the tokenizer.
+        """Return the model's configuration together with the tokenizer. The request only words the error.
 
         Raises:
             InputError: there is no tokenizer.
@@ -189,7 +192,7 @@ class PromptEncoder:
 
 
 def question_of(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, str], ...]]:
-    """Return the question with which a request follows a remembered text, and the messages after it.
+    """Return the question with which a request follows a remembered text, and the messages after that question.
 
     Raises:
         InputError: the request cannot follow such a text.

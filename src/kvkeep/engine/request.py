@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.engine.sampling_params import SamplingParams, whole_within
+from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Span, spans
@@ -31,7 +31,7 @@ def conversation(messages: object) -> tuple[dict[str, Any], ...]:
     """Return messages as a tuple of dictionaries that nobody else can change.
 
     Raises:
-        InputError: one has no role or content, or one that is not a text; or there is none.
+        InputError: there is no message, or a message has no role or content that is a text.
     """
     found = () if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable) else tuple(messages)
     for message in found:
@@ -50,7 +50,7 @@ def functions(tools: object) -> tuple[dict[str, Any], ...]:
     """Return tools as a tuple of dictionaries.
 
     Raises:
-        InputError: they are no list of mappings.
+        InputError: ``tools`` is no list of mappings.
     """
     found = tuple(tools) if isinstance(tools, Iterable) and not isinstance(tools, str | Mapping) else (None,)
     if not all(isinstance(tool, Mapping) for tool in found):
@@ -61,10 +61,10 @@ def functions(tools: object) -> tuple[dict[str, Any], ...]:
 
 
 def token_ids(prompt: object) -> tuple[int, ...]:
-    """Return the token ids of a list, an array or a tensor of one axis as Python's numbers.
+    """Return the token ids of a list, an array or a tensor of one axis as Python's integers.
 
     Raises:
-        InputError: there are none, or the prompt is something else.
+        InputError: the prompt is empty, a batch, or no sequence of integers.
     """
     if isinstance(prompt, Mapping):
         raise InputError(f"The prompt is a {type(prompt).__name__}; give its token ids, for example prompt.input_ids.")
@@ -74,15 +74,17 @@ def token_ids(prompt: object) -> tuple[int, ...]:
     ids = tuple(found)
     if not ids:
         raise InputError("The prompt has no tokens.")
+    # the usual case, checked without a call for each token
     if set(map(type, ids)) == {int}:
         return ids
+    # tensors and arrays without an axis are numbers, though they have an __iter__
     if isinstance(ids[0], Iterable) and not isinstance(ids[0], str | Mapping) and getattr(ids[0], "ndim", None) != 0:
         raise InputError("The prompt is a batch of texts; give one request for each, for example prompt=input_ids[0].")
-    return tuple(whole_within("A token id of the prompt", token, -(2**63), 2**63 - 1) for token in ids)
+    return tuple(whole("A token id of the prompt", token) for token in ids)  # admission knows the vocabulary
 
 
 def stop_texts(stop: object) -> tuple[str, ...]:
-    """Return stop texts as a tuple.
+    """Return stop texts as a tuple; a single text becomes a tuple of one.
 
     Raises:
         InputError: one of them is not a text, or is empty.
@@ -97,10 +99,10 @@ def stop_texts(stop: object) -> tuple[str, ...]:
 
 
 def checked_guard(guard: object) -> float | None:
-    """Return a guard as a number, or ``None``.
+    """Return a guard as a float, or ``None`` if it is ``None``.
 
     Raises:
-        InputError: it is no share from 0 to 1.
+        InputError: the guard is no number from 0 to 1.
     """
     if guard is None:
         return None
@@ -143,14 +145,16 @@ Structured: TypeAlias = "Mapping[str, Any] | Structure"
 
 
 def structure_of(given: object) -> Structure | None:
-    """Return the form that is asked for; ``None`` for none.
+    """Return the form that a mapping asks for; ``None`` if the mapping is ``None``.
+
+    A `Structure` is returned as it is.
 
     Args:
         given: a mapping with one of ``json`` (a schema, also as text), ``json_object`` (true), ``regex``, ``choice`` (a
             list of texts) and ``grammar`` (GBNF or Lark).
 
     Raises:
-        InputError: it is no such mapping, or is too long.
+        InputError: ``given`` is no such mapping, names no form or several, or is too long.
     """
     if given is None or isinstance(given, Structure):
         return given
@@ -181,7 +185,9 @@ def json_structure(schema: object) -> Structure:
 
 
 def compact(schema: object, **options: object) -> dict[str, Any]:
-    """Return a schema whose white space is that of ``json.dumps``, unless it says otherwise in ``x-guidance``.
+    """Return a schema that allows no white space but that of ``json.dumps``.
+
+    Its own ``x-guidance`` takes precedence.
 
     Args:
         schema: the schema, also as text; ``True`` takes any JSON.
@@ -191,6 +197,7 @@ def compact(schema: object, **options: object) -> dict[str, Any]:
         InputError: the schema is no JSON object or text of one.
     """
     try:
+        # dumped and loaded: a copy of plain types that the caller cannot change
         found = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"The JSON schema cannot be read ({error!s:.80}); give a schema such as {_SCHEMA}.") from error
@@ -238,7 +245,7 @@ def checked(found: Structure) -> Structure:
     """Return a form after a check of its length and characters.
 
     Raises:
-        InputError: it is too long, or has half of a character.
+        InputError: the form is too long, or has half of a character (an unpaired surrogate).
     """
     if len(found.text) > MOST_CHARACTERS:
         raise InputError(
@@ -356,7 +363,12 @@ class Request:
         return made
 
     def _take_text(self) -> None:
-        """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers."""
+        """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers.
+
+        Raises:
+            InputError: there is neither a prompt nor messages, or both; or the one given is empty or of another
+                form.
+        """
         for name in ("raw", "chat"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InputError(f"{name}={value!r:.80} is neither True nor False.")
@@ -483,7 +495,7 @@ def request_of(asked: object, sampling: SamplingParams | None = None) -> Request
         sampling: how tokens are chosen for a text; requests have their own.
 
     Raises:
-        InputError: it is neither.
+        InputError: ``asked`` is neither a request nor a text.
     """
     if isinstance(asked, Request):
         return asked
@@ -497,10 +509,10 @@ def request_of(asked: object, sampling: SamplingParams | None = None) -> Request
 
 
 def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
-    """Return a turn as a request.
+    """Return a session's turn (a text, messages, token ids or a request) as a request.
 
     Raises:
-        InputError: it is nothing that a session can continue with, or names a policy, budget, sequence or snapshot.
+        InputError: ``asked`` is none of these, or names a policy, budget, sequence or snapshot.
     """
     if isinstance(asked, str | Request):
         request = request_of(asked, sampling)
@@ -516,10 +528,10 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
 
 
 def listed(asked: object) -> Iterable[Any]:
-    """Return requests and texts as something to iterate over; a single one becomes a list.
+    """Return an iterable of requests and texts itself; a single request or text becomes a list of one.
 
     Raises:
-        InputError: it is neither a text, nor a request, nor an iterable.
+        InputError: ``asked`` is neither a text, nor a request, nor an iterable.
     """
     if isinstance(asked, str | Request):
         return [asked]
@@ -529,10 +541,10 @@ def listed(asked: object) -> Iterable[Any]:
 
 
 def check_numbers(budget: object, **others: object) -> None:
-    """Check a budget and other numbers of tokens, rows or bytes, each under its argument's name; ``None`` is no number.
+    """Check a budget and other numbers of tokens, rows or bytes, each under its argument's name; skip ``None``.
 
     Raises:
-        BudgetError: one is not an integer, is below 1, or is more than any memory holds.
+        BudgetError: a number is not an integer, is below 1, or is more than any memory holds.
     """
     budgets.check_one(budget)
     for name, number in others.items():
@@ -544,7 +556,8 @@ def usable(policy: object) -> Policy:
     """Return a policy, or the policy that a string names, after checking that it can be compared with others.
 
     Raises:
-        PolicyError: it is no policy, or cannot be compared or hashed, which decides whether requests share rows.
+        PolicyError: ``policy`` is no policy, or cannot be compared or hashed, which decides whether requests share
+            rows.
     """
     found = parse(policy) if isinstance(policy, str) else policy
     if not isinstance(found, Policy):
@@ -554,6 +567,7 @@ def usable(policy: object) -> Policy:
     except Exception:  # a class may raise anything there
         tells = False
     fields = {field.name for field in dataclasses.fields(found)}
+    # what is no option may decide without being compared, and two policies would count as one
     others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
     if not tells or others:
         raise PolicyError(
@@ -564,5 +578,5 @@ def usable(policy: object) -> Policy:
 
 
 def _is_remembered(kind: type, name: str) -> bool:
-    """Tell whether an attribute is a cached property, which follows from the fields."""
+    """Return whether an attribute is a cached property, whose value follows from the fields."""
     return isinstance(inspect.getattr_static(kind, name, None), cached_property)

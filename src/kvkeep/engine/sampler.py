@@ -2,7 +2,7 @@
 
 Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed, its
 sequence and n, not on the batch. The order of the steps is that of transformers: penalties, the mask of a grammar,
-temperature, top-k, top-p, min-p.
+tokens that the model's makers ban, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from kvkeep.engine.sampling_params import Biases, SamplingParams
 from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.errors import KVKeepError, NoNumbersError
-from kvkeep.head_sharding import ALONE, Heads
+from kvkeep.head_sharding import Heads
+from kvkeep.models.load import BannedTokens
 from kvkeep.noise import spread, uniform
 
 # Changes of logits that depend on the tokens of a row: a bias, and penalties for tokens that occurred before.
 
 
 def changed(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
-    """Return the logits after bias, ends that come too early, and penalties, in the order of vLLM."""
+    """Return the logits after bias, the mask of end tokens that come too early, and penalties, in the order of vLLM."""
     logits = _open(_biased(logits, generations), generations)
     logits = _repetition(logits, generations)
     return _counts(logits, generations)
 
 
 def _asking(generations: GenericSequence[Sequence], asks: Callable[[SamplingParams], bool]) -> list[int]:
-    """Return the rows whose sampling asks for something."""
+    """Return the indices of the rows whose sampling parameters satisfy ``asks``."""
     return [i for i, sequence in enumerate(generations) if asks(sequence.request.sampling)]
 
 
@@ -51,7 +52,10 @@ def _biased(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
 
 
 def _open(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]) -> Float[Tensor, "n V"]:
-    """Return the logits with minus infinity for the ends of rows that must get more tokens."""
+    """Return the logits with minus infinity for the end tokens of rows with fewer tokens than ``min_new_tokens``.
+
+    Rows with a grammar are left as they are.
+    """
     early = [
         (i, token)
         for i, sequence in enumerate(generations)
@@ -75,6 +79,7 @@ def _repetition(logits: Float[Tensor, "n V"], generations: GenericSequence[Seque
     used = torch.stack([_used(sequence, logits) for sequence in rows])
     factors = logits.new_tensor([sequence.request.sampling.repetition_penalty for sequence in rows])[:, None]
     part = logits[index]
+    # both make a token less likely: a negative logit is multiplied, a positive one divided
     lowered = torch.where(part < 0, part * factors, part / factors)
     return logits.index_copy(0, index, torch.where(used, lowered, part))
 
@@ -93,7 +98,10 @@ def _counts(logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence]
 
 
 def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Return a mask of the tokens that occur in a row so far; it is kept from step to step."""
+    """Return a mask ``(V,)`` of the token ids that occur in one sequence's prompt or answer.
+
+    The sequence keeps the mask. Each call adds the answer's latest token alone, so it is called once per token.
+    """
     if sequence.used is None:
         with torch.inference_mode(False):  # written in inference mode and out of it
             sequence.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
@@ -104,7 +112,7 @@ def _used(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
 
 
 def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Return how often each token was generated in a row so far; it is kept from step to step."""
+    """Return how often each token was generated in a row. The counts are stored in the sequence and updated."""
     if sequence.counts is None:
         with torch.inference_mode(False):
             sequence.counts = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
@@ -114,15 +122,43 @@ def _counted(sequence: Sequence, logits: Float[Tensor, "n V"]) -> Tensor:
     return sequence.counts
 
 
+def without(
+    logits: Float[Tensor, "n V"], generations: GenericSequence[Sequence], banned: BannedTokens
+) -> Float[Tensor, "n V"]:
+    """Return the logits with minus infinity for the tokens that the model's makers ban.
+
+    The form of an answer goes first: where it allows nothing else, banned tokens are allowed.
+    """
+    V, now = logits.shape[-1], list[tuple[int, int]]()
+    for i, sequence in enumerate(generations):
+        tokens = {word[-1] for word in banned.words if _ends_with(sequence, word[:-1])}
+        now += [(i, token) for token in (tokens if sequence.token_ids else tokens | banned.first) if 0 <= token < V]
+    always = torch.tensor([token for token in banned.always if 0 <= token < V], dtype=torch.int64, device=logits.device)
+    left = logits.index_fill(1, always, -torch.inf)
+    rows, last = torch.tensor(now, dtype=torch.int64, device=logits.device).view(-1, 2).unbind(dim=1)
+    left = left.index_put((rows, last), logits.new_tensor(-torch.inf))
+    formed = torch.tensor([sequence.constraint is not None for sequence in generations], device=logits.device)
+    stuck = formed & (left.amax(dim=-1) == -torch.inf)
+    return torch.where(stuck[:, None], logits, left)
+
+
+def _ends_with(sequence: Sequence, tokens: tuple[int, ...]) -> bool:
+    """Return whether the prompt and the new tokens of a row end with these tokens."""
+    n = len(tokens)
+    last = sequence.token_ids[-n:]
+    return (*sequence.prompt[len(sequence.prompt) - n + len(last) :], *last) == tokens
+
+
 class Sampler:
     """Turns logits into tokens.
 
     Args:
-        heads: the processes that share the model; all take the tokens that the first one has drawn.
+        together: the processes that the model is split over, if any; all take the tokens that the first one has drawn.
+        banned: the tokens that the model's makers ban, if any.
     """
 
-    def __init__(self, heads: Heads = ALONE) -> None:
-        self._heads = heads
+    def __init__(self, together: Heads | None = None, banned: BannedTokens | None = None) -> None:
+        self._together, self._banned = together, banned
 
     def draw(self, logits: Float[Tensor, "n V"], sequences: GenericSequence[Sequence]) -> list[int | None]:
         """Return the next token of every row; ``None`` where no token can be drawn.
@@ -134,7 +170,11 @@ class Sampler:
             sequences: the requests. Their `logprobs` get an entry for each token, if asked for.
         """
         logits = logits.float()
-        penalised = masked(changed(logits, sequences), [sequence.constraint for sequence in sequences])
+        penalised = changed(logits, sequences)
+        if any(sequence.constraint is not None for sequence in sequences):
+            penalised = masked(penalised, [sequence.constraint for sequence in sequences])
+        if self._banned is not None:
+            penalised = without(penalised, sequences, self._banned)
         best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
         drawn = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
         if drawn:
@@ -144,17 +184,18 @@ class Sampler:
             streams = torch.tensor([sequence.request.sequence for sequence in chosen], device=logits.device)
             samplings = [sequence.request.sampling for sequence in chosen]
             tokens[index] = choose(penalised[index], samplings, steps ^ spread(streams))
-        found: list[int] = self._heads.first(tokens.masked_fill_(~best.isfinite(), -1)).tolist()
+        tokens = tokens.masked_fill_(~best.isfinite(), -1)
+        found: list[int] = (tokens if self._together is None else self._together.first(tokens)).tolist()
         _note(logits, found, sequences)
         return [None if token < 0 else token for token in found]
 
 
 def whole(token: int | None, sequence: Sequence) -> int:
-    """Return the token that was drawn for a request.
+    """Return the token that was drawn for a request, if it is one.
 
     Raises:
-        NoNumbersError: none was, because the logits are no numbers.
-        KVKeepError: none was, because the engine of its grammar has failed.
+        NoNumbersError: no token was drawn, because the logits are no numbers.
+        KVKeepError: no token was drawn, because the engine of its grammar has failed.
     """
     if token is None and sequence.constraint and sequence.constraint.error is not None:
         raise KVKeepError(failure(sequence.constraint.error))
@@ -195,11 +236,12 @@ def choose(
     seeds = torch.tensor([s.seed for s in samplings], dtype=torch.int64, device=logits.device)
     u = uniform(0, seeds, steps).double()[:, None]
     total = logits.softmax(dim=-1).double().cumsum(dim=-1)
+    # float32 probabilities do not sum to 1 exactly; their own sum takes its place
     return (total > u * total[:, -1:]).int().argmax(dim=-1)
 
 
 def _note(logits: Float[Tensor, "n V"], tokens: GenericSequence[int], generations: GenericSequence[Sequence]) -> None:
-    """Append the log-probabilities of rows that ask for them."""
+    """Append each row's log-probabilities to its sequence, if its request asks for them and a token was drawn."""
     for i, (token, sequence) in enumerate(zip(tokens, generations, strict=True)):
         n = sequence.request.logprobs
         if n is None or token < 0:
@@ -208,7 +250,7 @@ def _note(logits: Float[Tensor, "n V"], tokens: GenericSequence[int], generation
 
 
 def logprob(logp: Float[Tensor, " V"], token: int, n: int) -> Logprob:
-    """Return the log-probability of a token, and those of the ``n`` likeliest ones."""
+    """Return the log-probability of a token, together with the ``n`` likeliest tokens and theirs."""
     best = logp.topk(min(n, len(logp)))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return Logprob(token, float(logp[token]), top)
@@ -221,12 +263,19 @@ _AT_ONCE = 64
 
 
 def is_scored(run: ModelRun) -> bool:
-    """Tell whether a run needs the logits after all of its tokens."""
-    return run.reads and any(sequence.scored for sequence in run.requests)
+    """Return whether a run needs the logits after all of its tokens, for log-probabilities of prompts."""
+    return run.reads and any(map(_is_scored, run.requests))
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Return whether the log-probabilities of a prompt are to be noted while it is read for the first time."""
+    return sequence.scored and sequence.status is SequenceStatus.PREFILL and not sequence.read_again
 
 
 def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
-    """Note the log-probabilities of the prompts' tokens that follow the tokens of a run; call it before the commit.
+    """Append the log-probabilities of the prompt tokens that follow the tokens of a run.
+
+    Call it before `ModelRun.commit`.
 
     Args:
         run: the run.
@@ -236,7 +285,7 @@ def score(run: ModelRun, logits: Float[Tensor, "n T V"]) -> None:
     for batch in run.batches:
         width = max(map(len, batch.tokens))
         for place, (sequence, tokens) in enumerate(zip(batch.rows, batch.tokens, strict=True)):
-            if sequence is not None and sequence.scored and sequence.status is SequenceStatus.PREFILL:
+            if sequence is not None and _is_scored(sequence):
                 end = start + (place + 1) * width
                 sequence.prompt_logprobs += _scores(sequence, flat[end - len(tokens) : end])
         start += _size(batch, width)

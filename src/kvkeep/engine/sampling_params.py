@@ -28,7 +28,7 @@ from kvkeep.parameters import (
 )
 
 _MOST_BIASES = 1024
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
 
 
 Biases: TypeAlias = tuple[tuple[int, float], ...]
@@ -95,7 +95,7 @@ class SamplingParams:
             raise InputError("`top_p`, `top_k` and `min_p` have no effect without a `temperature` above 0.")
 
     def _take_numbers(self) -> None:
-        """Replace every number by Python's own."""
+        """Replace every number by Python's own, after checks of its type and range."""
         for name, take, may_miss in _NUMBERS:
             value = getattr(self, name)
             if value is not None or not may_miss:
@@ -130,10 +130,10 @@ def whole(name: str, value: object) -> int:
         value: a number of any library.
 
     Raises:
-        InputError: the value is not a whole number; ``True`` and ``False`` are none.
+        InputError: the value is not a whole number; ``True`` and ``False`` are not taken.
     """
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool):  # an int to Python
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
     except Exception:  # an array of several numbers, for example
@@ -156,7 +156,7 @@ def _number(name: str, value: object) -> float:
     """Return a finite number as Python's own.
 
     Raises:
-        InputError: the value is not a finite number; ``True`` and ``False`` are none.
+        InputError: the value is not a finite number; ``True`` and ``False`` are not taken.
     """
     try:
         if not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value):
@@ -181,10 +181,11 @@ _NUMBERS = tuple(
 
 
 def _biases(given: object) -> Biases:
-    """Return what is added to logits as pairs of a token id and a number.
+    """Return a logit bias as pairs of a token id and a number, sorted by token id.
 
     Raises:
-        InputError: it is no mapping from token ids to numbers, has too many entries, or a number is out of range.
+        InputError: ``given`` is no mapping from token ids to numbers, has too many entries, or a number is out of
+            range.
     """
     found = given.items() if isinstance(given, Mapping) else given
     if isinstance(found, str) or not isinstance(found, Iterable):
@@ -201,7 +202,10 @@ def _biases(given: object) -> Biases:
 
 
 def _shown(value: object) -> str:
-    """Return a value as an error shows it. Python refuses to write out a whole number of thousands of digits."""
+    """Return a value's ``repr`` for an error, cut to 60 characters.
+
+    Python refuses to write out integers of thousands of digits.
+    """
     try:
         text = repr(value)
     except ValueError:
@@ -210,5 +214,7 @@ def _shown(value: object) -> str:
 
 
 def another_sequence(sequence: int, number: int) -> int:
-    """Return the identity for random numbers of a fork or a later turn, which draws other tokens than the first."""
+    """Return an identity for the random numbers of a fork or a later turn, derived from the first identity and a
+    number.
+    """
     return (sequence + number * _GOLDEN) % 2**63

@@ -53,8 +53,15 @@ class InputBatch:
         """Return the sequences that are fed to the model."""
         return [sequence for sequence in self.rows if sequence is not None]
 
+    @property
+    def chooses_budgets(self) -> bool:
+        """Return whether every row begins its prompt and a request chooses its budget at the prompt's end, see
+        `kvkeep.engine.budget_guard`.
+        """
+        return self.fresh and any(sequence.levels for sequence in self.requests)
+
     def commit(self) -> list[tuple[int, Sequence]]:
-        """Note that the model has seen the tokens.
+        """Count the tokens of the batch as read by the model, in each request.
 
         Returns:
             The requests whose next token follows from this run, each with its place in the batch.
@@ -84,7 +91,7 @@ class ModelRun:
 
     @property
     def reads(self) -> bool:
-        """Return whether the batch has tokens of prompts. They come before generated tokens."""
+        """Return whether the run has tokens of prompts. Their batches come before those of generated tokens."""
         return self.batches[0].phase is Phase.PREFILL
 
     @property
@@ -93,7 +100,7 @@ class ModelRun:
         return [sequence for batch in self.batches for sequence in batch.requests]
 
     def commit(self) -> list[tuple[int, Sequence]]:
-        """Note that the model has seen the tokens.
+        """Count the tokens of all batches as read by the model, in each request.
 
         Returns:
             The requests whose next token follows from this run, each with its place among the rows of all batches.
@@ -134,7 +141,7 @@ PATIENCE = 4
 
 
 def pace(device: torch.device) -> int:
-    """Return the prompt tokens for which every running row gets a token, unless the user says otherwise.
+    """Return a device's default of ``decode_every``: the prompt tokens for which each running row gets a token.
 
     The prompts' first tokens then come a quarter later than without running rows, and tokens of running rows take five
     times as long as without prompts.
@@ -143,12 +150,12 @@ def pace(device: torch.device) -> int:
 
 
 def pace_of(kind: str) -> int:
-    """Return the same for a type of device: ``cpu``, ``cuda``."""
+    """Return the default of ``decode_every`` for a type of device: ``cpu``, ``cuda``."""
     return PROMPT_SHARE * STEP_TOKENS.get(kind, OTHER_STEP_TOKENS)
 
 
 def most_mixed_tokens(device: torch.device) -> int:
-    """Return the most prompt tokens that share a run with the running rows on a device."""
+    """Return the most prompt tokens that share a run with the running rows on a device; 0 if none may."""
     return MIXED_TOKENS.get(device.type, 0)
 
 
@@ -218,7 +225,9 @@ class Scheduler:
         return [sequence for sequence in self._rows if sequence is not None]
 
     def admit(self, takes: Callable[[Policy], bool]) -> list[Sequence]:
-        """Give free rows to waiting requests, the longest waiting first.
+        """Give free rows to waiting requests, the longest waiting first, and return those that got one.
+
+        Nobody is admitted while a request has been passed over too often.
 
         Args:
             takes: returns whether the present rows can hold a sequence under a policy. Other requests are passed over.
@@ -235,13 +244,15 @@ class Scheduler:
         return admitted
 
     def swap(self, takes: Callable[[Policy], bool], host_rows: int, *, least: int) -> Swap | None:
-        """Return the running sequence with the longest slice and the one that shall have its row, if there are both.
+        """Return the running sequence with the longest slice and the waiting one that gets its row; ``None`` if either
+        is missing.
 
         Prompts are read to their ends before their rows are given up.
 
         Args:
-            takes: as for `admit`.
-            host_rows: sequences that may wait after they have begun. If so many do, the coming one is one of them.
+            takes: returns whether the present rows can hold a sequence under a policy.
+            host_rows: sequences that may wait after they have begun. If so many wait, the coming sequence is one of
+                them.
             least: the fewest tokens of a slice.
         """
         full = sum(sequence.status is SequenceStatus.SWAPPED for sequence in self.waiting) >= host_rows
@@ -259,7 +270,7 @@ class Scheduler:
         return Swap(cast(int, leaving.row), leaving, coming)
 
     def next_hosted(self, takes: Callable[[Policy], bool]) -> Sequence | None:
-        """Return the first of the sequences in main memory that can have a row; ``takes``: as for `admit`."""
+        """Return the first swapped-out sequence whose policy ``takes`` accepts; ``None`` if there is none."""
         return next(
             (
                 sequence
@@ -270,21 +281,28 @@ class Scheduler:
         )
 
     def exchange(self, swap: Swap) -> None:
-        """Give the row of one sequence to another one. The first waits behind all others."""
+        """Give the row of the leaving sequence to the coming one, and put the leaving one at the end of the queue."""
         row, leaving, coming = swap
         self.waiting.remove(coming)
         self.waiting.append(leaving)
         leaving.row, coming.row, self._rows[row] = None, row, coming
 
     def _free_row(self, policy: Policy) -> int | None:
-        """Return a free row, preferably beside one of the same policy: a layer steps once per run of equal policies."""
+        """Return a free row, preferably beside a row of the same policy; ``None`` if all rows are taken.
+
+        A layer steps once per run of equal policies.
+        """
         of = [None if sequence is None else sequence.policy for sequence in self._rows]
         free = [i for i, sequence in enumerate(self._rows) if sequence is None]
         beside = [i for i in free if policy in (*of[max(0, i - 1) : i], *of[i + 1 : i + 2])]
         return next(iter(beside or free), None)
 
     def next_policy(self) -> Policy | None:
-        """Return the policy of the longest waiting request once no row is taken, and ``None`` before."""
+        """Return the policy of the longest waiting request if no row is taken; ``None`` while a row is, or if nobody
+        waits.
+
+        Requests count as not passed over from then on.
+        """
         if self.running or not self.waiting:
             return None
         self._passed_over = 0
@@ -295,11 +313,11 @@ class Scheduler:
         return [sequence for sequence in self.waiting if sequence.policy is policy or sequence.policy == policy]
 
     def beginning(self) -> list[Sequence]:
-        """Return the requests whose rows were fed nothing yet; without any, the longest waiting request."""
+        """Return the running requests that have read nothing yet; without any, the longest waiting request."""
         return [sequence for sequence in self.running if not sequence.fed] or list(self.waiting)[:1]
 
     def leave(self, sequence: Sequence) -> None:
-        """Free the row of a request, or its place in the queue."""
+        """Free the row of a request, and remove the request from the queue."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence.row is not None:
@@ -307,7 +325,8 @@ class Scheduler:
             sequence.row = None
 
     def gap(self) -> Gap | None:
-        """Return the last running row and a free row before it, if there are both and no request waits.
+        """Return the last decoding row and the first free row before it; ``None`` if there is no such row, or a request
+        waits.
 
         A step computes every row up to the last running one, so rows whose prompts are still to be read come behind.
         """
@@ -325,16 +344,17 @@ class Scheduler:
         return Gap(sequence, source, target)
 
     def move(self, gap: Gap) -> None:
-        """Note that a sequence goes on in another row."""
+        """Assign a sequence to the free row of a gap. Its memory is moved by the KV manager."""
         self._rows[gap.source], self._rows[gap.target], gap.sequence.row = None, gap.sequence, gap.target
 
     def plan(self) -> list[ModelRun]:
-        """Return the runs of this step: prompts, as far as it is their turn, and a token for every running row."""
+        """Return the runs of this step: prompt chunks, if it is their turn, and a token for every running row."""
         waits = self._prompts_first and any(sequence.status is SequenceStatus.PREFILL for sequence in self.running)
         steps = [] if waits else self._decode()
         is_turn = not steps or self._owed < self._decode_every
         prompts = self._feed(self._most_tokens(waited_for=bool(steps))) if is_turn else []
         read = sum(len(tokens) for batch in prompts for tokens in batch.tokens)
+        # prompt tokens that were read while rows ran; a token of all running rows pays for `decode_every` of them
         self._owed = max(0, self._owed + read - self._decode_every * len(steps)) if steps else 0
         if self._alone:
             return [ModelRun([batch]) for batch in [*prompts, *steps]]
@@ -347,6 +367,7 @@ class Scheduler:
             sequence if sequence is not None and sequence.status is SequenceStatus.DECODE else None
             for sequence in self._rows
         ]
+        # rows behind the last running one cost nothing; free rows before it are padding
         while decoding and decoding[-1] is None:
             decoding.pop()
         groups = (
@@ -365,7 +386,7 @@ class Scheduler:
         ]
 
     def _most_tokens(self, *, waited_for: bool) -> int:
-        """Return the most prompt tokens that several prompts share in a run."""
+        """Return the most prompt tokens that several prompts share in a run; 0 if every run has one row."""
         if self._alone:
             return 0
         if self._chunk is None:
@@ -373,20 +394,22 @@ class Scheduler:
         return self._chunk if waited_for else max(self._chunk, SHARED_TOKENS)
 
     def _feed(self, most: int) -> list[InputBatch]:
-        """Return the next chunk of the oldest prompt, and of the following ones as long as there are few tokens."""
+        """Return batches with the next chunk of the oldest prompt, and of later prompts as far as ``most`` tokens
+        allow.
+        """
         chosen: list[PromptChunk] = []
         prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
         for sequence in sorted(prompts, key=lambda sequence: sequence.id):
-            stop = len(sequence.prompt) if self._chunk is None else sequence.fed + self._chunk
-            tokens = sequence.prompt[sequence.fed : stop]
-            if not chosen or len(tokens) <= most:
+            stop = len(sequence.to_read) if self._chunk is None else sequence.fed + self._chunk
+            tokens = sequence.to_read[sequence.fed : stop]
+            if not chosen or len(tokens) <= most:  # the oldest prompt never waits for room
                 most -= len(tokens)
                 chosen.append(PromptChunk(cast(int, sequence.row), sequence, tokens))
         return [_batch(pieces) for pieces in _neighbours(sorted(chosen))]
 
 
 def _neighbours(pieces: GenericSequence[PromptChunk]) -> list[list[PromptChunk]]:
-    """Put pieces of neighbouring rows together where that takes little padding. The pieces are sorted by row."""
+    """Group chunks of neighbouring rows where that takes little padding. The chunks are sorted by row."""
     groups: list[list[PromptChunk]] = []
     for piece in pieces:
         if groups and _fits(groups[-1], piece):
@@ -397,7 +420,7 @@ def _neighbours(pieces: GenericSequence[PromptChunk]) -> list[list[PromptChunk]]
 
 
 def _fits(group: GenericSequence[PromptChunk], piece: PromptChunk) -> bool:
-    """Return whether a piece joins the group before it."""
+    """Return whether a chunk joins the group before it: of the next row, as fresh as the group, with little padding."""
     lengths = [len(chunk.tokens) for chunk in (*group, piece)]
     padding = len(lengths) * max(lengths) - sum(lengths)
     begins = {chunk.owner.fed == 0 for chunk in (*group, piece)}
@@ -405,7 +428,7 @@ def _fits(group: GenericSequence[PromptChunk], piece: PromptChunk) -> bool:
 
 
 def _batch(pieces: GenericSequence[PromptChunk]) -> InputBatch:
-    """Return a batch of pieces of neighbouring rows."""
+    """Return a batch of chunks of neighbouring rows."""
     requests = [piece.owner for piece in pieces]
     tokens, fed = [piece.tokens for piece in pieces], [sequence.fed for sequence in requests]
     return InputBatch(pieces[0].row, requests, tokens, fed, Phase.PREFILL, fresh=not fed[0])
@@ -440,7 +463,11 @@ class DuplicatePrompts:
         return len(self) >= MOST
 
     def joins(self, sequence: Sequence) -> bool:
-        """Let a request wait if an equal prompt is about to be read; otherwise later ones may wait for this one."""
+        """Return whether a request now waits for an equal prompt that is being read.
+
+        Otherwise the request reads its prompt, and later equal ones may wait for it. Short prompts, and those with
+        log-probabilities, never wait.
+        """
         if sequence.scored or len(sequence.prompt) < SHORTEST:
             return False
         reader = self._readers.setdefault(_key(sequence), sequence)
@@ -449,13 +476,19 @@ class DuplicatePrompts:
         return reader is not sequence
 
     def of(self, reader: Sequence) -> list[Sequence]:
-        """Return the requests that wait for this one's prompt, which has been read; no more may join them."""
+        """Return the requests that wait for this reader's prompt, which has been read.
+
+        Later requests do not join them.
+        """
         if self._readers.get(key := _key(reader)) is reader:
             del self._readers[key]
         return list(self._waiting.get(reader.id, ()))
 
     def leave(self, sequence: Sequence) -> Sequence | None:
-        """Forget a request. If others wait for it, return the first of them, which reads the prompt in its place."""
+        """Forget a request.
+
+        If others wait for it, return the first of them, which reads the prompt in its place; else ``None``.
+        """
         for waiting in self._waiting.values():
             if sequence in waiting:
                 waiting.remove(sequence)

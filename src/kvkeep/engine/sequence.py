@@ -65,7 +65,7 @@ class Hosted:
     memory_usage: MemoryUsage
 
     def load(self) -> Contents:
-        """Return its memory, from where it can be put into a row."""
+        """Return the sequence's memory, from where it can be put into a row."""
         return self.contents.load() if isinstance(self.contents, Pinned) else self.contents
 
 
@@ -81,11 +81,13 @@ class Sequence:
         ends: tokens that end the text.
         tail: turns tokens into text and looks for stop texts; ``None`` without a tokenizer.
         constraint: the tokens that its form allows next; ``None``: all.
-        status: where it stands. `start`, `commit`, `begin_prefilled`, `swap_out` and `finish` change it.
+        status: where it stands. `start`, `commit`, `begin_prefilled`, `begin_again`, `swap_out` and `finish`
+            change it.
         row: its row; ``None`` while it waits.
         fed: tokens that the model has seen, of the prompt and new ones; counted when a step has succeeded.
         token_ids: the new tokens.
         logprobs: an entry for each new token, if asked for.
+        read_again: new tokens that are read again together with the prompt.
         prompt_logprobs: an entry for each token of the prompt but the first that the model has seen, if asked for.
         finish_reason: why it has ended; ``None`` while it runs.
         error: the reason, if a step failed.
@@ -119,6 +121,7 @@ class Sequence:
     row: int | None = None
     fed: int = 0
     token_ids: list[int] = field(default_factory=list)
+    read_again: int = 0
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -145,14 +148,24 @@ class Sequence:
         self.mark("added")
 
     def mark(self, event: str) -> None:
-        """Note the time of an event."""
+        """Record the present time under an event's name."""
         self.times[event] = time.perf_counter()
 
     @property
     def prompt(self) -> GenericSequence[int]:
-        """Return the token ids of the prompt, or nothing while they are not known."""
+        """Return the token ids of the prompt; an empty tuple while they are not known."""
         found = self.request.prompt
         return () if found is None or isinstance(found, str) else found
+
+    @property
+    def to_read(self) -> GenericSequence[int]:
+        """Return the tokens that are read as a prompt, to which new ones belong after `begin_again`."""
+        return (*self.prompt, *self.token_ids[: self.read_again]) if self.read_again else self.prompt
+
+    def begin_again(self) -> None:
+        """Note that its row is empty, and that all of its tokens are to be read as a prompt."""
+        self.fed, self.read_again, self.levels = 0, len(self.token_ids), ()
+        self.status = SequenceStatus.PREFILL
 
     @property
     def pins(self) -> Spans:
@@ -161,13 +174,13 @@ class Sequence:
 
     @property
     def settings(self) -> tuple[Hashable, ...]:
-        """Return all settings that the prompt's memory depends on. Requests with equal settings may share it.
+        """Return all settings that the prompt's memory depends on. Requests with equal settings may share that memory.
 
-        They stay the same while the request runs: of a guarded one they have the budget that it asked for. A field that
-        requests get in the future belongs to them, unless it is named in `_FREE`.
+        The settings stay the same while the request runs: a guarded request has the budget that it asked for. A field
+        added to `Request` in the future is part of them, unless it is named in `_FREE`.
         """
         budget = self.levels[-1] if self.levels else self.budget
-        others = (getattr(self.request, one.name) for one in fields(self.request) if one.name not in _FREE)
+        others = (getattr(self.request, field.name) for field in fields(self.request) if field.name not in _FREE)
         return self.policy, budget, self.request.sequence if self.policy.stochastic else None, *others
 
     @property
@@ -176,20 +189,20 @@ class Sequence:
         return self.request.prompt_logprobs is not None
 
     def start(self) -> None:
-        """Note that it has a row now, for the first time or again."""
+        """Change the status because the sequence has got a row, for the first time or again."""
         if self.status is SequenceStatus.WAITING:
             self.mark("started")
         self.resumed = len(self.token_ids)
         self.status = SequenceStatus.DECODE if self.token_ids else SequenceStatus.PREFILL
 
     def commit(self, n: int) -> None:
-        """Note that the model has seen ``n`` more of its tokens."""
+        """Count ``n`` more tokens as read by the model. The sequence decodes once its prompt is read."""
         self.fed += n
         if not self.prompt_left:
             self.status = SequenceStatus.DECODE
 
     def begin_prefilled(self, contents: Contents, budget: int) -> None:
-        """Note that an equal prompt has been read, with whose memory it begins.
+        """Let the sequence begin with the memory of an equal prompt, which another request has read.
 
         Args:
             contents: the memory of the prompt.
@@ -200,19 +213,19 @@ class Sequence:
         self.load, self.cached, self.budget = lambda: contents, contents.seen, budget
 
     def swap_out(self, hosted: Hosted) -> None:
-        """Note that its memory waits in main memory for a row."""
+        """Store the sequence's memory, which waits in main memory for a row."""
         self.hosted, self.status = hosted, SequenceStatus.SWAPPED
 
     @property
     def prompt_left(self) -> int:
         """Return the number of prompt tokens that the model has not seen."""
-        return max(0, len(self.prompt) - self.fed)
+        return max(0, len(self.to_read) - self.fed)
 
     def take(self, token_id: int) -> Event:
-        """Add a new token, and end the request if this is its last one.
+        """Add a new token, finish the request if this is its last one, and return the token's event, without a result.
 
         Raises:
-            KVKeepError: its form does not allow the token.
+            KVKeepError: the request's grammar does not allow the token.
         """
         if self.constraint:
             self.constraint.take(token_id)
@@ -234,13 +247,13 @@ class Sequence:
         return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """Note that it ends, and why."""
+        """Mark the sequence as finished, with a reason, and drop its memory outside of a row."""
         self.finish_reason, self.error, self.hosted = reason, error, None
         self.status = SequenceStatus.FINISHED
         self.mark("last")
 
     def rest(self) -> str:
-        """Return the text that was held back, after a failed step."""
+        """Return the text that was held back, after a failed step; empty if there is none or decoding fails."""
         with suppress(BaseException):  # perhaps the tokenizer is what fails, or a second Ctrl-C comes
             return self.tail.end() if self.tail else ""
         return ""
@@ -249,7 +262,7 @@ class Sequence:
         """Return the finished request as the user gets it."""
         assert self.finish_reason is not None
         at, n, guard = self.times, len(self.token_ids), self.request.guard
-        started = at.get("started", at["last"])
+        started = at.get("started", at["last"])  # a request may end before it has had a row
         return Result(
             id=self.id,
             token_ids=tuple(self.token_ids),
@@ -257,7 +270,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached,
-            logprobs=tuple(self.logprobs[:n]),
+            logprobs=tuple(self.logprobs[:n]),  # one more is there if its token could not be added
             prompt_logprobs=tuple(self.prompt_logprobs),
             queued_s=started - at["added"],
             ttft_s=at["first"] - at["added"] if n else None,

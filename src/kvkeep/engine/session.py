@@ -87,12 +87,13 @@ class SessionMemory:
         self._fingerprint: Fingerprint  # of the turn that runs, as it was at its beginning
 
     def turn(self, asked: Sequence) -> Sequence:
-        """Return a turn of the session: the token ids so far and the request's are its prompt.
+        """Return the sequence of a turn. Its prompt is the session's tokens so far and those of the request.
 
         Raises:
             KVKeepError: the engine cannot run it.
         """
         past, (policy, budget) = self.state.past, self._settled
+        # each turn draws other random numbers, though its tokens are counted from 0 again
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
         request = asked.request.replaced(policy=policy, budget=budget, sequence=sequence, pins=spans(pins))
@@ -103,20 +104,23 @@ class SessionMemory:
         return made
 
     def load(self) -> Contents | None:
-        """Return the memory with which a turn begins.
+        """Return the memory with which a turn begins; ``None`` if the session has none yet.
 
         Raises:
-            SnapshotError: it does not belong to the model as it is now, or its file cannot be read any more.
+            SnapshotError: the memory does not belong to the model as it is now, or its file cannot be read any more.
         """
         self._fingerprint = self._admission.fingerprint(*self._settled)
         if (kept := self.state.kept) is None:
             return None
         snapshot = self._store.load(kept)
+        # the model's weights may have changed since the last turn
         snapshot.fingerprint.check(self._fingerprint)
         return snapshot.contents
 
     def keep(self, sequence: Sequence, contents: Contents) -> Pending | None:
-        """Take over the memory of a turn that has ended well, at once or when there is room for it.
+        """Take over the memory of a turn that has ended well.
+
+        Return the write that must end first; ``None`` if the session has the memory already.
 
         Raises:
             SnapshotError: see `SessionStore.settle`.
@@ -128,7 +132,9 @@ class SessionMemory:
         return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
 
     def go_on(self, past: ConversationHistory, snapshot: Snapshot) -> Pending | None:
-        """Go on from a memory. Without room for it, the session stays as it is.
+        """Replace the session's memory and history. If there is no room for the new memory, the session stays as it is.
+
+        Return the write that must end first; ``None`` if the replacement is done.
 
         Raises:
             SnapshotError: see `SessionStore.settle`.
@@ -147,7 +153,7 @@ class SessionMemory:
         return None
 
     def fork(self) -> State:
-        """Return the state for a fork."""
+        """Return a copy of the state for a fork. A memory in a file that later turns overwrite is copied."""
         kept = self.state.kept
         if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
             kept = self._store.keep_now(self._store.load(kept))
@@ -155,12 +161,12 @@ class SessionMemory:
 
     @property
     def is_written(self) -> bool:
-        """Return whether nothing is left to write: it is on disk already, or the session has no name or no memory."""
+        """Return whether nothing is left to write: the memory is on disk, or the session has no name or no memory."""
         kept = self.state.kept
         return self._name is None or kept is None or self._store.is_written(kept)
 
     def write(self) -> Move | None:
-        """Begin to write the memory of a named session; ``None`` if that is done, or there is nothing to write."""
+        """Begin to write a named session's memory, and return the move; ``None`` if nothing is left to write."""
         kept = self.state.kept
         return None if self._name is None or kept is None else self._store.write(kept)
 
@@ -203,7 +209,7 @@ class Session:
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...]:
-        """Return the messages to the end of the last finished turn, or none if it did not use the chat template."""
+        """Return the messages to the end of the last finished turn; ``()`` if it did not use the chat template."""
         return self._state.past.messages
 
     @property
@@ -237,11 +243,11 @@ class Session:
         return self._events(asked, sampling)
 
     def ask(self, asked: Turn, sampling: SamplingParams | None = None) -> Result:
-        """Continue the conversation, and return the whole answer; arguments as for `send`."""
+        """Continue the conversation, and return the whole answer. Arguments and errors are those of `send`."""
         return last_result(self.send(asked, sampling))
 
     def asend(self, asked: Turn, sampling: SamplingParams | None = None) -> AsyncEvents:
-        """Continue the conversation from a coroutine: ``async for event in session.asend("a text")``."""
+        """Continue the conversation from a coroutine: ``async for event in session.asend("a text")``. See `send`."""
         return AsyncEvents(lambda box: self._enqueue(asked, sampling, box), self._host.dispatcher.leave)
 
     def read(self, asked: str | GenericSequence[int]) -> Result:
@@ -249,6 +255,7 @@ class Session:
 
         Raises:
             KVKeepError: see `send`; or a step failed.
+            InputError: the turn was cancelled or failed.
         """
         request = Request(prompt=asked, raw=isinstance(asked, str), sampling=SamplingParams(max_new_tokens=1))
         result = last_result(self._events(request, None, reads=True))
@@ -257,9 +264,9 @@ class Session:
         return result
 
     def fork(self, n: int = 1) -> list[Session]:
-        """Return sessions that go on from the last finished turn. They share nothing with this one afterwards.
+        """Return ``n`` new sessions that go on from the last finished turn.
 
-        Each draws its own random tokens. A running turn is no part of the forks.
+        They share nothing with this one afterwards.
 
         Raises:
             InputError: the session or the engine is closed, or ``n`` is no whole number of 1 or more.
@@ -283,11 +290,13 @@ class Session:
             return self._store.load(self._state.kept)
 
     def rewind(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this session, or to any other one of the same model, policy and budget.
+        """Go back to a snapshot of this session, or to any other snapshot of the same model, policy and budget.
+
+        Return once the memory is kept.
 
         Raises:
             InputError: the session or the engine is closed, or a turn is running.
-            SnapshotError: the snapshot belongs to something else; the session stays as it was.
+            SnapshotError: the snapshot belongs to another model, policy or budget; the session stays as it was.
         """
         if not isinstance(snapshot, Snapshot):
             raise InputError(f"{type(snapshot).__name__} is no kvkeep.Snapshot; give what session.snapshot() returned.")
@@ -305,14 +314,16 @@ class Session:
         return spans((*self._state.past.pins, *self._state.pins))
 
     def pin(self, pins: GenericSequence[Span]) -> None:
-        """Say which tokens no head may drop from now on. A head that has dropped one already does not get it back.
+        """Set which tokens no head may evict from now on.
+
+        A token that a head has evicted already does not come back.
 
         Args:
             pins: spans of positions, such as ``((0, 120),)``, instead of the session's pins so far; ``()`` pins none.
 
         Raises:
             InputError: the session or the engine is closed, a turn is running, or the pins end beyond the tokens read.
-            BudgetError: the budget does not hold them beside the tokens that the policy protects.
+            BudgetError: the budget does not hold the pins beside the tokens that the policy protects.
             SnapshotError: there is no finished turn yet, or the memory cannot be read from the disk.
         """
         found = spans(pins)
@@ -323,13 +334,16 @@ class Session:
             self.rewind(snapshot)
 
     def save(self) -> None:
-        """Write the memory of a named session to the engine's ``session_dir``. `close` does it as well.
+        """Write the memory of a named session to the engine's ``session_dir``; do nothing without a name or a folder.
+
+        `close` calls it as well.
 
         Raises:
-            SnapshotError: it cannot be written; an older file stays as it was.
+            SnapshotError: the memory cannot be written; an older file stays as it was.
         """
         while True:
             with Uninterrupted(), self._host.dispatcher.turn:
+                # a turn that has ended since the last look has left another memory
                 if (move := self._memory.write()) is None:
                     return
             move.writing.join()  # others step the engine meanwhile
@@ -339,7 +353,9 @@ class Session:
                     self._store.folder.sync()
 
     def close(self, *, delete: bool = False) -> None:
-        """Cancel all turns and give the memory up. A named session is saved, so that it can be opened again.
+        """Cancel all turns and give the memory up; do nothing if the session is closed.
+
+        A named session is saved, so that it can be opened again.
 
         Args:
             delete: remove the file of a named session instead of writing it.
@@ -375,7 +391,7 @@ class Session:
         return f"Session({name}{len(self.token_ids)} tokens, policy='{self.policy}', budget={self.budget})"
 
     def _events(self, asked: Turn, sampling: SamplingParams | None, *, reads: bool = False) -> Iterator[Event]:
-        """Queue a turn when the first event is asked for, and yield its events."""
+        """Return an iterator over a turn's events. The turn is queued when the first event is asked for."""
 
         def add(turn: Turn, box: Box) -> int:
             return self._enqueue(turn, sampling, box, reads=reads)
@@ -389,7 +405,7 @@ class Session:
         return Session(self._host, self._store, self._memory.fork(), own, sequence=seed)
 
     def _cancel(self) -> None:
-        """Cancel all turns but the ones whose end has come."""
+        """Cancel the running turn and all waiting ones. Turns that only wait for the disk are finished first."""
         self._host.settle()
         waiting, self._queue = self._queue, deque()
         for sequence in (*waiting, *filter(None, (self._running,))):
@@ -406,8 +422,16 @@ class Session:
             raise InputError("The session is closed. Open it again by its name, or begin a new one.")
 
     def _enqueue(self, asked: Turn, sampling: SamplingParams | None, box: Box, *, reads: bool = False) -> int:
-        """Start a turn, or let it wait for the one that runs, and return its number."""
-        request = self._host.admission.grammars.prepared(turn_of(asked, sampling))
+        """Start a turn, or queue it behind the running one, and return its number.
+
+        Nothing is queued if the listener has left meanwhile.
+
+        Raises:
+            KVKeepError: the turn cannot be run, see `send`.
+        """
+        request = turn_of(asked, sampling)
+        if request.structured_outputs is not None:
+            self._host.admission.grammars.constraint(request)  # compiled outside of the lock: it may take seconds
         with Uninterrupted(), self._host.dispatcher.turn:
             self._check_open()
             sequence = Sequence(self._host.new_number(), request, self.policy, self.budget, frozenset())
@@ -424,12 +448,15 @@ class Session:
             return sequence.id
 
     def _start(self, sequence: Sequence) -> None:
-        """Let a turn wait for a row."""
+        """Make a sequence the running turn, and queue it for a row."""
         self._running = sequence
         self._host.enqueue(sequence)
 
     def _left(self, sequence: Sequence) -> None:
-        """Let the next turn begin after one has ended."""
+        """Forget a turn that has ended, and start the next one.
+
+        A turn that cannot start is refused, and the one after it tried.
+        """
         self._queue = deque(other for other in self._queue if other.id != sequence.id)
         if sequence is self._running:
             self._running = None
@@ -439,6 +466,65 @@ class Session:
                 self._start(self._memory.turn(waiting))
             except Exception as error:  # what the user did wrong; or a tokenizer that fails
                 self._host.refuse(waiting, error)
+
+
+# The turns of a session that can be taken back.
+
+MOST_TURNS_BACK = 8
+"""Turns that can be taken back."""
+MOST_STATE_BYTES = 2**30
+"""Bytes that the memories before these turns may take, of all sessions together; one turn can always be taken back."""
+
+
+class TurnStates:
+    """The memories of a session after its last turns, to which it can go back with `Session.rewind`.
+
+    Args:
+        first: the memory with which the session begins; ``None``: it has not read anything.
+    """
+
+    def __init__(self, *first: Snapshot | None) -> None:
+        self._states = deque[Snapshot | None](first, maxlen=MOST_TURNS_BACK + 1)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, index: int) -> Snapshot | None:
+        """Return a state, the oldest first."""
+        return self._states[index]
+
+    @property
+    def turns(self) -> int:
+        """Return how many turns can be taken back."""
+        return max(0, len(self._states) - 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all states."""
+        return sum(state.nbytes for state in self._states if state is not None)
+
+    def add(self, state: Snapshot | None) -> None:
+        """Add the memory after a turn. The oldest one goes if there are too many."""
+        self._states.append(state)
+
+    def add_oldest(self, state: Snapshot) -> None:
+        """Add the memory before the oldest one, if there is room for it."""
+        if len(self._states) <= MOST_TURNS_BACK:
+            self._states.appendleft(state)
+
+    def drop_oldest(self) -> int:
+        """Forget the oldest memory, and return its bytes."""
+        state = self._states.popleft()
+        return 0 if state is None else state.nbytes
+
+    def take_back(self, turns: int) -> None:
+        """Forget the memories after the last turns."""
+        for _ in range(turns):
+            self._states.pop()
+
+    def replace_last(self, state: Snapshot | None) -> None:
+        """Put a memory in the place of the one after the last turn."""
+        self._states[-1] = state
 
 
 # The sessions of an engine, found by their names.
@@ -463,7 +549,7 @@ class Sessions:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Return the bytes of all memories in main memory, and of their files."""
+        """Return the bytes of all memories in main memory, and the bytes of the folder's files."""
         return self._store.held_bytes, self._store.folder.nbytes if self._store.folder else 0
 
     def open(
@@ -477,7 +563,14 @@ class Sessions:
         snapshot: Snapshot | None,
         pins: GenericSequence[Span] = (),
     ) -> Session:
-        """Make a session or find it again, see `Engine.session`. The caller has the turn."""
+        """Return the open session of a name, the saved one, or a new one, see `Engine.session`.
+
+        The caller holds the engine's lock.
+
+        Raises:
+            InputError: a name is taken and a snapshot or pins are given, or policy or budget differ from the open
+                session's.
+        """
         kept, seed = None, whole_within("sequence", sequence, -(2**63), 2**63 - 1)
         if name is not None:
             found = self._named.get(check_name(name))
@@ -500,18 +593,18 @@ class Sessions:
         """Write the memories of all named sessions to the disk.
 
         Raises:
-            SnapshotError: one cannot be written.
+            SnapshotError: a memory cannot be written.
         """
         for session in self._named.values():
             session.save()
 
     def leave(self, session: Session) -> None:
-        """Forget a session that is closed."""
+        """Remove a closed session from the names. Its file stays."""
         if session.name is not None and self._named.get(session.name) is session:
             del self._named[session.name]
 
     def close(self) -> None:
-        """Let another engine use the folder."""
+        """Wait for writes, and release the folder for another engine."""
         self._store.close()
 
     def _made(
@@ -526,7 +619,7 @@ class Sessions:
         kept: StoredSnapshot | None,
         pins: Spans,
     ) -> Session:
-        """Make a session, with the memory that it continues."""
+        """Return a new session, which goes on from a snapshot if there is one, and register its name."""
         settled = host.admission.settle(policy, budget, snapshot)
         host.admission.fingerprint(*settled)  # refuses what the engine has no rows for
         state = State(ConversationHistory(), pins=pins)
@@ -540,10 +633,10 @@ class Sessions:
 
 
 def _agreed(session: Session, host: SessionHost, policy: str | Policy | None, budget: int | None) -> Session:
-    """Return an open session after a comparison with what is asked for.
+    """Return an open session, if its policy and budget are those that are asked for. ``None`` asks for nothing.
 
     Raises:
-        InputError: it has another policy or budget.
+        InputError: the session has another policy or budget.
     """
     asked = host.admission.settle(session.policy if policy is None else policy, budget or session.budget)
     if asked != (session.policy, session.budget):

@@ -68,10 +68,12 @@ class SnapshotFolder:
         return total
 
     def write(self, kept: StoredSnapshot) -> None:
-        """Write a memory to a file that is removed together with it, unless `publish` gives it a name.
+        """Write a memory to a file that is deleted together with it, unless `publish` gives the file a name.
+
+        Do nothing if the memory is in a file already.
 
         Raises:
-            SnapshotError: it cannot be written.
+            SnapshotError: the file cannot be written.
         """
         held, number = kept.held, next(self._numbers)
         if held is None or kept.path is not None or kept.spare is not None:
@@ -82,10 +84,10 @@ class SnapshotFolder:
         kept.spare = path
 
     def publish(self, file: Path, name: str) -> Path:
-        """Put a file in the place of the older one of a session, and return its path.
+        """Move a file to the place of a session's older file, which it replaces, and return the new path.
 
         Raises:
-            SnapshotError: there is something else.
+            SnapshotError: something other than a session's file is in that place, or the move fails.
         """
         target = self.path_of(name)
         check_target(target)
@@ -96,11 +98,11 @@ class SnapshotFolder:
         return target
 
     def sync(self) -> None:
-        """Wait until the names of the files are on the disk."""
+        """Flush the folder to the disk, so that the names of its files survive a crash."""
         sync_folder(self.path)
 
     def close(self) -> None:
-        """Let others use the folder."""
+        """Remove temporary files, and release the folder for other engines."""
         self._remove_leftovers()
         self._end()
 
@@ -112,8 +114,8 @@ class SnapshotFolder:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there."""
-    with suppress(OSError):
+    """Remove a file. Do nothing if it is missing or cannot be removed."""
+    with suppress(OSError):  # also where it cannot be removed: nobody reads it any more
         path.unlink()
 
 
@@ -142,10 +144,10 @@ class StoredSnapshot:
     current: bool = False
 
     def snapshot(self) -> Snapshot:
-        """Return the memory.
+        """Return the memory, read from its file if it is not in main memory.
 
         Raises:
-            SnapshotError: its file cannot be read any more.
+            SnapshotError: the file cannot be read any more.
         """
         if self.held is not None:
             return self.held
@@ -208,7 +210,8 @@ class SessionStore:
         """Keep a memory as `keep` does, and wait until there is room for it.
 
         Raises:
-            SnapshotError: the disk is full. Nothing is lost, but the memory is not kept.
+            SnapshotError: a file cannot be written, for example on a full disk. The memory is not kept, and no other
+                one is lost.
         """
         kept, move = self.keep(snapshot, name)
         self.settle(move)
@@ -218,15 +221,16 @@ class SessionStore:
     def keep(
         self, snapshot: Snapshot, name: str | None = None, *, instead: StoredSnapshot | None = None
     ) -> tuple[StoredSnapshot, Move | None]:
-        """Begin to keep a memory, and to move others to the disk if there is not room for all.
+        """Begin to keep a memory, and to move the least recently used memories to the disk if there is not room for
+        all.
 
         Args:
             snapshot: the memory.
-            name: of its session.
-            instead: a memory that is given up for it.
+            name: the name of its session; ``None``: it has none.
+            instead: a memory that is given up for the new one, and not moved.
 
         Returns:
-            The memory, and the move that makes room for it, which must be settled before the memory is used.
+            The memory, and the move that makes room for it, to be passed to `settle`; ``None`` if there is room.
         """
         kept = StoredSnapshot(name, snapshot.nbytes, snapshot)
         self._touch(kept)
@@ -234,7 +238,7 @@ class SessionStore:
         return kept, self._move(leaving) if leaving else None
 
     def settle(self, move: Move | None) -> None:
-        """Wait until memories are on the disk, and give up their main memory.
+        """Wait until a move's memories are on the disk, and free their main memory; do nothing for ``None``.
 
         Raises:
             SnapshotError: a file cannot be written. Nothing is lost.
@@ -252,21 +256,21 @@ class SessionStore:
         return StoredSnapshot(name, Snapshot.load(path).nbytes, path=path, current=True)
 
     def load(self, kept: StoredSnapshot) -> Snapshot:
-        """Return a memory, which counts as a use of it.
+        """Return the snapshot of a memory, from its file if need be. The memory counts as used.
 
         Raises:
-            SnapshotError: its file cannot be read any more.
+            SnapshotError: the file cannot be read any more.
         """
         if kept.held is not None:
             self._touch(kept)
         return kept.snapshot()
 
     def is_written(self, kept: StoredSnapshot) -> bool:
-        """Tell whether a memory is on the disk, or no folder is set. Its file may have been removed since."""
+        """Return whether a memory needs no write: it is in a file that still exists, or there is no folder."""
         return self.folder is None or kept.held is None or (kept.path is not None and os.path.exists(kept.path))
 
     def write(self, kept: StoredSnapshot) -> Move | None:
-        """Begin to write a memory to the disk; ``None`` if it is there, or no folder is. Then call `wrote`."""
+        """Begin to write a memory to the disk, and return the move for `wrote`; ``None`` if no write is needed."""
         if self.is_written(kept):
             return None
         if kept.path is not None:
@@ -274,7 +278,7 @@ class SessionStore:
         return self._move([kept])
 
     def wrote(self, move: Move) -> None:
-        """Wait for files, and put them in their places. The memories stay in main memory as well.
+        """Wait for a move's files, and put each in its place. The memories stay in main memory as well.
 
         Raises:
             SnapshotError: a file cannot be written; an older file of that name stays as it was.
@@ -286,10 +290,12 @@ class SessionStore:
             self._place(kept)
 
     def adopt(self, kept: StoredSnapshot, instead: StoredSnapshot | None = None) -> None:
-        """Note that a session goes on from a memory, instead of another one.
+        """Mark a memory as the one that its session goes on from, so that its file becomes the session's file.
+
+        ``instead`` is the memory that the session went on from before.
 
         Raises:
-            SnapshotError: it is on the disk, and there is something else in the place of the session's file.
+            SnapshotError: the file cannot take the place of the session's file; nothing is changed.
         """
         kept.current = True
         try:
@@ -302,24 +308,24 @@ class SessionStore:
             instead.current = False
 
     def give_up(self, kept: StoredSnapshot | None) -> None:
-        """Note that no session goes on from a memory."""
+        """Mark a memory as one that no session goes on from; do nothing for ``None``."""
         if kept is not None:
             kept.current = False
 
     def remove(self, name: str) -> None:
-        """Remove the file of a name, if there is one."""
+        """Remove the file of the session with this name, if there is one."""
         if self.folder is not None:
             remove(self.folder.path_of(name))
 
     def close(self) -> None:
-        """Let others use the folder, after everything is written."""
+        """Wait until all moves are written, and release the folder for other engines."""
         if self._writing is not None:
             self._writing.join()
         if self.folder is not None:
             self.folder.close()
 
     def _touch(self, kept: StoredSnapshot) -> None:
-        """Note that a memory was used."""
+        """Mark a memory as the most recently used one."""
         self._used = {key: ref for key, ref in self._used.items() if ref() not in (None, kept)}
         self._used[next(self._clock)] = weakref.ref(kept)
 
@@ -329,7 +335,9 @@ class SessionStore:
         return [kept for kept in found if kept is not None and kept.held is not None]
 
     def _leaving(self, spared: StoredSnapshot | None) -> list[StoredSnapshot]:
-        """Return the memories that must leave main memory so that the others fit."""
+        """Return the least recently used memories that must leave main memory so that the rest fits; ``[]`` without a
+        limit.
+        """
         if self._most_bytes is None:
             return []
         found, leaving = [kept for kept in self._in_memory() if kept is not spared], []
@@ -342,16 +350,18 @@ class SessionStore:
         return leaving
 
     def _move(self, memories: GenericSequence[StoredSnapshot]) -> Move:
-        """Begin to write memories, after those that are being written."""
+        """Start a thread that writes memories, after those that are being written, and return the move."""
         assert self.folder is not None
         self._writing = Writing(memories, self.folder.write, self._writing)
         return Move(memories, self._writing)
 
     def _place(self, kept: StoredSnapshot) -> None:
-        """Note the file of a memory that was written. It takes the place of the older file of its session.
+        """Record the file of a memory that was written.
+
+        The file of its session's present memory replaces the older one.
 
         Raises:
-            SnapshotError: there is something else.
+            SnapshotError: the older file cannot be replaced.
         """
         assert self.folder is not None
         path = kept.path or kept.spare
@@ -362,10 +372,10 @@ class SessionStore:
 
 
 def check_name(name: object) -> str:
-    """Return the name of a session.
+    """Return the name of a session, checked.
 
     Raises:
-        InputError: it cannot be the name of a file.
+        InputError: the name cannot be the name of a file.
     """
     if not isinstance(name, str) or not name.strip():
         raise InputError(f"name={name!r:.80} is no name of a session; give some letters or digits.")
@@ -383,39 +393,46 @@ def check_name(name: object) -> str:
 
 
 class Parked:
-    """Turns whose memories are on their way to the disk, in the order of their ends."""
+    """Turns whose memories are on their way to the disk, in the order of their ends.
+
+    Attributes:
+        turns: each with its last event and what it waits for, by the number of its request.
+    """
 
     def __init__(self) -> None:
-        self._turns: dict[int, tuple[Sequence, Event, Pending]] = {}
+        self.turns: dict[int, tuple[Sequence, Event, Pending]] = {}
 
     def __contains__(self, number: int) -> bool:
-        return number in self._turns
+        return number in self.turns
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self.turns)
 
     def add(self, sequence: Sequence, event: Event, pending: Pending) -> None:
-        """Let the last event of a turn wait for the disk."""
-        self._turns[sequence.id] = sequence, event, pending
+        """Hold back the last event of a turn until its memory is on the disk."""
+        self.turns[sequence.id] = sequence, event, pending
 
     def drop(self, number: int) -> None:
-        """Forget a turn that is cancelled; its memory is not taken over."""
-        self._turns.pop(number, None)
+        """Forget a turn that is cancelled; its session does not go on from it."""
+        self.turns.pop(number, None)
 
     def ready(self, wait: float) -> Iterator[tuple[Sequence, Event]]:
-        """Yield the turns whose memories are taken over now, or could not be written, with their last events.
+        """Yield the turns whose writing has ended, the oldest first, each with the event that was noted with it.
+
+        A turn's memory is taken over before it is yielded; if that fails, its sequence ends with an error, and the
+        event stays as it was. The first turn that is still being written ends the iteration; later turns wait with it.
 
         Args:
             wait: most seconds to wait for the oldest turn; ``inf``: for all.
         """
-        for sequence, event, pending in list(self._turns.values()):
+        for sequence, event, pending in list(self.turns.values()):
             pending.writing.join(None if wait == math.inf else wait)
-            wait = wait if wait == math.inf else 0.0
+            wait = wait if wait == math.inf else 0.0  # only the oldest one is waited for
             if pending.writing.is_alive():
                 return
-            del self._turns[sequence.id]
+            del self.turns[sequence.id]
             try:
                 pending.finish()
-            except Exception as error:
+            except Exception as error:  # a full disk, for example: one turn must not end the others
                 sequence.finish("error", reason_of(error))
             yield sequence, event

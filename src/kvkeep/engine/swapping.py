@@ -17,7 +17,6 @@ from kvkeep.engine.dispatcher import Guard
 from kvkeep.engine.host_copies import Pinned, Staging
 from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.prefix_cache import PrefixCache, begin
-from kvkeep.engine.sampling_params import whole_within
 from kvkeep.engine.scheduler import Scheduler, Swap
 from kvkeep.engine.sequence import Hosted, Sequence
 from kvkeep.types import MemoryUsage
@@ -41,7 +40,7 @@ class Swapper:
     """Decides when a sequence gives up its row. It is entered around every step, and measures the step.
 
     Args:
-        host_rows: the most sequences that may wait in main memory after they have begun; 0: rows are never given up.
+        host_rows: the most sequences that may wait in main memory after they have begun.
         staging: copies beside the steps; ``None``: steps wait for all copies.
 
     Attributes:
@@ -51,8 +50,8 @@ class Swapper:
         swaps: the number of sequences that have given up their rows.
     """
 
-    def __init__(self, host_rows: int = 0, staging: Staging | None = None) -> None:
-        self.host_rows = whole_within("host_rows", host_rows, 0, MOST_HOST_ROWS)
+    def __init__(self, host_rows: int, staging: Staging | None = None) -> None:
+        self.host_rows = host_rows
         self.staging = staging
         self.copied_s = self.worked_s = 0.0
         self.swaps = 0
@@ -71,13 +70,14 @@ class Swapper:
     def turn(
         self, scheduler: Scheduler, rows: KVManager, prefixes: PrefixCache, guarded: Callable[[Sequence], Guard]
     ) -> None:
-        """Let a waiting request have the row of a sequence whose time slice is over, then prepare the next turn.
+        """Swap a waiting request with the sequence whose time slice is over, if any, then start copying the next one
+        ahead.
 
         Args:
             scheduler: knows who waits and who runs.
             rows: the rows.
             prefixes: common beginnings of prompts.
-            guarded: returns what keeps a failure within one request.
+            guarded: returns a context that keeps a failure within one request.
         """
         if (swap := self.due(scheduler, rows)) is not None:
             with self.timed(), guarded(swap.coming):
@@ -85,11 +85,14 @@ class Swapper:
                     self.leave(swap, scheduler, rows)
                 if swap.coming.row is not None:
                     begin(swap.coming, swap.row, rows, prefixes)
-        if self.host_rows and self.staging is not None:
+        if self.staging is not None:
             self._prefetch(self.staging, scheduler, rows)
 
     def _prefetch(self, staging: Staging, scheduler: Scheduler, rows: KVManager) -> None:
-        """Bring the sequence to the device that comes next. The time until this has begun counts for its swap."""
+        """Start copying the next sequence to the device, ahead of its swap.
+
+        The time that the start takes counts for that swap.
+        """
         began = time.perf_counter()
         sequence = scheduler.next_hosted(rows.takes)
         held = sequence.hosted.contents if sequence is not None and sequence.hosted else None
@@ -98,8 +101,10 @@ class Swapper:
             self._ahead_s += took
 
     def due(self, scheduler: Scheduler, rows: KVManager) -> Swap | None:
-        """Return the sequence whose slice is over, and the one that takes its row; ``None``: nobody moves."""
-        if not self.host_rows or not scheduler.waiting or self._saved_s < self._cost_s:
+        """Return the sequence whose slice is over and the one that takes its row; ``None`` if nobody waits or no slice
+        is over.
+        """
+        if not scheduler.waiting or self._saved_s < self._cost_s:
             return None
         return scheduler.swap(rows.takes, self.host_rows, least=LEAST)
 
@@ -107,7 +112,8 @@ class Swapper:
     def timed(self) -> Iterator[None]:
         """Count the time of the body as the time of one swap.
 
-        A device may still be at work when Python goes on. So it is waited for before and after the body.
+        The device's work is waited for before and after the body, so that it counts for neither too little nor too
+        much.
         """
         self._wait()
         began = time.perf_counter()
@@ -133,12 +139,15 @@ class Swapper:
         return hosted_memory(waiting) + on_the_way
 
     def clear(self) -> None:
-        """Give up the memory on the device."""
+        """Free the memory of copies on the device."""
         if self.staging is not None:
             self.staging.clear()
 
     def leave(self, swap: Swap, scheduler: Scheduler, rows: KVManager) -> None:
-        """Copy the memory of a sequence into main memory, and give its row away. If there is no room, it stays."""
+        """Copy the memory of the leaving sequence into main memory, and give its row to the coming one.
+
+        If the copy fails, most likely for lack of memory, the sequence keeps its row and begins a new slice.
+        """
         sequence, row = swap.leaving, swap.row
         try:
             memory = rows.memory_of(row)

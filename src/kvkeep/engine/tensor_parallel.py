@@ -21,7 +21,7 @@ import torch
 
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import InputError, UnsupportedOperationError
-from kvkeep.head_sharding import sharing
+from kvkeep.head_sharding import Heads, sharing
 from kvkeep.snapshot.snapshot import Snapshot
 
 Description: TypeAlias = dict[str, Any]
@@ -41,7 +41,7 @@ def check_split(config: Any, **asked: object) -> None:
         asked: options by name.
 
     Raises:
-        UnsupportedOperationError: one is set, and the model is split.
+        UnsupportedOperationError: an option is set to a true value, and the model is split.
     """
     together = sharing(config)
     if together.ranks > 1 and (name := next((name for name, value in asked.items() if value), None)):
@@ -55,18 +55,14 @@ class EngineAgreement:
     """The processes whose engines run one model together, and what each of them is about to run.
 
     Args:
-        config: the model's configuration.
+        together: the processes; more than one, since an engine that is alone has nobody to agree with.
         device: of the model.
         settings: options of the engine, by name.
-
-    Attributes:
-        together: the processes.
     """
 
-    def __init__(self, config: Any, device: torch.device, settings: Mapping[str, object]) -> None:
-        self.together, self._device = sharing(config), device
-        alone = self.together.ranks == 1
-        self._settings = {} if alone else {name: _shown(value) for name, value in settings.items()}
+    def __init__(self, together: Heads, device: torch.device, settings: Mapping[str, object]) -> None:
+        self._together, self._device = together, device
+        self._settings = {name: _shown(value) for name, value in settings.items()}
         self._known: list[_DescribedRequest] = []
 
     def check(self, live: Iterable[Sequence]) -> None:
@@ -75,14 +71,12 @@ class EngineAgreement:
         Cost: a number from each process; a request is described once.
 
         Raises:
-            InputError: they differ, or other processes have ended.
+            InputError: the requests differ, or other processes have ended.
         """
-        if self.together.ranks == 1:
-            return
         try:
-            if not self.together.alike(self._digest(live), self._device):
+            if not self._together.alike(self._digest(live), self._device):
                 mine = json.dumps({"engine": self._settings, "requests": self._requests()})
-                found = [json.loads(text) for text in self.together.texts(mine, self._device)]
+                found = [json.loads(text) for text in self._together.texts(mine, self._device)]
                 raise InputError(f"{difference(found)} {_REMEDY}")
         except RuntimeError as error:
             raise InputError(
@@ -92,9 +86,10 @@ class EngineAgreement:
 
     def _digest(self, live: Iterable[Sequence]) -> int:
         """Return a hash of the engine's settings, its requests, and how far these have got."""
-        known = {one.of.id: one for one in self._known}
-        self._known = [_known(one, known.get(one.id)) for one in live]
-        told = (repr(self._settings).encode(), *(part for one in self._known for part in (one.digest, one.reached)))
+        before = {request.of.id: request for request in self._known}
+        self._known = [_known(sequence, before.get(sequence.id)) for sequence in live]
+        parts = (part for request in self._known for part in (request.digest, request.reached))
+        told = (repr(self._settings).encode(), *parts)
         return int.from_bytes(hashlib.blake2b(b"".join(told), digest_size=8).digest(), "big", signed=True)
 
     def _requests(self) -> dict[int, Description]:
@@ -107,8 +102,8 @@ class _DescribedRequest:
 
     Attributes:
         of: the request.
-        asked: what it was given.
-        digest: of this.
+        asked: what the request was given.
+        digest: a hash of ``asked``.
     """
 
     of: Sequence
@@ -122,7 +117,10 @@ class _DescribedRequest:
 
 
 def _known(sequence: Sequence, before: _DescribedRequest | None) -> _DescribedRequest:
-    """Return a request's description. It is the old one unless a session's turn has got its prompt since then."""
+    """Return a request's description: the one from before if it is of the same sequence object, else a new one.
+
+    A session's turn gets a new object once its prompt is known.
+    """
     if before is not None and before.of is sequence:
         return before
     asked = described(sequence)
@@ -135,7 +133,7 @@ def progress(sequence: Sequence) -> Description:
 
 
 def described(sequence: Sequence) -> Description:
-    """Return what a request was given, as far as its tokens and its memory depend on it."""
+    """Return, as a mapping, everything that a request's tokens and memory depend on."""
     asked = {name: _shown(value) for name, value in _values(sequence.request) if name not in _ELSEWHERE}
     sampling = {name: _shown(value) for name, value in _values(sequence.request.sampling)}
     of_engine = {
@@ -190,7 +188,7 @@ def difference(found: GenericSequence[Mapping[str, Any]]) -> str:
 
 
 def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
-    """Return the number of the same request in another process, or ``None`` if it has no such request."""
+    """Return the number under which another process has the same request; ``None`` if it has no such request."""
     rest = {name: value for name, value in asked.items() if name != "number"}
     return next(
         (number for number, description in among.items() if rest | {"number": description["number"]} == description),
@@ -199,7 +197,7 @@ def _place(asked: Description, among: Mapping[str, Description]) -> str | None:
 
 
 def _part(mine: Description, theirs: Description, between: str) -> str:
-    """Describe the first part of a request that differs between two processes."""
+    """Return a sentence about the first part of a request that differs between two processes. The parts must differ."""
     name = next(name for name, value in mine.items() if theirs[name] != value)
     if name != "prompt":
         return f"`{name}` is {mine[name]:.200} {between.format(theirs[name][:200])}"

@@ -6,43 +6,51 @@ Questions about one text are not independent, so everything is resampled or coun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.evals.report import Row, Spread, Table, by_budget, by_case, by_name, grouped, is_full, of_task, shown
+from kvkeep.evals.results import Row, Spread, by_budget, by_policy, case_title, grouped, is_full
 from kvkeep.result_files import finite
 
 # 95 % intervals of shares, of means, and of numbers whose parts come in clusters, such as questions about one text.
 
 Interval = tuple[float, float]
 
-_NONE = (math.nan, math.nan)
+UNKNOWN: Interval = (math.nan, math.nan)
 _NORMAL = 1.960
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Quantiles of Student's distribution with 1, 2, … degrees of freedom."""
 
 
+def interval_text(interval: Interval) -> str:
+    """Format an interval as it follows a number in a table: `` (87–95)``; empty if it is not known."""
+    return "" if math.isnan(interval[0]) else f" ({interval[0]:.0f}–{interval[1]:.0f})"
+
+
 def of_share(right: int, n: int) -> Interval:
-    """Compute Wilson's interval of a share of ``n`` answers, in percent. It is not empty at 0 and 100 %."""
-    return _wilson(right / n, float(n), _NORMAL) if n else _NONE
+    """Return Wilson's interval of a share of ``n`` answers, in percent; NaN without answers.
+
+    It is not empty at 0 and 100 %.
+    """
+    return _wilson(right / n, float(n), _NORMAL) if n else UNKNOWN
 
 
 def of_mean(spread: Spread) -> Interval:
-    """Compute Student's interval of a mean over seeds; NaN for a single seed."""
+    """Return Student's interval of a mean over seeds; NaN for a single seed or a missing value."""
     if spread.n < 2 or math.isnan(spread.error):
-        return _NONE
+        return UNKNOWN
     half = _quantile(spread.n - 1) * spread.error
     return spread.mean - half, spread.mean + half
 
 
 def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """Compute the interval of a share of right answers, in percent, for questions that come in clusters.
+    """Return the interval of a share of right answers, in percent, for questions that come in clusters.
 
     Wilson's interval for as many independent questions as would have the variance between clusters (Korn and Graubard,
     1998), but for no more than there are, with Student's quantile for the number of clusters.
@@ -52,29 +60,32 @@ def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
     """
     n, share = sum(size for _, size in clusters), _ratio(clusters)
     if len(clusters) < 2 or not n:
-        return _NONE
+        return UNKNOWN
     variance, alone = _variance(clusters), share * (1 - share) / n
     return _wilson(share, n * (min(1.0, alone / variance) if variance else 1.0), _quantile(len(clusters) - 1))
 
 
 def of_clusters(right: int, n: int, clusters: int) -> Interval:
-    """Return the narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters."""
-    return _wilson(right / n, float(n), _quantile(clusters - 1)) if n and clusters > 1 else _NONE
+    """Return the narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters; NaN
+    below two clusters.
+    """
+    return _wilson(right / n, float(n), _quantile(clusters - 1)) if n and clusters > 1 else UNKNOWN
 
 
 def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
-    """Compute the interval of a mean difference between paired answers, in percentage points.
+    """Return the interval of a mean difference between paired answers, in percentage points; NaN for fewer than two
+    clusters.
 
-    At least as wide as the interval of a share of 0 among so many questions, since a difference that no question has
-    shown may still exist.
+    The interval is at least as wide as that of a share of 0 among so many questions, since a difference that no
+    question has shown may still exist.
 
     Args:
         clusters: for each cluster, questions that only one side answers less those that only the other one does, and
-            the number of questions; NaN for fewer than two clusters.
+            the number of questions.
     """
     n, mean = sum(size for _, size in clusters), 100 * _ratio(clusters)
     if len(clusters) < 2 or not n:
-        return _NONE
+        return UNKNOWN
     quantile = _quantile(len(clusters) - 1)
     half = max(100 * quantile * math.sqrt(_variance(clusters)), _wilson(0.0, float(n), quantile)[1])
     return max(-100.0, mean - half), min(100.0, mean + half)
@@ -86,7 +97,7 @@ def _ratio(clusters: Sequence[tuple[int, int]]) -> float:
 
 
 def _variance(clusters: Sequence[tuple[int, int]]) -> float:
-    """Compute the linearised variance of a ratio of sums over clusters."""
+    """Return the linearised variance of a ratio of sums over clusters."""
     ratio, n, C = _ratio(clusters), sum(size for _, size in clusters), len(clusters)
     return C / (C - 1) * sum((count - ratio * size) ** 2 for count, size in clusters) / n**2
 
@@ -99,11 +110,14 @@ def _wilson(share: float, n: float, quantile: float) -> Interval:
 
 
 def _quantile(freedom: int) -> float:
+    # beyond the table: the first term of Student's quantile in 1 / freedom, (z³ + z) / 4
     return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL + 2.4 / freedom
 
 
 Question: TypeAlias = tuple[str, int, int, int]
 """Case, seed, text, and number of a question about that text."""
+
+_Question = TypeVar("_Question", bound=tuple[Any, ...])
 
 Grades: TypeAlias = dict[Question, float]
 
@@ -116,7 +130,7 @@ FLIPS = 12
 DRAWS = 10_000
 LEVEL = 0.05
 _CELL = ("task", "case", "policy", "setup", "budget")
-_POWER = (1.960 + 0.842) / 1.960
+_POWER = (_NORMAL + 0.842) / _NORMAL
 """A difference so many times the half of its interval is found in four of five runs."""
 
 
@@ -151,13 +165,16 @@ class PolicyPair:
 
 
 def grades(rows: Iterable[Row]) -> Grades:
-    """Return the grades in rows that differ only by seed and case; rows without a record of questions have none."""
-    found: Grades = {}
+    """Return the grades in rows that differ only by seed and case, by question.
+
+    Rows without a record of questions add none.
+    """
+    grades_of: Grades = {}
     for row in rows:
         place, score = (str(row["case"]), int(row["seed"])), row["score"]
-        found |= {(*place, text, number): float(right) for text, number, right in score.get("asked", ())}
-        found |= {(*place, number, 0): float(grade) for number, grade in enumerate(score.get("grades", ()))}
-    return found
+        grades_of |= {(*place, text, number): float(right) for text, number, right in score.get("asked", ())}
+        grades_of |= {(*place, number, 0): float(grade) for number, grade in enumerate(score.get("grades", ()))}
+    return grades_of
 
 
 def of_cell(rows: Sequence[Row]) -> Interval:
@@ -166,15 +183,15 @@ def of_cell(rows: Sequence[Row]) -> Interval:
     Answers that are right or wrong have Wilson's interval, for the effective number of questions where a text has
     several. Other grades have the percentiles of a bootstrap over texts.
     """
-    found = grades(rows)
-    texts = _questions_by_text(found)
+    grade_of = grades(rows)
+    texts = _by_text(grade_of)
     if len(texts) < 2:
-        return math.nan, math.nan
-    if any(grade not in (0, 1) for grade in found.values()):
-        return _bootstrap([(sum(found[q] for q in own), len(own)) for own in texts])
-    counts = [(round(sum(found[q] for q in own)), len(own)) for own in texts]
-    if len(texts) == len(found):
-        return of_share(sum(right for right, _ in counts), len(found))
+        return UNKNOWN
+    if any(grade not in (0, 1) for grade in grade_of.values()):
+        return _bootstrap([(sum(grade_of[q] for q in own), len(own)) for own in texts])
+    counts = [(round(sum(grade_of[q] for q in own)), len(own)) for own in texts]
+    if len(texts) == len(grade_of):
+        return of_share(sum(right for right, _ in counts), len(grade_of))
     return of_clustered_share(counts)
 
 
@@ -191,7 +208,10 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
-    """Compare all pairs of policies by task, protocol and budget; a policy that never evicts joins every budget."""
+    """Return the comparison of all pairs of policies by task, protocol and budget.
+
+    A policy that never evicts takes part at every budget.
+    """
     return [
         pair
         for (task, protocol), group in _parts(rows).items()
@@ -202,14 +222,14 @@ def pairs(rows: Sequence[Row]) -> list[PolicyPair]:
     ]
 
 
-def compare(task: str, protocol: str, budget: str, one: tuple[str, Grades], other: tuple[str, Grades]) -> PolicyPair:
-    """Compare two policies, each with its grades, on the questions that both were asked."""
-    both = {question: one[1][question] - other[1][question] for question in one[1] if question in other[1]}
-    texts = [(sum(both[q] for q in own), len(own)) for own in _questions_by_text(both)]
+def compare(task: str, protocol: str, budget: str, first: tuple[str, Grades], second: tuple[str, Grades]) -> PolicyPair:
+    """Return the comparison of two policies, each with its grades, on the questions that both were asked."""
+    both = {question: first[1][question] - second[1][question] for question in first[1] if question in second[1]}
+    texts = [(sum(both[q] for q in own), len(own)) for own in _by_text(both)]
     n = len(both)
     points = 100 * sum(both.values()) / n if n else math.nan
-    interval = _at_least(_bootstrap(texts), points, n) if len(texts) > 1 else (math.nan, math.nan)
-    names = (one[0], other[0])
+    interval = _at_least(_bootstrap(texts), points, n) if len(texts) > 1 else UNKNOWN
+    names = (first[0], second[0])
     return PolicyPair(task, protocol, budget, *names, points, interval, sign_flip([d for d, _ in texts]), n, len(texts))
 
 
@@ -218,6 +238,7 @@ def sign_flip(differences: Sequence[float]) -> float:
 
     Every way to change signs is tried for up to `FLIPS` differences. For differences of ±1 this is McNemar's test.
     """
+    # the sign of a 0 changes nothing
     values = torch.tensor([value for value in differences if value], dtype=torch.float64)
     if not len(values):
         return 1.0
@@ -227,40 +248,48 @@ def sign_flip(differences: Sequence[float]) -> float:
     else:
         ways = torch.randint(2, (DRAWS, len(values)), generator=torch.Generator().manual_seed(0))
     sums = ((2 * ways - 1).double() @ values).abs()
-    reached = int((sums >= values.sum().abs() - 1e-9).sum())
+    reached = int((sums >= values.sum().abs() - 1e-9).sum())  # 1e-9: sums that differ by rounding alone are equal
+    # the signs as they are count as one more draw, so that no p-value is 0
     return reached / len(ways) if exact else (reached + 1) / (DRAWS + 1)
 
 
-def _corrected(found: Sequence[PolicyPair]) -> list[PolicyPair]:
+def _corrected(pairs: Sequence[PolicyPair]) -> list[PolicyPair]:
     """Return the pairs with `PolicyPair.clear` and `PolicyPair.needed` set by Holm's rule."""
     clear: set[int] = set()
-    order = sorted(range(len(found)), key=lambda i: found[i].p)
+    order = sorted(range(len(pairs)), key=lambda i: pairs[i].p)
     for rank, i in enumerate(order):
-        if found[i].p > LEVEL / (len(order) - rank):
+        if pairs[i].p > LEVEL / (len(order) - rank):
             break
         clear.add(i)
     return [
-        replace(pair, clear=i in clear, needed=None if i in clear else _needed(pair, len(found)))
-        for i, pair in enumerate(found)
+        replace(pair, clear=i in clear, needed=None if i in clear else _needed(pair, len(pairs)))
+        for i, pair in enumerate(pairs)
     ]
 
 
 def _needed(pair: PolicyPair, pairs_of_budget: int) -> int | None:
-    """Estimate how many questions show the difference in four of five runs; never fewer than the test needs."""
+    """Return how many questions would show the difference in four of five runs; ``None`` without a difference or an
+    interval.
+    """
     half = (pair.interval[1] - pair.interval[0]) / 2
     if not pair.points or math.isnan(half):
         return None
+    # n texts that all differ in one direction have a p-value of 2 / 2**n, and Holm compares it with LEVEL / pairs
     least = math.ceil(math.log2(2 * pairs_of_budget / LEVEL)) * pair.n / pair.texts
     return math.ceil(max(pair.n + 1, least, pair.n * (_POWER * half / pair.points) ** 2))
 
 
 def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
-    """Bootstrap a mean's interval over texts, in percent; a text has a sum of grades and a number of questions."""
+    """Return a bootstrap interval of a mean over texts, in percent.
+
+    A text has a sum of grades and a number of questions.
+    """
     sums, sizes = torch.tensor(texts, dtype=torch.float64).T
     generator = torch.Generator().manual_seed(0)
     means: Float[Tensor, " R"] = torch.cat(
         [
             sums[drawn].sum(dim=1) / sizes[drawn].sum(dim=1)
+            # bounds memory
             for drawn in torch.randint(len(texts), (RESAMPLES, len(texts)), generator=generator).split(100)
         ]
     )
@@ -269,28 +298,31 @@ def _bootstrap(texts: Sequence[tuple[float, int]]) -> Interval:
 
 
 def _at_least(interval: Interval, points: float, n: int) -> Interval:
-    """Widen an interval to at least that of a share of 0, as a difference that no question shows may still exist."""
-    half = of_share(0, n)[1] / 2
+    """Return an interval, widened to at least that of a share of 0: a difference that no question shows may still
+    exist.
+    """
+    half = of_share(0, n)[1] / 2  # that interval begins at 0
     return max(-100.0, min(interval[0], points - half)), min(100.0, max(interval[1], points + half))
 
 
 def _parts(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     """Group the rows with graded questions by task and protocol."""
     graded = [row for row in rows if row["score"].get("grades") or row["score"].get("asked")]
-    return grouped(graded, lambda row: (str(row["task"]), shown(row["task"], row["case"]).rpartition(", ")[2]))
+    return grouped(graded, lambda row: (str(row["task"]), case_title(row["task"], row["case"]).rpartition(", ")[2]))
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, dict[str, Grades]]:
     """Return the grades of each policy at each budget."""
-    full = {name: grades(own) for name, own in by_name([row for row in rows if is_full([row])]).items()}
+    full = {name: grades(own) for name, own in by_policy([row for row in rows if is_full([row])]).items()}
     bounded = by_budget([row for row in rows if not is_full([row])])
     return {
-        budget: {**full, **{n: grades(own) for n, own in by_name(group).items()}} for budget, group in bounded.items()
+        budget: {**full, **{n: grades(own) for n, own in by_policy(group).items()}} for budget, group in bounded.items()
     }
 
 
-def _questions_by_text(questions: Mapping[Question, float]) -> list[list[Question]]:
-    return list(grouped(questions, lambda question: question[:3]).values())
+def _by_text(questions: Iterable[_Question]) -> list[list[_Question]]:
+    """Return questions grouped by their text. All entries of a question but the last one, its number, name the text."""
+    return list(grouped(questions, lambda question: question[:-1]).values())
 
 
 # Policies on the same questions: what stays of the full cache's answers, and the difference of two policies.
@@ -319,7 +351,7 @@ class KeptShare:
     left_out: int
 
     def __str__(self) -> str:
-        return _shown(self.share, self.interval)
+        return "–" if math.isnan(self.share) else f"{self.share:.0f}{interval_text(self.interval)}"
 
 
 @dataclass(frozen=True)
@@ -345,7 +377,7 @@ class PolicyDifference:
 
 
 def answers(rows: Iterable[Row]) -> Answers:
-    """Return the answers in rows that differ only by seed; rows without a record of questions have none."""
+    """Return the answers in rows that differ only by seed, by question. Rows without a record of questions add none."""
     return {
         (row["seed"], document, number): bool(right)
         for row in rows
@@ -354,155 +386,23 @@ def answers(rows: Iterable[Row]) -> Answers:
 
 
 def kept(own: Answers, full: Answers) -> KeptShare:
-    """Compute the share of the full cache's right answers that a policy keeps, over questions asked of both."""
+    """Return the share of the full cache's right answers that a policy keeps, over questions asked of both."""
     both = own.keys() & full.keys()
-    able = [question for question in both if full[question]]
-    clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(able)]
-    share = 100 * sum(right for right, _ in clusters) / len(able) if able else math.nan
-    return KeptShare(share, of_clustered_share(clusters), len(able), len(both) - len(able))
+    questions = [question for question in both if full[question]]
+    clusters = [(sum(own[q] for q in group), len(group)) for group in _by_text(questions)]
+    share = 100 * sum(right for right, _ in clusters) / len(questions) if questions else math.nan
+    return KeptShare(share, of_clustered_share(clusters), len(questions), len(both) - len(questions))
 
 
-def difference(one: Answers, other: Answers, full: Answers) -> PolicyDifference:
-    """Compare two policies on the questions that both were asked and that the full cache answers."""
-    able = [question for question in one.keys() & other.keys() & full.keys() if full[question]]
-    clusters = [(sum(one[q] - other[q] for q in group), len(group)) for group in _by_text(able)]
-    only = (sum(one[q] > other[q] for q in able), sum(one[q] < other[q] for q in able))
-    points = 100 * (only[0] - only[1]) / len(able) if able else math.nan
-    return PolicyDifference(points, of_clustered_difference(clusters), only, len(able))
+def difference(first: Answers, second: Answers, full: Answers) -> PolicyDifference:
+    """Return the comparison of two policies on the questions that both were asked and that the full cache answers."""
+    questions = [question for question in first.keys() & second.keys() & full.keys() if full[question]]
+    clusters = [(sum(first[q] - second[q] for q in group), len(group)) for group in _by_text(questions)]
+    only = (sum(first[q] > second[q] for q in questions), sum(first[q] < second[q] for q in questions))
+    points = 100 * (only[0] - only[1]) / len(questions) if questions else math.nan
+    return PolicyDifference(points, of_clustered_difference(clusters), only, len(questions))
 
 
-def share_tables(rows: Sequence[Row]) -> list[Table]:
-    """Make a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
-    found = []
-    for case, group in by_case(of_task(rows, "recall")).items():
-        full = answers(row for row in group if _is_full(row))
-        others = [row for row in group if not _is_full(row) and "asked" in row["score"]]
-        if full and others:
-            found.append(_share_table(case, others, full))
-    return found
-
-
-def _is_full(row: Row) -> bool:
+def is_reference(row: Row) -> bool:
     """Return whether a row was measured with the full cache in the model's dtype."""
     return row["policy"] == "full" and not row.get("setup")
-
-
-def _share_table(case: str, rows: Sequence[Row], full: Answers) -> Table:
-    columns = list(by_budget(rows))
-    lines = {name: by_budget(part) for name, part in by_name(rows).items()}
-    texts = len({question[:2] for question in full})
-    title = (
-        f"answers of the full cache that stay, % with 95 % interval ({shown('recall', case)}; the full cache answers "
-        f"{sum(full.values())} of {len(full)} questions about {texts} text{'s' * (texts != 1)})"
-    )
-    cells = {
-        name: [str(kept(answers(line[column]), full)) if column in line else "" for column in columns]
-        for name, line in lines.items()
-    }
-    return Table(title, columns, cells)
-
-
-def _by_text(questions: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    return list(grouped(questions, lambda question: question[:2]).values())
-
-
-def _shown(value: float, interval: Interval) -> str:
-    """Format a number with its interval: ``92 (87–95)``."""
-    if math.isnan(value):
-        return "–"
-    return f"{value:.0f}" if math.isnan(interval[0]) else f"{value:.0f} ({interval[0]:.0f}–{interval[1]:.0f})"
-
-
-# Tables of the policies' differences on the same questions, and a note on the ones that chance may have made.
-
-BEST = "best"
-
-
-def difference_tables(rows: Sequence[Row]) -> list[Table]:
-    """For every task and protocol: each policy's difference to the best one of its budget. `full` is left out."""
-    full = {name for name, own in by_name(rows).items() if is_full(own)}
-    some = [pair for pair in pairs(rows) if not {pair.one, pair.other} & full]
-    return [
-        _difference_table(f"{task}, {protocol}", group, _order(of_task(rows, task)))
-        for (task, protocol), group in grouped(some, lambda pair: (pair.task, pair.protocol)).items()
-    ]
-
-
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Tell how many differences are clear, and how many questions the others would need."""
-    found = []
-    for (task, protocol), group in grouped(pairs(rows), lambda pair: (pair.task, pair.protocol)).items():
-        unclear = [pair for pair in group if not pair.clear]
-        if not unclear:
-            continue
-        text = f"{task}, {protocol}: {len(unclear)} of {len(group)} differences may be chance at n={_span(group)}"
-        if needed := [pair for pair in unclear if pair.needed]:
-            most = max(needed, key=lambda pair: abs(pair.points))
-            text += (
-                f"; the largest of them, {abs(most.points):.1f} points ({_better(most)} at {most.budget}), "
-                f"would need about {_rounded(most.needed or 0)} questions"
-            )
-        found.append(f"{text}.")
-    return found
-
-
-def _better(pair: PolicyPair) -> str:
-    one, other = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
-    return f"{one} before {other}"
-
-
-def _span(group: Sequence[PolicyPair]) -> str:
-    low, high = min(pair.n for pair in group), max(pair.n for pair in group)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _rounded(n: int) -> int:
-    """Round a number of questions up to two significant digits."""
-    size: int = 10 ** max(0, len(str(n)) - 2)
-    return math.ceil(n / size) * size
-
-
-def _order(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    bounded = [row for row in rows if not is_full([row])]
-    return list(by_name(bounded)), list(by_budget(bounded))
-
-
-def _difference_table(about: str, group: Sequence[PolicyPair], order: tuple[list[str], list[str]]) -> Table:
-    names, budgets = order
-    by = {budget: _against(own) for budget, own in grouped(group, lambda pair: pair.budget).items()}
-    columns = [budget for budget in budgets if budget in by]
-    title = (
-        f"points below the best policy of the budget ({about}; all cases together, n={_span(group)}; bootstrap 95 % "
-        "intervals; * = clear: sign-flip test, Holm)"
-    )
-    return Table(title, columns, {name: [by[budget].get(name, "") for budget in columns] for name in names})
-
-
-def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
-    """Return the table cell of each policy at one budget, compared with the best policy."""
-    names = list(dict.fromkeys(name for pair in group for name in (pair.one, pair.other)))
-    sums = dict.fromkeys(names, 0.0)
-    for pair in group:
-        if not math.isnan(pair.points):
-            sums[pair.one] += pair.points
-            sums[pair.other] -= pair.points
-    best = max(names, key=sums.__getitem__)
-    cells = {best: BEST}
-    for pair in group:
-        if best in (pair.one, pair.other):
-            name, sign = (pair.other, -1) if pair.one == best else (pair.one, 1)
-            cells[name] = _cell(pair, sign)
-    return cells
-
-
-def _cell(pair: PolicyPair, sign: int) -> str:
-    """Format points, their interval, and a star if the difference is clear: ``−12 (−20…−4) *``."""
-    if math.isnan(pair.points):
-        return "–"
-    low, high = sorted(sign * limit for limit in pair.interval)
-    limits = "" if math.isnan(low) else f" ({_signed(low)}…{_signed(high)})"
-    return f"{_signed(sign * pair.points)}{limits}{' *' if pair.clear else ''}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.0f}".replace("-", "−") if round(value) else "0"

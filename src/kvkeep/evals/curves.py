@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvkeep.evals.confidence import Interval, of_mean, of_share
-from kvkeep.evals.report import (
+from kvkeep.evals.results import (
     FULL,
     MEASURES,
     Row,
@@ -17,15 +17,15 @@ from kvkeep.evals.report import (
     Spread,
     by_budget,
     by_case,
-    by_name,
+    by_policy,
     by_seed,
+    case_title,
     grouped,
     is_full,
     of_task,
     over,
     percent,
     seeds,
-    shown,
 )
 from kvkeep.evals.task import TENTHS
 from kvkeep.plots import Heat, Panel, Series, draw
@@ -38,6 +38,7 @@ HIDDEN = ("needle", "passkey", "kv_retrieval", "conversation")
 
 _DEPTHS = 5
 _SHARES = (-3.0, 103.0)
+"""Range of an axis in percent, with room for markers at 0 and 100."""
 
 
 Point: TypeAlias = tuple[float, float, Interval]
@@ -56,26 +57,26 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     Raises:
         InputError: matplotlib is missing, or a picture cannot be written.
     """
-    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))
-    drawn = [draw(folder / name, found) for name, found in panels.items() if found]
+    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))  # the last one is no panel
+    drawn = [draw(folder / name, figures) for name, figures in panels.items() if figures]
     return [*drawn, *([draw(folder / PICTURES[-1], maps)] if (maps := heat(rows)) else [])]
 
 
 def heat(rows: Sequence[Row]) -> list[Heat]:
-    """Map the hidden facts found by depth and context: one map per task, protocol, policy and budget."""
+    """Return maps of the hidden facts found, by depth and context: one for each task, protocol, policy and budget."""
     groups = grouped(
         [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
-        lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_name([row]))), str(row["budget"])),
+        lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_policy([row]))), str(row["budget"])),
     )
     return [
-        _map(f"{name} at {budget}\n{shown(task, ','.join(filter(None, (task, how))))}", own)
+        _map(f"{name} at {budget}\n{case_title(task, ','.join(filter(None, (task, how))))}", own)
         for (task, how, name, budget), own in groups.items()
     ]
 
 
 def _map(title: str, rows: Sequence[Row]) -> Heat:
     by = grouped(rows, lambda row: row["case"].partition(",")[0].partition("=")[2])
-    lengths = sorted(by, key=lambda text: (len(text), text))
+    lengths = sorted(by, key=lambda text: (len(text), text))  # numbers as texts, in the order of numbers
     values = [
         [_share([row["score"]["by_depth"][tenth] for row in by[length]]) for length in lengths]
         for tenth in range(TENTHS)
@@ -90,21 +91,21 @@ def _share(counts: Sequence[Sequence[float | int]]) -> float:
 
 
 def quality(rows: Sequence[Row]) -> list[Panel]:
-    """Plot each measure over the budget; a policy that never evicts is a horizontal line."""
+    """Return plots of each measure over the budget; a policy that never evicts is a horizontal line."""
     return [
         _titled(
             cases,
             Panel(
-                title=f"{measure.title}\n{shown(measure.task, case)}",
+                title=f"{measure.title}\n{case_title(measure.task, case)}",
                 x_label="budget, % of the text",
-                series=[_curve(name, group, measure) for name, group in by_name(cases).items()],
+                series=[_curve(name, group, measure) for name, group in by_policy(cases).items()],
                 log_x=True,
                 log_y=measure.key == "perplexity",
                 y_range=_SHARES if measure.key == "accuracy" else (None, None),
             ),
         )
         for measure in MEASURES
-        if measure.key not in ("kl", "regret")
+        if measure.key not in ("kl", "regret")  # they rank policies much as agreement and mass do, which are drawn
         for case, cases in by_case(of_task(rows, measure.task)).items()
     ]
 
@@ -115,7 +116,10 @@ def _curve(name: str, group: Sequence[Row], measure: ScoreMeasure) -> Series:
 
 
 def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure) -> Point:
-    """Return a measure at a budget. Right answers are counted over all seeds; other measures need several seeds."""
+    """Return a measure at a budget with its interval.
+
+    Right answers are counted over all seeds; the interval of other measures needs several seeds.
+    """
     counts = [(row["score"].get("right"), row["score"].get("n")) for row in part]
     if measure.key != "accuracy" or any(None in pair for pair in counts):
         return x, spread.mean, of_mean(spread)
@@ -123,14 +127,14 @@ def _point(x: float, spread: Spread, part: Sequence[Row], measure: ScoreMeasure)
 
 
 def depth(rows: Sequence[Row]) -> list[Panel]:
-    """Recall over the depth of the asked fact, all contexts together; one panel per budget."""
+    """Plot recall over the depth of the asked fact, all contexts together, in one panel per budget."""
     return [
         _titled(
             group,
             Panel(
                 title=f"recall at {name}, % right",
                 x_label="depth of the asked fact, % of the text",
-                series=[_depth_curve(policy, part) for policy, part in by_name(group).items()],
+                series=[_depth_curve(policy, part) for policy, part in by_policy(group).items()],
                 y_range=_SHARES,
             ),
         )
@@ -150,14 +154,14 @@ def _depth_curve(name: str, group: Sequence[Row]) -> Series:
 
 
 def kept(rows: Sequence[Row]) -> list[Panel]:
-    """Plot the positions of kept tokens in the prompt, in one panel per budget."""
+    """Return plots of the positions of kept tokens in the prompt; one panel per budget."""
     return [
         _titled(
             group,
             Panel(
                 title=f"kept tokens at {name}, %",
                 x_label="position in the prompt, %",
-                series=[_kept_curve(policy, part) for policy, part in by_name(group).items()],
+                series=[_kept_curve(policy, part) for policy, part in by_policy(group).items()],
                 y_range=(0.0, None),
             ),
         )
@@ -186,7 +190,10 @@ def _series(name: str, points: Sequence[Point], *, reference: bool) -> Series:
 
 
 def _titled(group: Sequence[Row], panel: Panel) -> Panel:
-    """Return the panel with the number of seeds in its title, and without intervals if it has many lines."""
+    """Return the panel with the number of seeds in its title, and a note if it has intervals.
+
+    A panel with many lines loses its intervals.
+    """
     if several := seeds(group):
         panel = replace(panel, title=f"{panel.title}\nmean of {several}")
     if not any(series.interval for series in panel.series):

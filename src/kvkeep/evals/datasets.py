@@ -72,7 +72,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def saved(folder: Path, split: str) -> list[dict[str, Any]]:
-    """Read the rows of a saved data set. Of several splits, read the given one, or the only one.
+    """Return the rows of a saved data set; of several splits, those of the given one, or of the only one.
 
     Raises:
         InputError: the package is missing or too old, or the folder cannot be read.
@@ -100,9 +100,10 @@ def _loaded(package: Any, place: HubDataset) -> list[dict[str, Any]]:
 def _tried(work: Callable[[], Any], name: str, otherwise: str) -> Any:
     try:
         return work()
-    except MemoryError:
+    except MemoryError:  # says nothing about the data
         raise
     except Exception as error:  # the package, Arrow and the hub's client have no common class of errors
+        # the package has a class of its own for HF_HUB_OFFLINE, and not always in the same place
         if isinstance(error, ConnectionError) or "OfflineModeIsEnabled" in f"{error!r}":
             raise InputError(
                 f"{UNREACHABLE}, and the local cache of the package datasets has no {name}. {otherwise}"
@@ -115,7 +116,7 @@ def _package(why: str, otherwise: str) -> Any:
     if find_spec("datasets") is None:
         raise InputError(f"{why}, which is not installed: {pip_install('datasets')}. {otherwise}")
     package = import_module("datasets")
-    with suppress(ValueError):
+    with suppress(ValueError):  # a version that is no number may be an old one, too
         if int(str(package.__version__).partition(".")[0]) >= _OLDEST:
             return package
     raise InputError(
@@ -132,6 +133,7 @@ HUB = "hub"
 _Read = TypeVar("_Read")
 _MANY = {"Line": "lines", "Entry": "entries", "Row": "rows"}
 _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+"""What a reader raises for a row of another form."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,10 @@ class DatasetRows:
         return f"{self.unit} {self.numbers[number]} of {self.name}"
 
     def read(self, reader: Callable[[dict[str, Any]], _Read], what: str) -> list[_Read]:
-        """Apply a reader to each row, and return the results.
+        """Return the results of a reader for each row.
 
         Raises:
-            InputError: it cannot read one.
+            InputError: the reader cannot read a row.
         """
         found = []
         for number, row in enumerate(self.rows):
@@ -198,7 +200,7 @@ def has(data: str | None, source: Source) -> bool:
 def rows(
     data: str | None, source: Source, task: str, fields: Mapping[str, type | tuple[type, ...]] | None = None
 ) -> DatasetRows:
-    """Read the rows of a data set from a file, a saved folder or the hub.
+    """Return the rows of a data set, read from a file, a saved folder or the hub.
 
     Args:
         data: the folder of data, or ``hub``.
@@ -207,7 +209,8 @@ def rows(
         fields: the fields that every row has to have, and their types.
 
     Raises:
-        InputError: it is missing or cannot be read, a row is no object, or a field is missing or of another type.
+        InputError: the data set is missing or cannot be read, a row is no object, or a field is missing or of another
+            type.
     """
     otherwise = f"{task} also takes a folder with {' or '.join(source.names)} as `data`."
     if data == HUB and source.hub is None:
@@ -232,7 +235,7 @@ def text(row: Mapping[str, Any], name: str) -> str:
 
     Raises:
         KeyError: the row has no such field.
-        ValueError: it is something else, or blank.
+        ValueError: the field is no text, or blank.
     """
     value = row[name]
     if not isinstance(value, str) or not value.strip():
@@ -241,8 +244,9 @@ def text(row: Mapping[str, Any], name: str) -> str:
 
 
 def fingerprint(data: str | None, sources: Sequence[Source]) -> str | None:
-    """A hash of all files of these data sets in a folder, so that results of other data are told apart; ``None``
-    without such a file, and ``hub`` for those of the hub, which have no hash here.
+    """Return a hash of all files of these data sets in a folder, by which results of other data are told apart.
+
+    Return ``hub`` for data of the hub, which have no hash here; ``None`` if there is no such file.
     """
     if data == HUB:
         return HUB
@@ -255,7 +259,11 @@ def fingerprint(data: str | None, sources: Sequence[Source]) -> str | None:
 
 
 def _found(folder: str | None, source: Source, task: str) -> Path:
-    """Return the path of a data set in the data folder, or raise an `InputError` if it is missing."""
+    """Return the path of a data set in the data folder.
+
+    Raises:
+        InputError: the folder or the data set is missing.
+    """
     wanted = " or ".join(source.names)
     if folder is None:
         online = f", or the word {HUB} to read {source.hub} by the package datasets" if source.hub else ""
@@ -268,8 +276,10 @@ def _found(folder: str | None, source: Source, task: str) -> Path:
 
 
 def _in(folder: str, source: Source) -> Path | None:
-    """The file of a data set in a folder, or its saved folder. What has the file's name and is no file is found, too:
-    it is refused when it is read, and not left out without a word.
+    """Return the file of a data set in a folder, or its saved folder; ``None`` if there is neither.
+
+    Something that has the file's name and is no file is returned, too: it is refused when it is read, and not left out
+    without a word.
     """
     paths = [path for name in source.names if os.path.lexists(path := Path(folder, name))]
     saved = Path(folder, source.saved)
@@ -277,7 +287,7 @@ def _in(folder: str, source: Source) -> Path | None:
 
 
 def _files(folder: str | None, source: Source) -> list[Path]:
-    """Return all files of a data set in a folder."""
+    """Return all files of a data set in a folder; ``[]`` without a folder."""
     if folder is None:
         return []
     saved = Path(folder, source.saved)
@@ -307,7 +317,11 @@ def _check(found: DatasetRows, fields: Mapping[str, type | tuple[type, ...]]) ->
 
 
 def _whole(path: Path) -> Any:
-    """Parse a JSON file."""
+    """Return the value of a JSON file.
+
+    Raises:
+        InputError: the file is no JSON.
+    """
     try:
         return parse(_bytes(path))
     except json.JSONDecodeError as error:
@@ -317,7 +331,11 @@ def _whole(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield each value of a file with one JSON value per line, with its line number; empty lines are left out."""
+    """Yield each value of a file with one JSON value per line, with its line number; empty lines are left out.
+
+    Raises:
+        InputError: a line is no JSON.
+    """
     for number, line in enumerate(_bytes(path).splitlines(), 1):
         if line.strip():
             try:

@@ -123,11 +123,11 @@ class Drive:
     def feed(
         self, ids: Int[Tensor, "B n"], real: Bool[Tensor, "B n"] | None = None, *, last_only: bool = False
     ) -> Float[Tensor, "B m V"]:
-        """Run ``n`` new columns through the model.
+        """Run ``n`` new columns through the model and its cache, and return the logits.
 
         Args:
             ids: token ids.
-            real: which of them are tokens; ``None``: all, and all columns before them.
+            real: which of the columns are tokens; ``None``: all, and all columns before them.
             last_only: compute the logits of the last column only.
 
         Returns:
@@ -147,7 +147,7 @@ class Drive:
     def copies(self, rows: Sequence[int]) -> Drive:
         """Return the same model with copies of the cache of some rows; a row may be given several times.
 
-        Both go on independently: nothing that is fed to one of them changes the other.
+        The copy and the original go on independently: nothing that is fed to one changes the other.
         """
         memories = {row: self.cache.snapshot(row) for row in set(rows)}
         copied = [memories[row] for row in rows]
@@ -156,6 +156,7 @@ class Drive:
         other.cache = BoundedCache.from_snapshots(self.model.config, copied, policy=self.cache.policy)
         seen = torch.tensor([memory.seen for memory in copied], device=self.model.device)
         width = int(seen.max())
+        # rows of different lengths are padded on the left
         other._real = torch.arange(width, device=seen.device) >= width - seen[:, None]
         return other
 
@@ -172,7 +173,7 @@ def batches(lengths: Sequence[int]) -> list[slice]:
 
 
 def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Pad rows of different lengths on the left into one batch, and tell which columns are tokens."""
+    """Return rows of different lengths, padded on the left, as one batch, and a mask of the columns that are tokens."""
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
@@ -184,7 +185,7 @@ def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
 
 
 def _shared(rule: str) -> str:
-    """Return the name of a head budget rule. A profile is named by its content, since its file may change."""
+    """Return the name of a head budget rule. A profile's name has a hash of its content, since its file may change."""
     name, _, file = rule.partition(":")
     if name != "profile":
         return rule

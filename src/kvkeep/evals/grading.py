@@ -22,18 +22,18 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text into its words in lower case, without punctuation and articles."""
+    """Return the words of a text in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def overlap(found: Counter[object], wanted: Counter[object]) -> float:
-    """Compute F1 of two bags of items: the harmonic mean of precision and recall."""
+    """Return F1 of two bags of items: the harmonic mean of precision and recall."""
     common = (found & wanted).total()
     return 2 * common / (found.total() + wanted.total()) if common else 0.0
 
 
 def f1(reply: str, answer: str) -> float:
-    """Compute F1 over words, as in SQuAD."""
+    """Return F1 over words, as in SQuAD."""
     return overlap(Counter(words_of(reply)), Counter(words_of(answer)))
 
 
@@ -53,42 +53,42 @@ def contains_any(reply: str, answers: Sequence[str]) -> float:
 
 
 def tokens_of(text: str) -> list[str]:
-    """Split a text into its words and numbers in lower case, as rouge-score does."""
+    """Return the words and numbers of a text in lower case, as rouge-score splits it."""
     return re.findall(r"[a-z0-9]+", text.lower())
 
 
 def rouge_n(reply: str, answer: str, n: int) -> float:
-    """Compute ROUGE-N: F1 over runs of ``n`` words, without stemming."""
+    """Return ROUGE-N: F1 over runs of ``n`` words, without stemming."""
     return overlap(Counter(_runs(tokens_of(reply), n)), Counter(_runs(tokens_of(answer), n)))
 
 
 def rouge_l(reply: str, answer: str) -> float:
-    """Compute ROUGE-L: F1 of the longest common subsequence of words, without stemming."""
+    """Return ROUGE-L: F1 of the longest common subsequence of words, without stemming."""
     one, other = tokens_of(reply), tokens_of(answer)
     common = _common(one, other)
     return 2 * common / (len(one) + len(other)) if common else 0.0
 
 
 def rouge_l_of_sentences(reply: str, answer: str) -> float:
-    """Compute ROUGE-L as LongBench's authors do, with the package rouge 1.0.1.
+    """Return ROUGE-L as LongBench's authors compute it, with the package rouge 1.0.1.
 
     Texts are split at full stops, and sentences at white space; letter case and other punctuation stay. F1 counts
     different words: those of the longest common subsequences of any two sentences, taken together, against all words
     of each text.
     """
     own, right = _sentences(reply), _sentences(answer)
-    found = {word for one in right for other in own for word in _common_words(one, other)}
+    found = {word for answer in right for other in own for word in _common_words(answer, other)}
     recall, precision = (len(found) / len({*chain(*said)}) if said else 0.0 for said in (right, own))
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Split a text into sentences, and each into words; a sentence of white space is a single empty word."""
+    """Return the sentences of a text, each as its words; a sentence of white space is a single empty word."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
 def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """Find a longest common subsequence of words. Among equals, choose the one that drops ``other``'s end first."""
+    """Return a longest common subsequence of words; among equal ones, the one that drops ``other``'s end first."""
     lengths = [[0] * (len(other) + 1)]
     for word in one:
         before, row = lengths[-1], [0]
@@ -123,30 +123,33 @@ def _common(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def count(reply: str, answer: str) -> float:
-    """Return the share of the numbers in a reply that equal the answer."""
+    """Return the share of the numbers in a reply that equal the answer; 0 without a number."""
     numbers = re.findall(r"\d+", reply)
     return numbers.count(answer.strip()) / len(numbers) if numbers else 0.0
 
 
 def retrieval(reply: str, answer: str) -> float:
-    """Return the share of the numbers in a reply that equal the answer's paragraph number, as in ``Paragraph 7``."""
+    """Return the share of the numbers in a reply that equal the answer's, as in ``Paragraph 7``; 0 without such a
+    number.
+    """
     number = re.search(r"Paragraph (\d+)", answer)
     return count(reply, number.group(1)) if number else 0.0
 
 
 def code_similarity(reply: str, answer: str) -> float:
-    """How alike the answer and the reply's first line of code are: 1 − indel distance / both lengths, in whole
-    percent.
+    """Return how alike the answer and the reply's first line of code are: 1 − indel distance / both lengths.
+
+    The result is rounded to whole percent.
     """
     lines = reply.lstrip("\n").split("\n")
-    line = next((one for one in lines if not ("`" in one or "#" in one or "//" in one)), "")
+    line = next((text for text in lines if not ("`" in text or "#" in text or "//" in text)), "")
     if line == answer:
         return 1.0
     return round(100 * 2 * _common(line, answer) / (len(line) + len(answer))) / 100
 
 
 def classification(reply: str, answer: str, classes: Sequence[str]) -> float:
-    """Return 1 divided by the number of classes that a reply names; 0 if the right one is not among them.
+    """Return 1 divided by the number of classes that a reply names; 0 if the right class is not among them.
 
     A class whose name is a part of the right one's does not count.
     """
@@ -174,7 +177,7 @@ def repeated(text: Sequence[object], n: int) -> float:
 
 
 def self_bleu(texts: Sequence[Sequence[object]], order: int, smoothing: float = 0.1) -> float:
-    """Compute the mean BLEU of each text with all others as references; low values mean diverse texts.
+    """Return the mean BLEU of each text with all others as references; low values mean diverse texts.
 
     Args:
         texts: two texts or more, as tokens.
@@ -188,7 +191,10 @@ def self_bleu(texts: Sequence[Sequence[object]], order: int, smoothing: float = 
 
 
 def bleu(text: Sequence[object], references: Sequence[Sequence[object]], order: int, smoothing: float = 0.1) -> float:
-    """Compute BLEU of a text: the geometric mean of its clipped n-gram precisions, with the brevity penalty."""
+    """Return BLEU of a text: the geometric mean of its clipped n-gram precisions, with the brevity penalty.
+
+    Return 0 without a text or references.
+    """
     if not text or not references:
         return 0.0
     logs = 0.0
@@ -211,7 +217,7 @@ KINDS = ("rouge1", "rouge2", "rougeL")
 
 
 def check() -> None:
-    """Refuse to go on without rouge-score.
+    """Refuse to go on if the package rouge-score is missing.
 
     Raises:
         InputError: the package is missing.
@@ -221,7 +227,7 @@ def check() -> None:
 
 
 def scores(replies: Sequence[str], answers: Sequence[str]) -> dict[str, list[float]]:
-    """Compute F1 of each reply, by kind of ROUGE.
+    """Return F1 of each reply, by kind of ROUGE.
 
     Raises:
         InputError: rouge-score is missing.
@@ -229,4 +235,4 @@ def scores(replies: Sequence[str], answers: Sequence[str]) -> dict[str, list[flo
     check()
     scorer: Any = import_module("rouge_score.rouge_scorer").RougeScorer(list(KINDS), use_stemmer=True)
     found = [scorer.score(answer, reply) for reply, answer in zip(replies, answers, strict=True)]
-    return {kind: [float(one[kind].fmeasure) for one in found] for kind in KINDS}
+    return {kind: [float(score[kind].fmeasure) for score in found] for kind in KINDS}

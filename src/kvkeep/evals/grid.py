@@ -72,12 +72,12 @@ class GridArguments:
 
     def pairs(self) -> list[tuple[Policy, RequestedBudget, Setup]]:
         """Return the combinations to run. A policy that never evicts runs once, as it keeps all tokens anyway."""
-        found = []
+        combinations = []
         for policy, bits in itertools.zip_longest(self.policies, self.kv_bits):
             setup = replace(self.setup if policy.evicts else PLAIN, kv_bits=check_bits(bits or self.setup.kv_bits))
             budgets = dict.fromkeys(self.budgets) if policy.evicts else (EVERYTHING,)
-            found += [(policy, asked, setup) for asked in budgets]
-        return found
+            combinations += [(policy, budget, setup) for budget in budgets]
+        return combinations
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,9 @@ class Planned:
 
     @property
     def evicts(self) -> bool:
-        """Return whether any row is longer than its budget, or a layer or head may get less than the budget."""
+        """Return whether the policy evicts, and a row is longer than its budget, or a layer or head may get less
+        than the budget.
+        """
         uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
         uneven |= self.setup.head_budget is not None
         return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
@@ -145,14 +147,14 @@ def split_policies(text: str) -> list[Policy]:
 
 
 def split_arms(text: str) -> list[tuple[Policy, str | None]]:
-    """Read a list of policies and the bits of their slots, each pair once.
+    """Return the policies of a list and the bits of their slots, each pair once.
 
     A bare ``option=value`` continues a policy, so ``h2o:recent=32,sinks=4,local`` has two. ``h2o@4bit`` or ``h2o@4``
     names bits, see `kvkeep.kv.slot_codec.check_bits`; ``None`` stands where none are named.
 
     Raises:
         PolicyError: the list is empty, or a policy in it is wrong.
-        InputError: there is no such number of bits.
+        InputError: slots cannot have that number of bits.
     """
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
@@ -171,7 +173,7 @@ def _arm(text: str) -> tuple[Policy, str | None]:
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -> list[Planned]:
-    """Plan all cells of a task with data of one seed.
+    """Return all cells of a task with data of one seed, each checked and ready to run.
 
     Raises:
         BudgetError: a budget is smaller than the tokens that a policy protects.
@@ -179,21 +181,25 @@ def grid(checkpoint: Checkpoint, task: Task, wanted: GridArguments, seed: int) -
     """
     planned = []
     for case, lengths in task.cases().items():
-        for policy, asked, setup in wanted.pairs():
-            others = setup.differences(checkpoint, policy)
-            cell = Cell(task.name, case, spec(policy), str(asked), seed, others)
-            planned.append(Planned(cell, policy, setup, _numbers(task, policy, asked, lengths), tuple(lengths)))
+        for policy, budget, setup in wanted.pairs():
+            differences = setup.differences(checkpoint, policy)
+            cell = Cell(task.name, case, spec(policy), str(budget), seed, differences)
+            planned.append(Planned(cell, policy, setup, _numbers(task, policy, budget, lengths), tuple(lengths)))
             _check(checkpoint, planned[-1], task.new_tokens)
     return planned
 
 
-def _numbers(task: Task, policy: Policy, asked: RequestedBudget, lengths: Sequence[int]) -> tuple[int, ...]:
+def _numbers(task: Task, policy: Policy, budget: RequestedBudget, lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the budget of each row in tokens; one that holds all tokens if nothing is evicted."""
-    return tuple(asked.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
+    return tuple(budget.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
 
 
 def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
-    """Refuse a budget that a cache of this model would refuse, without allocating anything."""
+    """Refuse a budget that a cache of this model would refuse, without allocating anything.
+
+    Raises:
+        BudgetError: the budget is refused.
+    """
     cell = plan.cell
     if plan.policy.grows and plan.policy.grows.room < new_tokens:
         raise BudgetError(
@@ -209,11 +215,11 @@ def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
 
 
 def notes(planned: Sequence[Planned]) -> list[str]:
-    """Notes about budgets under which nothing is evicted."""
-    found = {
+    """Return notes about budgets under which nothing is evicted."""
+    texts = {
         f"{plan.cell.task} {plan.cell.case}: nothing is evicted at {plan.cell.budget}: the budget of "
         f"{max(plan.budgets)} is not smaller than the {max(plan.lengths)} tokens of the text."
         for plan in planned
         if plan.policy.evicts and not plan.evicts
     }
-    return sorted(found)
+    return sorted(texts)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.errors import InputError
-from kvkeep.evals.confidence import of_cell
+from kvkeep.evals.confidence import interval_text, of_cell
 from kvkeep.evals.records import ResultFolder, protocol
-from kvkeep.evals.report import MEASURES, Row, ScoreMeasure, by_case, grouped, held, of_task, over
+from kvkeep.evals.results import MEASURES, Row, ScoreMeasure, by_case, grouped, held, of_task, over
 from kvkeep.result_files import read_whole, write_whole
 
 FILES = ("leaderboard.html", "leaderboard.md")
 _MARK = "<!-- a leaderboard of kvkeep -->"
+"""Begins each page; a file without it is somebody else's, and is not overwritten."""
+
 _LOW_IS_GOOD = ("perplexity", "kl", "regret", "self_bleu")
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:90rem;padding:0 1rem;color:#1a1a1a;"
@@ -56,7 +58,7 @@ def board(folders: Sequence[ResultFolder]) -> Board:
     columns = [
         (measure, how)
         for measure in MEASURES
-        if measure.key not in ("kl", "regret")
+        if measure.key not in ("kl", "regret")  # as in the curves
         for how in grouped(of_task(rows, measure.task), protocol)
     ]
     lines = grouped(rows, _line)
@@ -72,13 +74,15 @@ def board(folders: Sequence[ResultFolder]) -> Board:
     return Board([_title(*column) for column in columns] + ["KV memory"], made, _notes(folders, rows))
 
 
-def write(found: Board, folder: Path) -> list[Path]:
-    """Write the page as HTML and as Markdown.
+def write(page: Board, folder: Path) -> list[Path]:
+    """Write the leaderboard to a folder as HTML and as Markdown, and return the paths.
+
+    The folder is made if need be.
 
     Raises:
-        InputError: a file cannot be written, or one of the same name is no leaderboard.
+        InputError: a file cannot be written, or a file of that name is no leaderboard.
     """
-    pages = {FILES[0]: _html(found), FILES[1]: _markdown(found)}
+    pages = {FILES[0]: _html(page), FILES[1]: _markdown(page)}
     paths = [folder / name for name in pages]
     if folder.exists() and not folder.is_dir():
         raise InputError(f"The leaderboard cannot be written to {folder}, which is no folder.")
@@ -105,7 +109,7 @@ def _of(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> list[Row]:
 
 
 def _value(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> float:
-    """Average a measure over cases, each of which counts alike; NaN without rows."""
+    """Return the mean of a measure over cases, each of which counts alike; NaN without rows."""
     means = [measure.of(own).mean for own in by_case(_of(rows, measure, how)).values()]
     return over(means).mean if means else math.nan
 
@@ -121,13 +125,15 @@ def _title(measure: ScoreMeasure, how: str) -> str:
 
 
 def _cell(own: Sequence[Row], measure: ScoreMeasure, how: str, cases: int) -> str:
-    """Format the mean over cases with its interval; where cases are missing, tell how many there are."""
+    """Return the mean over cases with its interval as text; if cases are missing, with their number.
+
+    A dash without rows.
+    """
     mine, value = _of(own, measure, how), _value(own, measure, how)
     if math.isnan(value):
         return "–"
     text = f"{value:#.3g}" if measure.decimals is None else f"{value:.{max(1, measure.decimals)}f}"
-    low, high = of_cell(mine) if measure.graded else (math.nan, math.nan)
-    text += "" if math.isnan(low) else f" ({low:.0f}–{high:.0f})"
+    text += interval_text(of_cell(mine)) if measure.graded else ""
     done = len(by_case(mine))
     return text if done == cases else f"{text}, {done} of {cases} cases"
 
@@ -150,18 +156,18 @@ def _notes(folders: Sequence[ResultFolder], rows: Sequence[Row]) -> list[str]:
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
-def _html(found: Board) -> str:
+def _html(page: Board) -> str:
     head = "".join(
         f"<th{' class=n' if i > 1 else ''}>{_escaped(title)}</th>"
-        for i, title in enumerate(("model", "policy", "budget", *found.columns))
+        for i, title in enumerate(("model", "policy", "budget", *page.columns))
     )
     body = "\n".join(
         "<tr>"
         + "".join(f"<td{' class=n' if i > 1 else ''}>{_escaped(text)}</td>" for i, text in enumerate(line))
         + "</tr>"
-        for line in found.lines
+        for line in page.lines
     )
-    notes = "\n".join(f"<p>{_escaped(note)}</p>" for note in found.notes)
+    notes = "\n".join(f"<p>{_escaped(note)}</p>" for note in page.notes)
     return (
         f'{_MARK}\n<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>kvkeep: results</title>\n'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>\n'
@@ -170,13 +176,13 @@ def _html(found: Board) -> str:
     )
 
 
-def _markdown(found: Board) -> str:
-    titles = ["model", "policy", "budget", *found.columns]
+def _markdown(page: Board) -> str:
+    titles = ["model", "policy", "budget", *page.columns]
     rule = ["---", "---", *("---:" for _ in titles[2:])]
-    table = "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in (titles, rule, *found.lines))
+    table = "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in (titles, rule, *page.lines))
     return (
         f"{_MARK}\n\n# Policies at budgets\n\n{table}\n\n"
-        + "\n".join(f"- {_plain(note)}" for note in found.notes)
+        + "\n".join(f"- {_plain(note)}" for note in page.notes)
         + "\n"
     )
 
@@ -186,7 +192,7 @@ def _escaped(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that is no markup in a Markdown table."""
+    """Return a text with its Markdown signs escaped, for a table."""
     return "".join(f"\\{sign}" if sign in "\\|<>`*_[]" else sign for sign in _visible(text))
 
 

@@ -75,32 +75,37 @@ class Replies:
 
 
 def inside(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
-    """Read each prompt with its question, cut it and decode replies of at most ``most`` tokens."""
-    for at in batches([len(prompt.ids) for prompt in prompts]):
-        part = prompts[at]
-        bounded = drive(range(len(prompts))[at], at.start)
+    """Read each prompt with its question, cut it, and yield the replies of each batch, of at most ``most`` tokens."""
+    for batch in batches([len(prompt.ids) for prompt in prompts]):
+        part = prompts[batch]
+        bounded = drive(range(len(prompts))[batch], batch.start)
         kept = read(bounded, part)
         yield Replies(texts(writer, bounded, part, most), kept, bounded.cache.memory())
 
 
 def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> Iterator[Replies]:
-    """Read each text once, cut it, and ask all its questions in copies of that memory."""
+    """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies of each
+    batch.
+    """
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
-    for at in batches([prompts[i].first for i in heads]):
-        bounded = drive(heads[at], at.start)
-        kept = read(bounded, [prompts[i] for i in heads[at]])
-        row = {prompts[i].document: place for place, i in enumerate(heads[at])}
+    for batch in batches([prompts[i].first for i in heads]):
+        bounded = drive(heads[batch], batch.start)
+        kept = read(bounded, [prompts[i] for i in heads[batch]])
+        row = {prompts[i].document: place for place, i in enumerate(heads[batch])}
         part = [prompt for prompt in prompts if prompt.document in row]
-        for few in batches([max(bounded.budgets) + len(prompt.ids) - prompt.first for prompt in part]):
-            rows = [row[prompt.document] for prompt in part[few]]
+        # a copy takes the memory of its budget and of the question, not of the text
+        for questions in batches([max(bounded.budgets) + len(prompt.ids) - prompt.first for prompt in part]):
+            rows = [row[prompt.document] for prompt in part[questions]]
             copies = bounded.copies(rows)
-            yield Replies(texts(writer, copies, part[few], most), kept[rows], copies.cache.memory())
+            yield Replies(texts(writer, copies, part[questions], most), kept[rows], copies.cache.memory())
 
 
 def in_turns(
     writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int, *, turns: int, due: Sequence[int]
 ) -> Iterator[Replies]:
-    """Read each text in turns, with a cut after each, and ask each question after some turn, in a copy of the memory.
+    """Read each text in turns, with a cut after each; ask each question after some turn, in a copy of the memory.
+
+    Yield the replies of each batch of texts.
 
     Args:
         writer: the model.
@@ -111,24 +116,24 @@ def in_turns(
         due: of each prompt, the number of turns after which it is asked.
     """
     heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
-    for at in batches([prompts[i].first for i in heads]):
-        bounded, first = drive(heads[at], at.start), [prompts[i] for i in heads[at]]
+    for batch in batches([prompts[i].first for i in heads]):
+        bounded, first = drive(heads[batch], batch.start), [prompts[i] for i in heads[batch]]
         row = {prompt.document: place for place, prompt in enumerate(first)}
-        mine = [i for i, prompt in enumerate(prompts) if prompt.document in row]
-        found: dict[int, str] = {}
+        asked = [i for i, prompt in enumerate(prompts) if prompt.document in row]
+        replies: dict[int, str] = {}
         for turn in range(1, turns + 1):
             edges = [(prompt.first * (turn - 1) // turns, prompt.first * turn // turns) for prompt in first]
             pieces = [prompt.ids[start:stop] for prompt, (start, stop) in zip(first, edges, strict=True)]
             bounded.feed(*left_padded(pieces), last_only=True)
-            if now := [i for i in mine if due[i] == turn]:
-                copies, part = bounded.copies([row[prompts[i].document] for i in now]), [prompts[i] for i in now]
-                found |= zip(now, texts(writer, copies, part, most), strict=True)
-        kept = _kept(bounded, first)[[row[prompts[i].document] for i in mine]]
-        yield Replies([found[i] for i in mine], kept, bounded.cache.memory())
+            if due_now := [i for i in asked if due[i] == turn]:
+                copies = bounded.copies([row[prompts[i].document] for i in due_now])
+                replies |= zip(due_now, texts(writer, copies, [prompts[i] for i in due_now], most), strict=True)
+        kept = _kept(bounded, first)[[row[prompts[i].document] for i in asked]]
+        yield Replies([replies[i] for i in asked], kept, bounded.cache.memory())
 
 
 def read(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
-    """Feed the first part of each prompt, which is then cut; returns where in it the kept tokens stand."""
+    """Feed the first part of each prompt, which is then cut; return where in it the kept tokens stand."""
     drive.feed(*left_padded([prompt.ids[: prompt.first] for prompt in prompts]), last_only=True)
     return _kept(drive, prompts)
 
@@ -140,7 +145,7 @@ def _kept(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
 
 
 def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) -> list[str]:
-    """Feed the rest of each prompt, whose first part was `read`, and decode the replies."""
+    """Feed the rest of each prompt, whose first part was `read`, and return the replies."""
     between = [prompt.ids[prompt.first : -1] for prompt in prompts]
     if any(map(len, between)):
         drive.feed(*left_padded(between), last_only=True)
@@ -152,7 +157,7 @@ def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) ->
 
 
 def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
-    """Greedy replies of at most ``most`` tokens; a row that has ended is fed nothing more.
+    """Decode greedy replies of at most ``most`` tokens; a row that has ended is fed nothing more.
 
     Args:
         drive: the model and its cache, after the prompts.
@@ -165,7 +170,7 @@ def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, end
     for step in range(most):
         best = logits[:, -1].argmax(dim=-1).cpu()
         for row in running.nonzero().flatten().tolist():
-            replies[row].append(int(best[row]))
+            replies[row].append(int(best[row]))  # the ending token as well: `text_of` leaves it out
         running &= torch.tensor([int(token) not in ends for token in best])
         if step == most - 1 or not running.any():
             break
@@ -243,7 +248,7 @@ class QATask(Task):
 
     @classmethod
     def load(cls: type[_Made], checkpoint: Checkpoint, options: Options) -> _Made:
-        """Make the items.
+        """Return the task with its items made.
 
         Raises:
             InputError: the data cannot be used, or a text cannot be made as short as was asked.
@@ -261,7 +266,7 @@ class QATask(Task):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> Mapping[str, TaskCase]:
-        """Make the cases, by name.
+        """Return the cases by name.
 
         Args:
             checkpoint: the model.
@@ -297,13 +302,13 @@ class QATask(Task):
 
     @property
     def notes(self) -> list[str]:
-        """Notes about texts that were cut, left out, or longer than the model was trained for."""
+        """Return notes about texts that were cut, left out, or longer than the model was trained for."""
         return list(self.notes_)
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Ask all questions of a case, and grade the replies."""
+        """Ask all questions of a case under a policy, and return the graded replies as a score."""
         made, done = self.made[case], list(self._ask(writer, case, policy, budgets, setup))
         texts = [text for batch in done for text in batch.texts]
         grades = self.grades(case, texts)
@@ -316,12 +321,12 @@ class QATask(Task):
         return TaskOutcome(score, sum((batch.memory for batch in done), MemoryUsage()))
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
-        """Grade each reply."""
+        """Return the grade of each reply."""
         made = self.made[case]
         return [made.grade(prompt.item, text) for prompt, text in zip(made.prompts, texts, strict=True)]
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Further numbers of a case's score, from all replies together."""
+        """Return further numbers of a case's score, from all replies together; none by default."""
         return {}
 
     def _ask(
@@ -335,7 +340,7 @@ class QATask(Task):
 
 
 def _score(prompts: Sequence[ItemPrompt], grades: Sequence[float]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    score: dict[str, Any] = {
         "score": sum(grades) / len(grades),
         "n": len(grades),
         "grades": [round(grade, 4) for grade in grades],
@@ -343,9 +348,9 @@ def _score(prompts: Sequence[ItemPrompt], grades: Sequence[float]) -> dict[str, 
     by_depth = [[0.0, 0] for _ in range(task.TENTHS)]
     for prompt, grade in zip(prompts, grades, strict=True):
         if prompt.item.depth is not None:
-            place = by_depth[task.tenth_of(prompt.item.depth)]
-            place[0], place[1] = round(place[0] + grade, 4), place[1] + 1
-    return found | ({"by_depth": by_depth} if any(n for _, n in by_depth) else {})
+            tally = by_depth[task.tenth_of(prompt.item.depth)]
+            tally[0], tally[1] = round(tally[0] + grade, 4), tally[1] + 1
+    return score | ({"by_depth": by_depth} if any(n for _, n in by_depth) else {})
 
 
 class TooShortError(InputError):
@@ -356,19 +361,20 @@ class TooShortError(InputError):
 
 
 def prompt_of(checkpoint: Checkpoint, item: Item, ask: str, document: int) -> ItemPrompt:
-    """Encode an item as tokens, in the chat template if there is one and the item may use it."""
+    """Return an item as tokens, in the chat template if there is one and the item may use it."""
     ids = tokens_of(checkpoint, item)
     if ask != "later":
         return ItemPrompt(item, ids, len(ids) - 1, document)
+    # tokens that do not depend on the question: a tokenizer may join the text's end with what follows
     other = encode(checkpoint, f"{item.text} ;", raw=not item.chat)[0]
     size = min(len(ids), len(other))
     differs = (ids[:size] != other[:size]).nonzero()
     same = int(differs[0]) if len(differs) else size
-    return ItemPrompt(item, ids, max(1, min(same, len(ids) - 1)), document)
+    return ItemPrompt(item, ids, max(1, min(same, len(ids) - 1)), document)  # a token to cut, and one to ask with
 
 
 def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
-    """Encode text, question and lead as tokens."""
+    """Return the tokens of text, question and lead."""
     if not item.chat or checkpoint.tokenizer.chat_template is None:
         return encode(checkpoint, f"{item.text}{item.question}{item.lead}", raw=True)[0]
     ids = encode(checkpoint, f"{item.text}{item.question}")[0]
@@ -376,11 +382,11 @@ def tokens_of(checkpoint: Checkpoint, item: Item) -> Int[Tensor, " n"]:
 
 
 def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, least: int, about: str) -> Item:
-    """Find the longest item that has at most ``room`` tokens.
+    """Return the longest item that has at most ``room`` tokens.
 
     Args:
         checkpoint: the model.
-        make: makes an item from a number of parts, such as sentences; more parts make a longer text, unless there are
+        make: returns an item of a number of parts, such as sentences; more parts make a longer text, unless there are
             no more (a single document).
         room: most tokens of the prompt.
         least: fewest parts.
@@ -394,10 +400,10 @@ def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, leas
         raise TooShortError(
             f"{about} cannot be made: its shortest prompt has {size} tokens, and {max(0, room)} are left for it."
         )
-    step = max(1, least, math.ceil(room / 64))
+    step = max(1, least, math.ceil(room / 64))  # doubled until it is too long, then halved: encoding is what costs
     while len(tokens_of(checkpoint, make(high + step))) <= room:
         high, step = high + step, 2 * step
-        if step > _MOST * room:
+        if step > _MOST * room:  # more parts make it no longer: a single document
             return make(high)
     low, high = high, high + step
     while high - low > 1:

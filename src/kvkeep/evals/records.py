@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from kvkeep.errors import InputError
 from kvkeep.evals.curves import PICTURES
 from kvkeep.evals.grid import Cell
-from kvkeep.evals.report import ASKED, MEASURES, Row, grouped, shown
+from kvkeep.evals.results import ASKED, MEASURES, Row, case_title, grouped
 from kvkeep.evals.task import TENTHS
 from kvkeep.result_files import (
     MANIFEST,
@@ -55,20 +55,20 @@ class Records(RowFolder):
     beginning = b'{"task": "'
 
     def forget(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, which are about to be read again."""
         self._rows: dict[Cell, Row] = {}
 
     def keep(self, row: Row) -> None:
-        """Take a row; of equal cells the last one counts."""
+        """Add a row that is in the file; a row of the same cell is replaced."""
         self._rows[key_of(row)] = row
 
     def fault(self, row: Row) -> str | None:
-        """Return the defect of a row, see `fault`."""
+        """Return the defect of a row as part of a sentence, see `fault`; ``None`` if it can be used."""
         return fault(row)
 
     @property
     def rows(self) -> list[Row]:
-        """The finished rows in the file's order."""
+        """Return the finished rows in the file's order."""
         return list(self._rows.values())
 
     @property
@@ -78,7 +78,7 @@ class Records(RowFolder):
 
     @property
     def safe(self) -> str:
-        """Tell how many finished rows are safe; empty if there is none, or their file is gone."""
+        """Return a sentence on how many finished rows are safe; empty if there is none, or their file is gone."""
         there = len(self._rows) if (self.path / ROWS).is_file() else 0
         return f"The {there} rows written before are safe." if there > 1 else "The row written before is safe." * there
 
@@ -89,19 +89,19 @@ class Records(RowFolder):
             InputError: the file is damaged, or it is missing although there are results or files of the same names.
         """
         path = self.path / MANIFEST
-        found = read_object(path, _REMEDY)
-        if found is None:
+        described = read_object(path, _REMEDY)
+        if described is None:
             self.check_new()
             return None
-        tasks = found.get("tasks")
-        if wrong := [key for key in _SAME if not isinstance(found.get(key), str)]:
+        tasks = described.get("tasks")
+        if wrong := [key for key in _SAME if not isinstance(described.get(key), str)]:
             raise InputError(f"{path} is of no evaluation: it does not say {_SAME[wrong[0]]} as text. {_REMEDY}")
         if not isinstance(tasks, dict) or not all(isinstance(settings, dict) for settings in tasks.values()):
             raise InputError(f"{path} does not say which tasks were run, under which settings. {_REMEDY}")
-        return found
+        return described
 
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Compare a run with the run that the folder already holds.
+        """Compare a run with the run that the folder already holds, if it holds rows.
 
         Args:
             manifest: ``model``, ``weights``, ``dtype``, and ``tasks``: name → version and settings. ``weights`` and
@@ -113,11 +113,11 @@ class Records(RowFolder):
         Raises:
             InputError: the folder holds results of another run.
         """
-        found = self.manifest()
-        if found is None or not self._rows:
+        described = self.manifest()
+        if described is None or not self._rows:  # without rows there is nothing to mix with
             return manifest
-        check_same(self.path, found, manifest, _SAME)
-        before: dict[str, dict[str, Any]] = found["tasks"]
+        check_same(self.path, described, manifest, _SAME)
+        before: dict[str, dict[str, Any]] = described["tasks"]
         for task in manifest["tasks"].keys() & before.keys():
             then, now = before[task], manifest["tasks"][task]
             keys = sorted(then.keys() | now.keys())
@@ -138,17 +138,17 @@ class Records(RowFolder):
         """Write rows, with null in place of numbers that JSON cannot hold, and wait until they are on the disk.
 
         Raises:
-            InputError: they cannot be written; all earlier rows are safe.
+            InputError: the rows cannot be written; all earlier ones are safe.
         """
         super().extend(map(finite, rows))
 
     def arrange(self, cells: Sequence[Cell]) -> None:
-        """Put the rows of some cells into the order of the cells, in the places that these rows have together.
+        """Sort the rows of some cells by the order of ``cells``. Other rows keep their places in the file.
 
         The folder has to be `locked`.
 
         Raises:
-            InputError: the rows cannot be written; they are safe in the order that they have.
+            InputError: the rows cannot be written; they stay in the order that they have.
         """
         order = {cell: number for number, cell in enumerate(cells)}
         own = iter(sorted(self._rows.keys() & order.keys(), key=order.__getitem__))
@@ -172,7 +172,7 @@ def key_of(row: Row) -> Cell:
 
 
 def fault(row: Row) -> str | None:
-    """Describe the defect of a row as part of a sentence; ``None`` if tables, plots and resuming can use it."""
+    """Return the defect of a row as part of a sentence; ``None`` if tables, plots and resuming can use it."""
     whole_row: Row = {"setup": "", **row}  # older rows have no setup
     if (found := first_fault(whole_row, _ROW)) is not None:
         return found
@@ -226,7 +226,6 @@ _SCORES["recall"] |= {
 
 # Folders of results taken together: shards of a run, or several runs. Folders of other protocols are refused.
 
-_RUN = {"model": "the model", "weights": "the model's weights", "dtype": "the dtype"}
 _FEW = ("shots=",)
 
 
@@ -246,16 +245,16 @@ class ResultFolder:
 
 
 def read(paths: Sequence[Path]) -> list[ResultFolder]:
-    """Read folders of results whose tasks can stand in one table.
+    """Return folders of results whose tasks can stand in one table.
 
     Raises:
         InputError: a folder has no results, or cannot be read; tasks were run under other settings or protocols.
     """
-    found = [_folder(path) for path in dict.fromkeys(paths)]
-    for one, other in combinations(found, 2):
-        _same_tasks(one, other)
-        _same_protocols(one, other)
-    return found
+    folders = [_folder(path) for path in dict.fromkeys(paths)]
+    for first, second in combinations(folders, 2):
+        _same_tasks(first, second)
+        _same_protocols(first, second)
+    return folders
 
 
 def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
@@ -268,18 +267,18 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
         InputError: the folders are of different runs or protocols, or the output cannot be written.
     """
     folders = read(paths)
-    for one, other in combinations(folders, 2):
-        _same(one, other, one.manifest, other.manifest, _RUN)
+    for first, second in combinations(folders, 2):
+        _same(first, second, first.manifest, second.manifest, _SAME)
     target = Records(output)
     if target.rows:
         before = _folder(output)
         for folder in folders:
             _same_protocols(before, folder)
     with target.locked():
-        tasks = {task: found for folder in folders for task, found in folder.manifest["tasks"].items()}
+        tasks = {task: settings for folder in folders for task, settings in folder.manifest["tasks"].items()}
         target.open({**folders[0].manifest, "tasks": tasks})
         there = {key_of(row): row for row in target.rows}
-        known, doubled = len(there), 0
+        known, doubled = len(there), 0  # cells are in order, so the new ones will follow the known ones
         for row in (row for folder in folders for row in folder.rows):
             doubled += there.setdefault(key_of(row), row)["score"] != row["score"]
         target.extend(list(there.values())[known:])
@@ -287,10 +286,12 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
 
 
 def protocol(row: Row) -> str:
-    """Return how questions were asked: ``inside`` or ``later``, and the solved examples; empty for other tasks."""
+    """Return how questions were asked: ``inside`` or ``later``, and the solved examples; empty for tasks without
+    questions.
+    """
     if row["task"] not in ASKED:
         return ""
-    *rest, when = shown(row["task"], row["case"]).split(",")
+    *rest, when = case_title(row["task"], row["case"]).split(",")
     return ",".join([*(part for part in rest if part.startswith(_FEW)), when.strip()])
 
 
@@ -311,18 +312,18 @@ def _same_tasks(one: ResultFolder, other: ResultFolder) -> None:
 
 
 def _same(
-    one: ResultFolder, other: ResultFolder, a: Mapping[str, Any], b: Mapping[str, Any], names: Mapping[str, str]
+    first: ResultFolder, second: ResultFolder, a: Mapping[str, Any], b: Mapping[str, Any], names: Mapping[str, str]
 ) -> None:
     for key, name in names.items():
         if a.get(key) != b.get(key):
-            _refuse(one, other, f"{name} is {a.get(key)!r:.80} in the first and {b.get(key)!r:.80} in the second")
+            _refuse(first, second, f"{name} is {a.get(key)!r:.80} in the first and {b.get(key)!r:.80} in the second")
 
 
 def _same_protocols(one: ResultFolder, other: ResultFolder) -> None:
     first, second = (_protocols(folder.rows) for folder in (one, other))
     for task in first.keys() & second.keys():
         if first[task] != second[task]:
-            was, here = (" and ".join(sorted(found[task])) for found in (first, second))
+            was, here = (" and ".join(sorted(protocols[task])) for protocols in (first, second))
             _refuse(one, other, f"questions of {task} were asked {was} in the first and {here} in the second")
 
 
@@ -331,5 +332,5 @@ def _protocols(rows: Sequence[Row]) -> dict[str, set[str]]:
     return {task: {protocol(row) for row in own} for task, own in grouped(asked, lambda row: str(row["task"])).items()}
 
 
-def _refuse(one: ResultFolder, other: ResultFolder, what: str) -> NoReturn:
-    raise InputError(f"{one.path} and {other.path} cannot be in one table: {what}. Take such folders apart.")
+def _refuse(first: ResultFolder, second: ResultFolder, what: str) -> NoReturn:
+    raise InputError(f"{first.path} and {second.path} cannot be in one table: {what}. Take such folders apart.")

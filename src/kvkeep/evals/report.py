@@ -1,208 +1,27 @@
-"""Rows in groups, the measures in them, and tables of both; needs only ``results.jsonl``.
-
-Rows that differ by the seed alone are one number with a spread.
-"""
+"""Tables of results, and notes on the differences that chance may have made; needs only ``results.jsonl``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
 
-Row = dict[str, Any]
-_Key = TypeVar("_Key", bound=Hashable)
-_Item = TypeVar("_Item")
-
-FULL = "100%"
-"""The budget of policies that never evict, as rows have it."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A number over seeds.
-
-    Attributes:
-        mean: the mean; NaN if a value is missing.
-        low: the lowest value.
-        high: the highest value.
-        n: number of values.
-        error: the standard error of the mean; NaN for a single value.
-    """
-
-    mean: float
-    low: float
-    high: float
-    n: int
-    error: float = math.nan
-
-    @property
-    def half(self) -> float:
-        """Half of the distance between the lowest and the highest value."""
-        return (self.high - self.low) / 2
-
-    def times(self, factor: float) -> Spread:
-        """Return the spread multiplied by a factor."""
-        return Spread(factor * self.mean, factor * self.low, factor * self.high, self.n, factor * self.error)
-
-
-def over(values: Sequence[float]) -> Spread:
-    """Compute the spread of some numbers."""
-    n, mean = len(values), sum(values) / len(values)
-    error = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else math.nan
-    return Spread(mean, min(values), max(values), n, error)
-
-
-@dataclass(frozen=True)
-class ScoreMeasure:
-    """A number in a task's score, and how to show it.
-
-    Attributes:
-        task: the task.
-        key: the number's name in the score.
-        title: its name for people.
-        decimals: decimals of a share in percent; ``None`` for a plain number, which is shown with three digits.
-    """
-
-    task: str
-    key: str
-    title: str
-    decimals: int | None = None
-
-    @property
-    def graded(self) -> bool:
-        """Return whether the measure is the mean of the grades of a task's questions."""
-        return self.task in ASKED and self.key in ("score", "accuracy")
-
-    def of(self, rows: Sequence[Row]) -> Spread:
-        """Compute the measure of rows that differ only by seed; shares in percent, NaN if a row lacks the number."""
-        values = [row["score"][self.key] for row in rows]
-        found = over([math.nan if value is None else value for value in values])
-        return found if self.decimals is None else found.times(100.0)
-
-    def show(self, rows: Sequence[Row]) -> str:
-        """Format the measure: ``62%``, or ``62±3%`` with half of the range over several seeds."""
-        found = self.of(rows)
-        if math.isnan(found.mean):
-            return "–"
-        if self.decimals is None:
-            return _digits(found.mean) + (f"±{found.half:.2g}" if found.n > 1 else "")
-        return f"{found.mean:.{self.decimals}f}" + (f"±{found.half:.{self.decimals}f}%" if found.n > 1 else "%")
-
-
-def _digits(value: float) -> str:
-    """Format three significant digits, but all digits before the point: ``57.0``, ``0.0665``, ``1234``."""
-    return f"{value:.0f}" if abs(value) >= 99.95 or value == 0 else f"{value:#.3g}"
-
-
-MEASURES = (
-    ScoreMeasure("recall", "accuracy", "recall, % right", 0),
-    ScoreMeasure("perplexity", "perplexity", "perplexity"),
-    ScoreMeasure("continuation", "perplexity", "perplexity of the next tokens"),
-    ScoreMeasure("agreement", "agreement", "agreement with the full cache, %", 0),
-    ScoreMeasure("agreement", "kl", "KL(full ‖ bounded), nats"),
-    ScoreMeasure("mass", "mass", "retained attention mass, %", 1),
-    ScoreMeasure("mass", "regret", "regret against the best set of each row, %", 1),
-    ScoreMeasure("ruler", "score", "RULER, % of the asked strings", 1),
-    ScoreMeasure("choice", "score", "multiple choice, % right", 1),
-    ScoreMeasure("longbench", "score", "LongBench, %", 1),
-    ScoreMeasure("needle", "score", "needle, % found", 0),
-    ScoreMeasure("passkey", "score", "passkey, % found", 0),
-    ScoreMeasure("kv_retrieval", "score", "key-value retrieval, % found", 0),
-    ScoreMeasure("conversation", "score", "conversation, % of facts found", 0),
-    ScoreMeasure("summary", "score", "summaries, ROUGE-L", 1),
-    ScoreMeasure("summary", "rouge2", "summaries, ROUGE-2", 1),
-    ScoreMeasure("diversity", "score", "different pairs of words in a text, %", 1),
-    ScoreMeasure("diversity", "self_bleu", "Self-BLEU among texts"),
-    ScoreMeasure("long_generation", "score", "long generation, ROUGE-L with the full cache's text", 1),
-    ScoreMeasure("long_generation", "before_difference", "long generation, % before the first difference", 1),
-    ScoreMeasure("long_generation", "length_ratio", "long generation, length relative to the full cache's"),
+from kvkeep.evals.confidence import Answers, PolicyPair, answers, interval_text, is_reference, kept, of_cell, pairs
+from kvkeep.evals.results import (
+    MEASURES,
+    Row,
+    ScoreMeasure,
+    by_budget,
+    by_case,
+    by_policy,
+    case_title,
+    grouped,
+    held,
+    is_full,
+    of_task,
+    over,
+    seeds,
 )
-
-ASKED = (
-    *("recall", "ruler", "choice", "longbench", "needle", "passkey", "kv_retrieval"),
-    *("conversation", "summary", "diversity", "long_generation"),
-)
-"""Tasks with graded replies: questions are asked inside the text or later."""
-
-
-def of_task(rows: Sequence[Row], task: str) -> list[Row]:
-    """Return the rows of one task."""
-    return [row for row in rows if row["task"] == task]
-
-
-def grouped(rows: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Group rows, or other items, by a key, in the order in which the groups first appear."""
-    groups: dict[_Key, list[_Item]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by their case, which is a part of a task."""
-    return grouped(rows, lambda row: str(row["case"]))
-
-
-def shown(task: str, case: str) -> str:
-    """Return a case's name for a title. A case of a task with questions names its protocol.
-
-    ``inside``: the question stands in the text when the text is cut. ``later``: the text is cut first.
-    """
-    if task not in ASKED:
-        return case
-    context, later, rest = case.partition(",ask=later")
-    return f"{context}{rest}, {'later' if later else 'inside'}"
-
-
-def by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by policy, and by setup where it differs from the policy's own."""
-    return grouped(rows, lambda row: f"{row['policy']} ({setup})" if (setup := row.get("setup")) else row["policy"])
-
-
-def by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by budget, from the smallest to the largest."""
-    groups = grouped(rows, lambda row: str(row["budget"]))
-    return dict(sorted(groups.items(), key=lambda item: _share(item[1][0])))
-
-
-def percent(row: Row) -> float:
-    """Return the budget in percent of the text; a budget given in percent is not rounded to whole tokens."""
-    asked = str(row["budget"])
-    return float(asked[:-1]) if asked.endswith("%") else 100 * _share(row)
-
-
-def held(row: Row) -> float:
-    """Return the allocated bytes relative to a full cache."""
-    return float(row["memory"]["allocated_bytes"] / max(1, row["memory"]["full_bytes"]))
-
-
-def is_full(rows: Sequence[Row]) -> bool:
-    """Return whether all rows are of a policy that never evicts."""
-    return all(row["budget"] == FULL for row in rows)
-
-
-def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows by seed."""
-    return list(grouped(rows, lambda row: row["seed"]).values())
-
-
-def seeds(rows: Sequence[Row]) -> str:
-    """Return the number of seeds in words, as for a title; empty if no case has more than one seed."""
-    cells = grouped(rows, lambda row: (row["case"], row["policy"], row.get("setup"), row["budget"]))
-    sizes = {len(by_seed(group)) for group in cells.values()}
-    low, high = min(sizes, default=1), max(sizes, default=1)
-    if high == 1:
-        return ""
-    return f"{high} seeds" if low == high else f"{low} to {high} seeds"
-
-
-def _share(row: Row) -> float:
-    """Return the budget as a share of the text, at most 1."""
-    return float(min(1.0, row["budget_tokens"] / row["text_tokens"]))
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -214,50 +33,164 @@ class Table:
     rows: dict[str, list[str]]
 
 
-Sure: TypeAlias = Callable[[Sequence[Row]], tuple[float, float]]
-"""Returns the interval of rows that differ by the seed alone; NaN if there is none."""
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Return a table for every measure of every case, and one of the bytes that caches held; none without rows.
 
-
-def tables(rows: Sequence[Row], sure: Sure | None = None) -> list[Table]:
-    """Make a table for every measure of every case, and one of the bytes that caches held.
-
-    Args:
-        rows: the rows.
-        sure: the interval to show in the cells of tasks with questions.
+    Cells of tasks with questions have their 95 % interval, where it is known.
     """
-    found = [
-        _table(f"{measure.title} ({shown(measure.task, case)})", group, measure.show, sure if measure.graded else None)
+    measured = [
+        _measure_table(measure, case, group)
         for measure in MEASURES
         for case, group in by_case(of_task(rows, measure.task)).items()
     ]
-    return [*found, _memory(rows)] if rows else found
+    return [*measured, _memory(rows)] if rows else measured
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    """Tabulate bytes held, in the case of the first task that has most rows; among equals, in the last one."""
+    """Return a table of the bytes held, in the case of the first task that has most rows; among equal ones, in the
+    last.
+    """
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
     columns, task = list(by_budget(group)), str(group[0]["task"])
     cells = _cells(group, columns, lambda part: f"{over([*map(held, part)]).mean:.0%}")
-    return Table(f"KV memory held, % of a full cache ({task}, {shown(task, case)})", columns, cells)
+    return Table(f"KV memory held, % of a full cache ({task}, {case_title(task, case)})", columns, cells)
 
 
-def _table(title: str, group: Sequence[Row], show: Callable[[Sequence[Row]], str], sure: Sure | None) -> Table:
+def _measure_table(measure: ScoreMeasure, case: str, group: Sequence[Row]) -> Table:
     columns = list(by_budget(group))
     several = seeds(group)
+    title = f"{measure.title} ({case_title(measure.task, case)})"
     title = f"{title}, mean ± half of the range over {several}" if several else title
-    if sure is None:
-        return Table(title, columns, _cells(group, columns, show))
-    cells = _cells(group, columns, lambda part: show(part) + _limits(sure(part)))
+    if not measure.graded:
+        return Table(title, columns, _cells(group, columns, measure.show))
+    cells = _cells(group, columns, lambda part: measure.show(part) + interval_text(of_cell(part)))
     known = any("(" in cell for line in cells.values() for cell in line)
     return Table(f"{title}, with 95 % intervals" if known else title, columns, cells)
 
 
-def _limits(interval: tuple[float, float]) -> str:
-    return "" if math.isnan(interval[0]) else f" ({interval[0]:.0f}–{interval[1]:.0f})"
-
-
 def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequence[Row]], str]) -> dict[str, list[str]]:
     """Return the table line of each policy."""
-    lines = {name: by_budget(part) for name, part in by_name(group).items()}
+    lines = {name: by_budget(part) for name, part in by_policy(group).items()}
     return {name: [show(line[column]) if column in line else "" for column in columns] for name, line in lines.items()}
+
+
+# What stays of the full cache's answers.
+
+
+def share_tables(rows: Sequence[Row]) -> list[Table]:
+    """Return a table per case of recall with rows of ``full``: the share of the full cache's answers that stays."""
+    tables = []
+    for case, rows_of_case in by_case(of_task(rows, "recall")).items():
+        full = answers(row for row in rows_of_case if is_reference(row))
+        others = [row for row in rows_of_case if not is_reference(row) and "asked" in row["score"]]
+        if full and others:
+            tables.append(_share_table(case, others, full))
+    return tables
+
+
+def _share_table(case: str, rows: Sequence[Row], full: Answers) -> Table:
+    columns = list(by_budget(rows))
+    texts = len({question[:2] for question in full})
+    title = (
+        f"answers of the full cache that stay, % with 95 % interval ({case_title('recall', case)}; the full cache "
+        f"answers {sum(full.values())} of {len(full)} questions about {texts} text{'s' * (texts != 1)})"
+    )
+    return Table(title, columns, _cells(rows, columns, lambda part: str(kept(answers(part), full))))
+
+
+# The policies' differences on the same questions.
+
+BEST = "best"
+
+
+def difference_tables(rows: Sequence[Row]) -> list[Table]:
+    """Return a table of each policy's difference to the best one of its budget, per task and protocol, without
+    `full`.
+    """
+    full = {name for name, own in by_policy(rows).items() if is_full(own)}
+    bounded = [pair for pair in pairs(rows) if not {pair.one, pair.other} & full]
+    return [
+        _difference_table(f"{task}, {protocol}", group, _order(of_task(rows, task)))
+        for (task, protocol), group in grouped(bounded, lambda pair: (pair.task, pair.protocol)).items()
+    ]
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Return notes on how many differences are clear, and how many questions the others would need."""
+    texts = []
+    for (task, protocol), group in grouped(pairs(rows), lambda pair: (pair.task, pair.protocol)).items():
+        unclear = [pair for pair in group if not pair.clear]
+        if not unclear:
+            continue
+        text = f"{task}, {protocol}: {len(unclear)} of {len(group)} differences may be chance at n={_span(group)}"
+        if needed := [pair for pair in unclear if pair.needed]:
+            most = max(needed, key=lambda pair: abs(pair.points))
+            text += (
+                f"; the largest of them, {abs(most.points):.1f} points ({_better(most)} at {most.budget}), "
+                f"would need about {_rounded(most.needed or 0)} questions"
+            )
+        texts.append(f"{text}.")
+    return texts
+
+
+def _better(pair: PolicyPair) -> str:
+    better, worse = (pair.one, pair.other) if pair.points > 0 else (pair.other, pair.one)
+    return f"{better} before {worse}"
+
+
+def _span(group: Sequence[PolicyPair]) -> str:
+    low, high = min(pair.n for pair in group), max(pair.n for pair in group)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _rounded(n: int) -> int:
+    """Return a number of questions rounded up to two significant digits."""
+    size: int = 10 ** max(0, len(str(n)) - 2)
+    return math.ceil(n / size) * size
+
+
+def _order(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    bounded = [row for row in rows if not is_full([row])]
+    return list(by_policy(bounded)), list(by_budget(bounded))
+
+
+def _difference_table(about: str, group: Sequence[PolicyPair], order: tuple[list[str], list[str]]) -> Table:
+    names, budgets = order
+    by = {budget: _against(own) for budget, own in grouped(group, lambda pair: pair.budget).items()}
+    columns = [budget for budget in budgets if budget in by]
+    title = (
+        f"points below the best policy of the budget ({about}; all cases together, n={_span(group)}; bootstrap 95 % "
+        "intervals; * = clear: sign-flip test, Holm)"
+    )
+    return Table(title, columns, {name: [by[budget].get(name, "") for budget in columns] for name in names})
+
+
+def _against(group: Sequence[PolicyPair]) -> dict[str, str]:
+    """Return the table cell of each policy at one budget, compared with the best policy."""
+    names = list(dict.fromkeys(name for pair in group for name in (pair.one, pair.other)))
+    sums = dict.fromkeys(names, 0.0)
+    for pair in group:
+        if not math.isnan(pair.points):
+            sums[pair.one] += pair.points
+            sums[pair.other] -= pair.points
+    best = max(names, key=sums.__getitem__)
+    cells = {best: BEST}
+    for pair in group:
+        if best in (pair.one, pair.other):
+            name, sign = (pair.other, -1) if pair.one == best else (pair.one, 1)
+            cells[name] = _difference_cell(pair, sign)
+    return cells
+
+
+def _difference_cell(pair: PolicyPair, sign: int) -> str:
+    """Return points, their interval, and a star if the difference is clear, as text: ``−12 (−20…−4) *``."""
+    if math.isnan(pair.points):
+        return "–"
+    low, high = sorted(sign * limit for limit in pair.interval)
+    limits = "" if math.isnan(low) else f" ({_signed(low)}…{_signed(high)})"
+    return f"{_signed(sign * pair.points)}{limits}{' *' if pair.clear else ''}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.0f}".replace("-", "−") if round(value) else "0"

@@ -7,23 +7,22 @@ import itertools
 import platform
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any, Protocol, runtime_checkable
 
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals import grid
-from kvkeep.evals.forward import Setup
-from kvkeep.evals.grid import Cell, GridArguments, Planned
+from kvkeep.evals.grid import GridArguments, Planned
 from kvkeep.evals.records import Records
-from kvkeep.evals.report import Row
+from kvkeep.evals.results import Row
 from kvkeep.evals.task import Options, Task, notes
 from kvkeep.models import weight_hash
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory
 from kvkeep.models.tokenization import Writer
-from kvkeep.policies.registry import parse
 from kvkeep.version import __version__
 
 TEXT_TASKS = {"perplexity", "continuation", "agreement", "mass"}
@@ -44,7 +43,7 @@ class TaskPart:
     options: Options
 
     def load(self, checkpoint: Checkpoint) -> Task:
-        """Return a copy of the task: the data that it prepares are large and are freed with the copy."""
+        """Return a copy of the task: the data that the copy prepares are large, and are freed with it."""
         return copy.copy(self.task)
 
 
@@ -71,7 +70,7 @@ class Grid:
 
     @property
     def notes(self) -> list[str]:
-        """Notes about the results for the user."""
+        """Return notes about the results for the user."""
         about_tasks = [note for part in self.parts for note in part.task.notes]
         return list(dict.fromkeys([*self.about_text, *about_tasks, *grid.notes(self.planned)]))
 
@@ -88,7 +87,7 @@ class Grid:
 def lay_out(
     checkpoint: Checkpoint, name: str, tasks: Sequence[type[Task]], wanted: GridArguments, options: Sequence[Options]
 ) -> Grid:
-    """Make the tasks' data and plan all cells; needs no weights.
+    """Make the tasks' data, and return the grid with all cells planned. No weights are needed.
 
     Args:
         checkpoint: configuration and tokenizer.
@@ -112,7 +111,9 @@ def lay_out(
 
 
 def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned], object] = lambda cell: None) -> None:
-    """Run every cell without a row, and write its row at once.
+    """Run every cell that has no row, and write its row at once.
+
+    Another process must not write to the folder meanwhile.
 
     Args:
         grid: the grid to measure.
@@ -124,20 +125,19 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
         InputError: the folder holds results of another run, another run is writing there, a row cannot be written, or
             memory does not suffice.
     """
-    with records.locked():
-        records.open({**manifest(grid), "weights": fingerprint(writer), "dtype": writer.dtype})
-        queue, runner = CellQueue(grid, records.done), CellRunner(writer, grid.name, grid.parts)
-        while (number := queue.take(0)) is not None:
-            part, planned = queue.parts[number], queue.cells[number]
-            if not runner.has_prepared(part):
-                on_cell(planned)
-                runner.prepare(part)
-            on_cell(planned)
-            records.append(runner.measure(part, planned))
+    runner = CellRunner(writer, grid.name, grid.parts)
+    with cells_to_run(grid, records, runner.about()) as queue:
+        while (item := queue.take(0)) is not None:  # this is the only process
+            number, piece = item
+            if not runner.has_prepared(piece.part):
+                on_cell(piece.planned)
+                runner.prepare(piece.part)
+            on_cell(piece.planned)
+            queue.write(number, runner.run(piece))
 
 
 def measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
-    """Run a cell; the part of its row that is not the same for all rows.
+    """Run a cell, and return the part of its row that is not the same for all cells of a process.
 
     Raises:
         KVKeepError: the cell cannot be run.
@@ -186,14 +186,14 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(writer: Writer) -> str:
-    """Compute a hash that tells other weights of the same name apart."""
+    """Return a hash that tells other weights of the same name apart."""
     return weight_hash.fingerprint(writer.model)
 
 
 # Cells one by one, in this process or in others than the one that has planned the grid and writes the rows.
 #
-# To other processes the planning one sends a `CellPiece` of a few hundred bytes for each cell. They make a task's data
-# themselves, as a resumed run does, and both compare what they have.
+# A `CellPiece` says what is to be run. Other processes make a task's data themselves, as a resumed run does, and
+# compare them with the piece: the data are too large to be sent, and files may differ between machines.
 
 
 @runtime_checkable
@@ -201,7 +201,7 @@ class TaskSource(Protocol):
     """Something that a task comes from: a `TaskPart` in the process that has planned it, else a `PartSource`."""
 
     def load(self, checkpoint: Checkpoint) -> Task:
-        """Return the task, before it has prepared anything."""
+        """Return the task, without what `Task.prepare` adds."""
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,10 @@ class PartSource:
     settings: Mapping[str, Any]
 
     def load(self, checkpoint: Checkpoint) -> Task:
-        """Make the data anew.
+        """Make the task's data anew, and return the task.
 
         Raises:
-            InputError: this process has other data.
+            InputError: the data are not those of the process that has planned the cells.
         """
         task = self.kind.load(checkpoint, self.options)
         if task.settings() != self.settings:
@@ -236,17 +236,11 @@ class CellPiece:
 
     Attributes:
         part: the number of its part.
-        cell: the cell; its policy is read from there.
-        setup: how its caches are made.
-        budgets: tokens per layer and head, one number per row.
-        lengths: tokens of the rows.
+        planned: the cell, with what its run needs.
     """
 
     part: int
-    cell: Cell
-    setup: Setup
-    budgets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    planned: Planned
 
 
 class CellRunner:
@@ -264,28 +258,18 @@ class CellRunner:
         self._task: Task | None = None
 
     def about(self) -> dict[str, str]:
-        """Describe the model as ``run.json`` records it."""
+        """Return the model's weights hash and dtype, as ``run.json`` records them."""
         return {"weights": fingerprint(self.writer), "dtype": self.writer.dtype}
 
     def run(self, piece: CellPiece) -> Row:
-        """Run a cell that another process has planned, and return its row.
+        """Run a cell, and return its row.
 
         Raises:
-            KVKeepError: the cell cannot be run, or this process has other data.
+            KVKeepError: the cell cannot be run, or this process has other data than the one that has planned it.
         """
-        task = self.prepare(piece.part)
-        if tuple(task.cases().get(piece.cell.case, ())) != piece.lengths:
+        task, planned = self.prepare(piece.part), piece.planned
+        if tuple(task.cases().get(planned.cell.case, ())) != planned.lengths:
             raise _other(task, "rows of another number or length")
-        policy = parse(piece.cell.policy)
-        return self.measure(piece.part, Planned(piece.cell, policy, piece.setup, piece.budgets, piece.lengths))
-
-    def measure(self, part: int, planned: Planned) -> Row:
-        """Run a cell of a part, and return its row.
-
-        Raises:
-            KVKeepError: the cell cannot be run.
-        """
-        task = self.prepare(part)
         with enough_memory(self.writer.model.device):
             return {**measure(task, self.writer, planned), **about(self._name, self.writer)}
 
@@ -294,7 +278,7 @@ class CellRunner:
         return self._task is not None and self._part == part
 
     def prepare(self, part: int) -> Task:
-        """Return the task of a part, with what it has made with the full cache."""
+        """Return the task of a part, with what it has made with the full cache. Only the last part's task is held."""
         if self._task is None or self._part != part:
             self._task = None  # its data are large
             task = self._sources[part].load(self.writer.checkpoint)
@@ -323,7 +307,11 @@ class PartQueue:
         self._at: dict[int, int] = {}
 
     def take(self, process: int) -> int | None:
-        """Return the number of the next cell for a process, given the process's number; ``None`` if none is left."""
+        """Take a cell's number out of the queue for a process, and return it; ``None`` if none is left.
+
+        The process goes on with its part, then with a part that nobody works at, then with the one that has most cells
+        left for each process.
+        """
         part = self._at.get(process)
         if part is None or not self._left[part]:
             part = self._at.pop(process, None)
@@ -332,7 +320,7 @@ class PartQueue:
                 return None
 
             def crowded(part: int) -> tuple[bool, float]:
-                """A part that nobody works at comes first; else the one with the most cells left for each."""
+                """Return a sort key: parts without a process first, then those with the most cells left per process."""
                 return busy[part] > 0, -len(self._left[part]) / (busy[part] + 1) if busy[part] else 0.0
 
             part = self._at[process] = min(waiting, key=crowded)
@@ -340,32 +328,60 @@ class PartQueue:
 
 
 class CellQueue:
-    """The cells of a grid that have no row yet, for one or more processes.
+    """The cells of a grid that have no row yet, for one or more processes, and the folder for their rows.
 
     Args:
         grid: the grid.
-        done: the cells that have a row.
+        records: the folder.
 
     Attributes:
         cells: number → cell, of all cells of the grid, from 1 on.
-        parts: number of a cell → number of its part, of the cells without a row.
     """
 
-    def __init__(self, grid: Grid, done: Collection[Cell]) -> None:
+    def __init__(self, grid: Grid, records: Records) -> None:
+        self._records, done = records, records.done
         self.cells = dict(enumerate(grid.planned, start=1))
-        self.parts: dict[int, int] = {}
+        self._pieces: dict[int, CellPiece] = {}
         numbers, left = iter(self.cells), list[list[int]]()
         for index, part in enumerate(grid.parts):
-            own = [number for planned, number in zip(part.planned, numbers, strict=False) if planned.cell not in done]
-            self.parts |= dict.fromkeys(own, index)
-            left.append(own)
+            own = {
+                number: CellPiece(index, planned)
+                for planned, number in zip(part.planned, numbers, strict=False)  # the next part goes on with `numbers`
+                if planned.cell not in done
+            }
+            self._pieces |= own
+            left.append(list(own))
         self._queue = PartQueue(left)
 
-    def take(self, process: int) -> int | None:
-        """Return the number of the next cell for a process, see `PartQueue.take`."""
-        return self._queue.take(process)
+    def take(self, process: int) -> tuple[int, CellPiece] | None:
+        """Return the next cell for a process with its number, see `PartQueue.take`; ``None`` if none is left."""
+        number = self._queue.take(process)
+        return None if number is None else (number, self._pieces[number])
+
+    def write(self, number: int, row: Row) -> Planned:
+        """Write the row of a cell, and return the cell. A worker's row gets this process's own names for its files.
+
+        Raises:
+            InputError: the row cannot be written; all earlier rows are safe.
+        """
+        planned = self.cells[number]
+        self._records.append({**row, **asdict(planned.cell), "options": asdict(planned.setup)})
+        return planned
 
 
-def as_planned(row: Row, planned: Planned) -> Row:
-    """Return a row that was made elsewhere, with this process's own names for its files."""
-    return {**row, **asdict(planned.cell), "options": asdict(planned.setup)}
+@contextmanager
+def cells_to_run(grid: Grid, records: Records, about: Mapping[str, str]) -> Iterator[CellQueue]:
+    """Yield the cells without a row while the folder is locked; at the end, put the rows into the grid's order.
+
+    Args:
+        grid: the grid, or a shard of it.
+        records: the folder for the rows.
+        about: the model as ``run.json`` records it, see `CellRunner.about`.
+
+    Raises:
+        InputError: the folder holds results of another run, another run is writing there, or it cannot be written.
+    """
+    with records.locked():
+        records.open({**manifest(grid), **about})
+        yield CellQueue(grid, records)
+        records.arrange([planned.cell for planned in grid.planned])

@@ -25,13 +25,14 @@ _LISTS = (resources.files("kvkeep.evals") / "synthetic_words.txt").read_text(enc
 ADJECTIVES, NOUNS = (tuple(part.split()) for part in _LISTS)
 
 _LONGEST = 60
+"""Words of a sentence; a longer one would leave few places for needles."""
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's noise."""
 
 
 def value(kind: str, drawn: random.Random) -> str:
-    """Draw a random value: two words joined by a hyphen, a number of seven digits, or a UUID."""
+    """Return a random value: two words joined by a hyphen, a number of seven digits, or a UUID."""
     if kind == "words":
         return f"{drawn.choice(ADJECTIVES)}-{drawn.choice(NOUNS)}"
     if kind == "numbers":
@@ -40,7 +41,7 @@ def value(kind: str, drawn: random.Random) -> str:
 
 
 def values(kind: str, drawn: random.Random, n: int) -> list[str]:
-    """Different values."""
+    """Return ``n`` different random values of a kind."""
     found: dict[str, None] = {}
     while len(found) < n:
         found[value(kind, drawn)] = None
@@ -48,11 +49,11 @@ def values(kind: str, drawn: random.Random, n: int) -> list[str]:
 
 
 def words(drawn: random.Random, n: int) -> list[str]:
-    """Different words; pairs with a hyphen where single words do not suffice."""
+    """Return ``n`` different random words; pairs with a hyphen, or UUIDs, where single words do not suffice."""
     single = sorted({*ADJECTIVES, *NOUNS})
     if n <= len(single):
         return drawn.sample(single, n)
-    pairs = [f"{one}-{other}" for one in ADJECTIVES for other in NOUNS]
+    pairs = [f"{adjective}-{other}" for adjective in ADJECTIVES for other in NOUNS]
     return drawn.sample([*single, *pairs], n) if n <= len(single) + len(pairs) else values("uuids", drawn, n)
 
 
@@ -65,20 +66,20 @@ class Haystack:
         self._filler = iter(own_filler(random.Random(seed)))
 
     def first(self, n: int) -> list[str]:
-        """Return the first ``n`` sentences."""
+        """Return the first ``n`` sentences. A text begins again when it is over."""
         while len(self._all) < n:
             self._all += islice(self._filler, n - len(self._all)) if self._own else self._all[: n - len(self._all)]
         return self._all[:n]
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences, with single spaces; long ones are split after `_LONGEST` words."""
+    """Return the sentences of a text, with single spaces; long ones are split after `_LONGEST` words."""
     parts = [part.split() for part in re.split(r"(?<=[.!?])\s+", text)]
     return [" ".join(part[at : at + _LONGEST]) for part in parts for at in range(0, len(part), _LONGEST)]
 
 
 def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """Insert needles between sentences, each after a share of the sentences."""
+    """Return sentences as one text, with needles between them, each after a share of the sentences."""
     places = sorted(zip((round(depth * len(hay)) for depth in depths), needles, strict=True))
     parts, before = [], 0
     for place, needle in places:
@@ -90,6 +91,8 @@ def planted(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float])
 # Needles of RULER: special magic numbers, words and UUIDs in a haystack.
 
 _DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]
+"""RULER's: 40 whole percents from 0 to 100."""
+
 _TEXT = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the {kind} afterwards.\n{context}"
@@ -131,16 +134,16 @@ TASKS = {
 
 
 def needle_items(task: Needles, haystack: Haystack, seed: str) -> Callable[[int], Item]:
-    """Makes a text with this many sentences around the needles."""
+    """Return a function that makes a text with a number of sentences around the needles."""
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
         keys = values(task.keys, drawn, task.n_keys)
         held = {key: values(task.values, drawn, task.n_values) for key in keys}
-        needles = [_said(task, key, one) for key in keys for one in held[key]]
+        needles = [_said(task, key, value) for key in keys for value in held[key]]
         asked = keys[: task.n_queries]
         context, depths = _context(task, haystack, needles, n, drawn)
-        answers = tuple(one for key in asked for one in held[key])
+        answers = tuple(value for key in asked for value in held[key])
         single = len(answers) == 1
         return _item(task, context, _listed(asked), answers, depths[0] if single else None)
 
@@ -158,13 +161,13 @@ def _context(
     else:
         return planted(haystack.first(n), drawn.sample(needles, len(needles)), depths), depths
     places = [round(depth * n) for depth in depths]
-    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
+    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):  # from the end: no place moves
         hay.insert(place, needle)
     return "\n".join(hay), depths
 
 
 def _others(task: Needles, needles: list[str], n: int, drawn: random.Random) -> list[str]:
-    """Make needles with keys other than those of the given needles."""
+    """Return ``n`` needles with keys other than those of the given needles."""
     hay: list[str] = []
     while len(hay) < n:
         key = value(task.keys, drawn)
@@ -182,11 +185,11 @@ def _listed(keys: list[str]) -> str:
 
 
 def _item(task: Needles, context: str, query: str, answers: tuple[str, ...], depth: float | None) -> Item:
-    """Build an item in RULER's wording; one answer is asked for in the singular."""
+    """Return an item in RULER's wording; one answer is asked for in the singular."""
     templates, kind = (_TEXT, _QUESTION, _LEAD), task.values
     if len(answers) == 1:
         kind = kind.removesuffix("s")
-        changed = [("Some", "A"), ("are all", "is"), ("are", "is")]
+        changed = [("Some", "A"), ("are all", "is"), ("are", "is")]  # as RULER does, in its order
         for before, after in changed:
             templates = tuple(template.replace(before, after) for template in templates)  # type: ignore[assignment]
     text, question, lead = (part.format(kind=kind, context=context, query=query) for part in templates)
@@ -239,7 +242,7 @@ class Library:
 
 
 def library(name: str, data: str | None) -> Library:
-    """Read the documents and questions of ``qa_1`` or ``qa_2``.
+    """Return the documents and questions of ``qa_1`` or ``qa_2``.
 
     Raises:
         InputError: the file is missing, or of another format.
@@ -257,8 +260,12 @@ _Flat = tuple[str, str, str, tuple[str, ...]]
 
 
 def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
-    """Read SQuAD. The authors' file is one object of articles with paragraphs; the hub has a row per question."""
-    asked = [one for row in rows for one in row]
+    """Return SQuAD's documents and questions.
+
+    The authors' file is one object of articles with paragraphs; the hub has a row per question. Questions without an
+    answer are left out.
+    """
+    asked = [question for row in rows for question in row]
     numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
     about: dict[str, set[int]] = {}
     for article, said, _, _ in asked:
@@ -266,13 +273,19 @@ def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     questions = [
         SyntheticQuestion(question, answers, (numbers[said],), tuple(sorted(about[article] - {numbers[said]})))
         for article, said, question, answers in asked
-        if answers
+        if answers  # SQuAD 2.0 also has questions without any
     ]
     return Library(tuple(numbers), tuple(questions))
 
 
 def _flat(row: Mapping[str, Any]) -> list[_Flat]:
-    """Article, paragraph, question and different answers of each question; a paragraph without any has empty ones."""
+    """Return article, paragraph, question and different answers of each question.
+
+    A paragraph without questions has empty ones.
+
+    Raises:
+        ValueError: a paragraph has another form.
+    """
     if "data" not in row:
         return [(text(row, "title"), text(row, "context"), text(row, "question"), _different(row["answers"]["text"]))]
     found: list[_Flat] = []
@@ -289,13 +302,17 @@ def _flat(row: Mapping[str, Any]) -> list[_Flat]:
 def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
     context = text(paragraph, "context")
     yield article, context, "", ()
-    for one in paragraph["qas"]:
-        answers = [] if one.get("is_impossible", False) else [answer["text"] for answer in one["answers"]]
-        yield article, context, text(one, "question"), _different(answers)
+    for entry in paragraph["qas"]:
+        answers = [] if entry.get("is_impossible", False) else [answer["text"] for answer in entry["answers"]]
+        yield article, context, text(entry, "question"), _different(answers)
 
 
 def _different(answers: Any) -> tuple[str, ...]:
-    """Return the answers, each once. A blank answer is an error, since every reply would contain it."""
+    """Return the answers, each once.
+
+    Raises:
+        ValueError: an answer is blank, which every reply would contain, or no text.
+    """
     if not isinstance(answers, list):
         raise ValueError(f"answers are {answers!r:.20}, no list")
     return tuple(dict.fromkeys(text({"answer": answer}, "answer") for answer in answers))
@@ -311,7 +328,12 @@ def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
 
 
 def _entry(row: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """Read question, answer and documents: pairs of title and sentences, or two lists in the hub's copy."""
+    """Return question, answer and documents of an entry: pairs of title and sentences, or two lists in the hub's
+    copy.
+
+    Raises:
+        ValueError: the entry has no documents.
+    """
     context = row["context"]
     pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
     shown = [_document(title, said) for title, said in pairs]
@@ -327,7 +349,7 @@ def _document(title: Any, said: Any) -> str:
 
 
 def document_items(found: Library, asked: SyntheticQuestion, seed: str) -> Callable[[int], Item]:
-    """Makes a prompt with the needed documents and this many others, in a random order."""
+    """Return a function that makes a prompt with the needed documents and a number of others, in a random order."""
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
@@ -359,7 +381,7 @@ _COMMON = 10
 _SHORT = 4096
 """Contexts below this length have fewer repetitions, as in RULER."""
 
-_ZETA_2 = 1.6449340668482264
+_ZETA_2 = 1.6449340668482264  # π² / 6: the sum of 1 / rank² over all ranks
 
 _CHAIN_TEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
 _CHAIN_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."
@@ -385,7 +407,7 @@ _CODED_LEAD = " Answer: According to the coded text above, the three most freque
 
 
 def chain(seed: str) -> Callable[[int], Item]:
-    """Makes a text with one chain of variables among this many lines of noise, after a solved example."""
+    """Return a function that makes a text with one chain of variables among lines of noise, after a solved example."""
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
@@ -400,12 +422,13 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
     names: dict[str, None] = {}
     while len(names) < _HOPS + 1:
         names["".join(drawn.choices(string.ascii_uppercase, k=letters))] = None
+    # RULER's own number below 99999, and its own blank after each assignment but the first
     found, number = list(names), str(drawn.randint(10000, 99998))
     said = [f"VAR {found[0]} = {number}"]
     said += [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(found)]
     lines = [NOISE] * n
     for i, place in enumerate(sorted(drawn.choices(range(n + 1), k=len(said)))):
-        lines.insert(place + i, said[i])
+        lines.insert(place + i, said[i])  # places count lines of noise; i lines were inserted before
     return Item(
         text=_CHAIN_TEXT.format(context="\n".join(lines)),
         question=_CHAIN_QUESTION.format(query=number),
@@ -415,7 +438,8 @@ def _chained(drawn: random.Random, n: int, letters: int) -> Item:
 
 
 def common(seed: str, context: int) -> Callable[[int], Item]:
-    """Makes a list in which ten words come back often and this many others seldom, after a solved example."""
+    """Return a function that makes a list in which ten words come often and others seldom, after a solved example."""
+    # RULER's: repetitions of common and of other words; and the words of the example, with theirs
     often, seldom, example = (6, 1, (20, 3, 1)) if context < _SHORT else (30, 3, (40, 10, 3))
 
     def make(n: int) -> Item:
@@ -438,15 +462,17 @@ def _numbered(drawn: random.Random, n: int, often: int, seldom: int) -> tuple[st
 
 
 def coded(seed: str, room: int) -> Callable[[int], Item]:
-    """Makes a text of about this many coded words, whose counts follow a zeta distribution with exponent 2."""
-    size = max(6, room // 50)
+    """Return a function that makes a text of about so many coded words, whose counts follow a zeta distribution of
+    exponent 2.
+    """
+    size = max(6, room // 50)  # RULER's vocabulary; three words are asked for
 
     def make(n: int) -> Item:
         drawn = random.Random(seed)
         codes: dict[str, None] = {}
         while len(codes) < size:
             codes["".join(drawn.choices(string.ascii_lowercase, k=6))] = None
-        vocabulary = ["...", *list(codes)[1:]]
+        vocabulary = ["...", *list(codes)[1:]]  # the most frequent one is noise, as in RULER
         counts = [int(n / _ZETA_2 / rank**2) for rank in range(1, size + 1)]
         text = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
         drawn.shuffle(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import difflib
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, closest
 from kvkeep.evals.forward import PLAIN, Setup
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import STYLES
@@ -72,10 +71,10 @@ class Options:
     parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the options against each other and against their ranges.
 
         Raises:
-            InputError: one is out of range.
+            InputError: an option is out of range, or makes no sense with another.
         """
         low = {"limit": self.limit, "contexts": min(self.contexts, default=0), "facts": self.facts}
         for name, value in {**low, "window": self.window, "stride": self.stride}.items():
@@ -125,7 +124,7 @@ class Task(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Task:
-        """Make the task's data; needs no weights.
+        """Return the task with its data made; no weights are needed.
 
         Raises:
             InputError: the data or the options cannot be used with this model.
@@ -142,11 +141,11 @@ class Task(abc.ABC):
     @property
     @abc.abstractmethod
     def new_tokens(self) -> int:
-        """Number of tokens that follow those of `cases`; a policy that never evicts needs room for them."""
+        """Return the number of tokens that follow those of `cases`. A policy that never evicts needs room for them."""
 
     @property
     def notes(self) -> list[str]:
-        """Notes about the results."""
+        """Return sentences about the results for the user; none by default."""
         return []
 
     def prepare(self, writer: Writer) -> None:  # noqa: B027  (most tasks need nothing)
@@ -156,7 +155,9 @@ class Task(abc.ABC):
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Measure one policy with one budget per row of the case, in caches made as ``setup`` says."""
+        """Measure one policy, with one budget per row of the case, in caches made as ``setup`` says; return the
+        score.
+        """
 
 
 def check_positions(checkpoint: Checkpoint, tokens: int, task: str, argument: str) -> None:
@@ -174,7 +175,7 @@ def check_positions(checkpoint: Checkpoint, tokens: int, task: str, argument: st
 
 
 def past_training(checkpoint: Checkpoint, tokens: int, task: str) -> list[str]:
-    """Return a note if a text is longer than the model was trained for."""
+    """Return a list with a note if a text is longer than the model was trained for; else an empty one."""
     trained = checkpoint.trained_length
     if trained is None or tokens <= trained:
         return []
@@ -185,7 +186,9 @@ def past_training(checkpoint: Checkpoint, tokens: int, task: str) -> list[str]:
 
 
 def chosen(task: str, wanted: Sequence[str], known: Sequence[str], default: Sequence[str]) -> list[str]:
-    """Return the parts to run, in the task's order. A name that ends with ``*`` stands for all that begin so.
+    """Return the parts to run, in the task's order; ``default`` if none is wanted.
+
+    A name that ends with ``*`` stands for all parts that begin so.
 
     Raises:
         InputError: there is no such part.
@@ -194,8 +197,8 @@ def chosen(task: str, wanted: Sequence[str], known: Sequence[str], default: Sequ
     for name in wanted:
         own = {part for part in known if part == name or (name.endswith("*") and part.startswith(name[:-1]))}
         if not own:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            close = closest(name, known)
+            hint = f" Did you mean {close!r}?" if close else ""
             raise InputError(f"`parts`: {task} has no part {name!r}.{hint} Known: {', '.join(known)}.")
         found |= own
     return [part for part in known if part in (found or set(default))]
@@ -207,19 +210,19 @@ TENTHS = 10
 
 
 def nll(logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Negative log-likelihood of each target, in nats and float32."""
+    """Return the negative log-likelihood of each target, in nats and float32."""
     return -logits.float().log_softmax(dim=-1).gather(-1, targets[..., None]).squeeze(-1)
 
 
 def kl(full: Float[Tensor, "B V"], bounded: Float[Tensor, "B V"]) -> Float[Tensor, " B"]:
-    """Compute KL(full ‖ bounded) of two next-token distributions from logits, in nats and float32; never below 0."""
+    """Return KL(full ‖ bounded) of two next-token distributions from logits, in nats and float32; never below 0."""
     p, q = full.float().log_softmax(dim=-1), bounded.float().log_softmax(dim=-1)
     terms = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0)  # tokens that the full cache rules out add 0
     return terms.sum(dim=-1).clamp(min=0.0)
 
 
 def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
-    """Split target positions from 1 to ``length`` into ranges ``[start, stop)``, which double after ``first``."""
+    """Return ranges ``[start, stop)`` of target positions from 1 to ``length``, which double after ``first``."""
     edges = [1]
     edge = first
     while edge < length:
@@ -234,7 +237,7 @@ def tenth_of(share: float) -> int:
 
 
 def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> Float[Tensor, "B 10"]:
-    """Share of the kept tokens in each tenth of each row's text, averaged over heads.
+    """Return the share of the kept tokens in each tenth of each row's text, averaged over heads.
 
     Args:
         positions: true positions in the slots, -1 for empty slots; positions beyond a row's length do not count.
@@ -262,7 +265,7 @@ def own(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R"]:
 
 
 def held(probabilities: Float[Tensor, "B Hk T"], positions: Int[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
-    """Sum the part of one row's attention that falls on the tokens in the slots (-1 = empty)."""
+    """Return the part of one row's attention that falls on the tokens in the slots (-1 = empty)."""
     mass = probabilities.gather(-1, positions.long().clamp(min=0))
     return mass.masked_fill(positions < 0, 0.0).sum(dim=-1)
 
@@ -274,8 +277,9 @@ def best_dynamic(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float
 
 
 def best_static(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """The attention that the best fixed set in hindsight holds: ``budget`` tokens with the largest sums over all
-    rows.
+    """Return the attention that the best fixed set in hindsight holds, with each row's own token.
+
+    The set has the ``budget`` tokens with the largest sums over all rows.
     """
     before = past(probabilities)
     chosen = before.sum(dim=-2).topk(min(budget, before.shape[-1]), dim=-1).indices
@@ -287,8 +291,21 @@ def best_static(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[
 SHORTEST = 16
 """Tokens of the shortest text that says anything."""
 
+_SEEDS_APART = 1_000_003
+"""Distance of the first texts of two seeds, more than a run has texts. Another number would change all results."""
+
 _FILLER_PER_FACT = 3
 _FACTS = 16
+"""Sentences before each fact of the package's own text, and facts that take turns; other numbers change results."""
+
+
+ITEMS_APART = 1009
+"""Distance of the first items of two seeds where a run has few of them; another number would change results."""
+
+
+def text_seed(seed: int, number: int) -> int:
+    """Return the seed of a text by its number, so that no text of one seed of the user is one of another."""
+    return seed * _SEEDS_APART + number
 
 
 def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int) -> Int[Tensor, "rows length"]:
@@ -306,7 +323,7 @@ def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int)
     begin = _begin(checkpoint)
     body = length - len(begin)
     if options.text is None:
-        texts = [_own_tokens(checkpoint, options.seed * 1_000_003 + row, body) for row in range(rows)]
+        texts = [_own_tokens(checkpoint, text_seed(options.seed, row), body) for row in range(rows)]
     else:
         texts = _cut(_tokens(checkpoint, options.text), rows, body, options.seed)
     return torch.stack([torch.cat([begin, text]) for text in texts])
@@ -320,7 +337,7 @@ def describe(options: Options) -> str:
 
 
 def notes(options: Options) -> list[str]:
-    """Notes about the text."""
+    """Return a note if the text is the package's own; else an empty list."""
     if options.text is not None:
         return []
     return [
@@ -342,14 +359,20 @@ def own_sentences(seed: int) -> Iterator[str]:
 
 def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, " length"]:
     sentences = own_sentences(seed)
-    text = " ".join(islice(sentences, 1 + length // 4))
+    text = " ".join(islice(sentences, 1 + length // 4))  # nearly always enough: few sentences have so few tokens
     while len(ids := _tokens(checkpoint, text)) < length:
         text = " ".join([text, *islice(sentences, 1 + length // 8)])
     return ids[:length]
 
 
 def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[Tensor, " length"]]:
-    """Consecutive windows; the next seed starts where this one ends, and after the last window comes the first."""
+    """Return consecutive windows of a text.
+
+    The next seed starts where this one ends; after the last window comes the first.
+
+    Raises:
+        InputError: the text is too short.
+    """
     if len(ids) < SHORTEST:
         raise InputError(
             f"The text has only {len(ids)} tokens; less than {SHORTEST} say nothing about a cache. Give a "

@@ -14,7 +14,7 @@ class _Callable(types.ModuleType):
     """A module that is called like its function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `kvkeep.explain.explain.explain`."""
+        """Call `kvkeep.explain.explain.explain` with these arguments, and return its record."""
         from kvkeep.explain.explain import explain  # imports torch and transformers
 
         return explain(*args, **kwargs)

@@ -30,9 +30,11 @@ CHUNK = 64
 """Tokens of the prompt in one moment."""
 NEW_TOKENS = 32
 MOST_NEW_TOKENS = 54
-MOST_POLICIES = 6
+"""What is left of the page's moments when the prompt has 200 of them."""
+
+MOST_POLICIES = 6  # columns of the page
 _MOST_CHUNKS = MOST_MOMENTS - MOST_NEW_TOKENS
-_MOST_TOKENS = 2**17
+_MOST_TOKENS = 2**17  # a browser gets an element and numbers for each
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def explain(  # noqa: PLR0913  the choices of a user
     command: str | None = None,
     progress: Callable[[float], object] = lambda share: None,
 ) -> Explanation:
-    """Read a text and answer a question under several policies, and record what each head held, dropped and missed.
+    """Read a text and answer a question under several policies; return a record of what each head held, dropped and
+    missed.
 
     ``kvkeep.explain(None, text, question="Who?").to_html()`` is a page about the embedded model.
 
@@ -99,11 +102,12 @@ def explain(  # noqa: PLR0913  the choices of a user
         prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
         slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)
-        rooms = [_room(one, slots, prompt) for one in asked.policies]
+        rooms = [_room(policy, slots, prompt) for policy in asked.policies]
         work = runs.WorkDone(found, prompt, rooms, progress)
         with enough_memory(found.device):
             ledgers = [
-                runs.bounded(found, one, room, prompt, work) for one, room in zip(asked.policies, rooms, strict=True)
+                runs.bounded(found, policy, room, prompt, work)
+                for policy, room in zip(asked.policies, rooms, strict=True)
             ]
             answer, missed = runs.full(found, prompt, ledgers, work)
         ids, tokens = prompt.ids.tolist(), checkpoint.tokenizer
@@ -140,13 +144,13 @@ def check(
     """
     if isinstance(policies, str) or not policies:
         raise PolicyError('`policies` is a list of one to six policies, e.g. ["h2o", "snapkv"].')
-    made = [parse(one) if isinstance(one, str) else one for one in policies]
-    if any(not isinstance(one, Policy) for one in made):
-        raise PolicyError(f"{next(one for one in made if not isinstance(one, Policy))!r:.80} is no policy.")
-    if len(made) > MOST_POLICIES or len({str(one) for one in made}) < len(made):
+    made = [parse(policy) if isinstance(policy, str) else policy for policy in policies]
+    if any(not isinstance(policy, Policy) for policy in made):
+        raise PolicyError(f"{next(policy for policy in made if not isinstance(policy, Policy))!r:.80} is no policy.")
+    if len(made) > MOST_POLICIES or len({str(policy) for policy in made}) < len(made):
         raise InputError(f"`policies` names {len(made)}; give up to {MOST_POLICIES} different ones.")
     if isinstance(budget, float):
-        budgets.from_ratio(budget, 1)
+        budgets.from_ratio(budget, 1)  # checks it
     else:
         budget = budgets.check_one(budget)
     chunk = budgets.check_one(prefill_chunk, "prefill_chunk")
@@ -161,7 +165,11 @@ def check(
 
 @contextmanager
 def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Checkpoint]]:
-    """Attach the model for as long as the block runs, and yield it with its checkpoint."""
+    """Attach the model while the context lasts, and yield it with its checkpoint. A name is loaded first.
+
+    Raises:
+        InputError: a loaded model comes without its tokenizer.
+    """
     name = "the embedded model" if model is None else str(model)
     if model is None or isinstance(model, str | os.PathLike):
         model, tokenizer = load_with_tokenizer(model)
@@ -174,20 +182,29 @@ def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Check
 
 
 def _joined(text: str, question: str) -> str:
-    """Join text and question into the user's message, or raise an `InputError` if the text cannot be read."""
+    """Return text and question as the user's message.
+
+    Raises:
+        InputError: the text cannot be read.
+    """
     if not isinstance(text, str) or not isinstance(question, str):
         raise InputError("`text` and `question` are texts, in UTF-8.")
     if not text.strip():
         raise InputError("The text is empty. Give some text to read.")
     if "\0" in text:
-        raise InputError(f"The text has a zero byte at character {text.index(chr(0))}: a binary file. Give plain text.")
+        place = text.index("\0")
+        raise InputError(f"The text has a zero byte at character {place}: a binary file. Give plain text.")
     return text if not question.strip() else f"{text}{SEPARATOR}{question}"
 
 
 def _prompt(
     checkpoint: Checkpoint, model: Any, message: str, asked: ExplainArguments, *, raw: bool
 ) -> tuple[ExplainPrompt, list[str]]:
-    """Return the prompt, and remarks on how it is read."""
+    """Return the prompt, and remarks on how it is read.
+
+    Raises:
+        InputError: the text is too short or too long.
+    """
     ids, notes, chunk = encode(checkpoint, message, raw=raw)[0], list[str](), asked.chunk
     if len(ids) < 2:
         raise InputError("The text is a single token, of which nothing can be forgotten. Give a longer text.")
@@ -207,11 +224,15 @@ def _prompt(
 
 
 def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
-    """Return the budget in tokens. A small share grows to what the policies protect, with a remark that says so."""
+    """Return the budget in tokens.
+
+    A small share grows to what the policies protect, and a remark is added to ``notes``.
+    """
     if isinstance(asked.budget, int):
         return asked.budget
     slots = share = budgets.from_ratio(asked.budget, tokens)
     for policy in asked.policies:
+        # again and again, since what a policy protects may grow with its budget
         while policy.evicts and (protected := int(sum(policy.protected(slots)))) > slots:
             slots = protected
     if slots > share:
@@ -225,7 +246,7 @@ def _room(policy: Policy, slots: int, prompt: ExplainPrompt) -> int:
 
 
 def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, prompt: ExplainPrompt) -> None:
-    """Refuse policies and budgets that cannot run, before the first one runs."""
+    """Refuse a model, policies and budgets that cannot run, before the first policy runs."""
     refuse_states(checkpoint.name, checkpoint.config)
     for policy in policies:
         policy.check(_room(policy, slots, prompt))
@@ -239,7 +260,7 @@ def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
 
 def _call(name: str, question: str, asked: ExplainArguments) -> str:
     model = None if name == "the embedded model" else name
-    chosen = [str(one) for one in asked.policies]
+    chosen = [str(policy) for policy in asked.policies]
     return f"kvkeep.explain({model!r}, text, question={question!r}, policies={chosen}, budget={asked.budget})"
 
 
@@ -247,7 +268,7 @@ def refuse_states(name: str, config: Any) -> None:
     """Refuse a model with layers that keep a state, which cannot go back to the end of the prompt.
 
     Raises:
-        UnsupportedModelError: it has such layers.
+        UnsupportedModelError: the model has such layers.
     """
     if keeps_states(config):
         raise UnsupportedModelError(

@@ -36,12 +36,14 @@ MOST_MOMENTS = 254
 
 
 def moments(dropped: Tensor) -> dict[str, Any]:
-    """Encode the moments of drops in one byte each; `HELD` where there is none."""
+    """Return the moments of drops as a table of one byte each; `HELD` where a token was not dropped."""
     return _table("uint8", dropped.masked_fill(dropped < 0, HELD).to(torch.uint8))
 
 
 def shades(values: Tensor) -> dict[str, Any]:
-    """Encode numbers of 0 or more in a byte each: the square root of the share of the largest, in 255 steps."""
+    """Return numbers of 0 or more as a table of one byte each: the square root of the share of the largest, in 255
+    steps.
+    """
     most = float(values.max()) if values.numel() else 0.0
     steps = torch.empty(values.shape, dtype=torch.uint8)
     for some, to in zip(values.split(_ROWS), steps.split(_ROWS), strict=True):
@@ -50,17 +52,17 @@ def shades(values: Tensor) -> dict[str, Any]:
 
 
 def short_floats(values: Tensor) -> dict[str, Any]:
-    """Encode floats in bfloat16, two bytes each: three digits, and no two numbers change their order."""
+    """Return floats as a table of bfloat16, two bytes each: three digits, and no two numbers change their order."""
     return _table("bfloat16", values.to(torch.bfloat16).view(torch.int16))
 
 
 def whole_numbers(values: Tensor) -> dict[str, Any]:
-    """Whole numbers, four bytes each."""
+    """Return integers as a table of four bytes each."""
     return _table("int32", values.to(torch.int32))
 
 
 def unpacked(table: dict[str, Any]) -> Tensor:
-    """Return a table's numbers; the opposite of the functions above, up to their rounding."""
+    """Return a table's numbers: the inverse of the functions above, up to their rounding."""
     data = bytearray(zlib.decompress(base64.b64decode(table["data"])))
     kinds = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "int32": torch.int32}
     flat = torch.frombuffer(data, dtype=kinds[table["type"]]) if data else torch.zeros(0)
@@ -81,6 +83,7 @@ def _table(kind: str, values: Tensor) -> dict[str, Any]:
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("colours.css", "tokens.css", "page.css")
 _SCRIPTS = ("tokens.js", "parts.js", "strip.js", "data.js", "columns.js", "panels.js", "answers.js", "page.js")
+# a text with </script> would end the script that holds the data
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -91,7 +94,7 @@ def asset(name: str) -> str:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Build the whole HTML page.
+    """Return the whole HTML page.
 
     Args:
         data: the content of the JSON.
@@ -123,14 +126,15 @@ _MOST_COLUMNS = 1000
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
-    """Check, without writing anything, that pictures can be drawn into a folder.
+    """Refuse a folder into which pictures cannot be drawn. Nothing is written.
 
     Raises:
-        InputError: matplotlib is missing, the folder cannot be written to, or it has such pictures already.
+        InputError: matplotlib is missing, the folder cannot be written to, or it has such pictures already and
+            ``overwrite`` is not set.
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
-    above = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+    above = next(ancestor for ancestor in (folder, *folder.absolute().parents) if os.path.lexists(ancestor))
     if not above.is_dir():
         raise InputError(f"{above} is no folder, so it has no room for plots. Give another name.")
     if not os.access(above, os.W_OK):
@@ -141,7 +145,13 @@ def check(folder: Path, *, overwrite: bool) -> None:
 
 
 def write(found: Explanation, folder: Path, *, moment: int, token: int | None, overwrite: bool) -> list[Path]:
-    """Write the pictures of a record, see `Explanation.draw`."""
+    """Write the pictures of a record into a folder, which is made if need be; return the paths.
+
+    See `Explanation.draw`.
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
     pictures = dict(zip(FILES, (strips(found, moment), times(found), lost(found)), strict=True))
     if token is not None:
         pictures[TOKEN_FILE] = lives(found, token)
@@ -154,7 +164,8 @@ def write(found: Explanation, folder: Path, *, moment: int, token: int | None, o
 
 
 def strips(found: Explanation, moment: int = -1) -> list[Heat]:
-    """Map the tokens that each head holds at a moment: a line for each head, 100 where it holds the token.
+    """Return maps of the tokens that each head holds at a moment: a line for each head, 100 where it holds the
+    token.
 
     Args:
         found: the record.
@@ -174,7 +185,7 @@ def strips(found: Explanation, moment: int = -1) -> list[Heat]:
 
 
 def times(found: Explanation) -> list[Heat]:
-    """Map the share of heads that hold each token: a line for each moment."""
+    """Return maps of the share of heads that hold each token: a line for each moment."""
     maps = []
     for run in found.runs:
         moments = range(run.ledger.moments)
@@ -184,13 +195,14 @@ def times(found: Explanation) -> list[Heat]:
 
 
 def lost(found: Explanation) -> list[Heat]:
-    """Map the lost mass of each head, mean over the answer's tokens: layers down, KV heads across."""
+    """Return maps of the lost mass of each head, mean over the answer's tokens: layers down, KV heads across."""
     chunks = -(-len(found.tokens) // found.chunk)
     return _maps(found, "Lost mass, %", lambda run: run.missed.lost[chunks:].mean(dim=0))
 
 
 def lives(found: Explanation, token: int) -> list[Heat]:
-    """Map how long each head held a token: the share of the moments since it was read; 100: it is still held.
+    """Return maps of how long each head held a token: the share of the moments since it was read; 100: it is still
+    held.
 
     Args:
         found: the record.
@@ -210,7 +222,7 @@ def lives(found: Explanation, token: int) -> list[Heat]:
 
 
 def _maps(found: Explanation, title: str, of: Callable[[PolicyRun], Float[Tensor, " H"]]) -> list[Heat]:
-    """Map a share for each head: for each run one map of layers and KV heads."""
+    """Return one map of layers and KV heads for each run, with the share that ``of`` gives for each head."""
     layers, heads = sorted({layer for layer, _ in found.heads}), 1 + max(head for _, head in found.heads)
     places = torch.tensor([layers.index(layer) * heads + head for layer, head in found.heads])
     maps = []
@@ -223,7 +235,10 @@ def _maps(found: Explanation, title: str, of: Callable[[PolicyRun], Float[Tensor
 
 
 def _wide(title: str, y_label: str, names: list[str], shares: Iterable[Float[Tensor, " n"]]) -> Heat:
-    """Map shares over positions. A column is the mean of several positions if there are too many of them."""
+    """Return a map of shares over positions.
+
+    A column is the mean of several positions if there are too many of them.
+    """
     lines, step = list[list[float]](), 1
     for share in shares:
         step = -(-len(share) // _MOST_COLUMNS)
@@ -240,10 +255,10 @@ def _held(found: Explanation, run: PolicyRun, moment: int) -> Float[Tensor, "H n
 
 
 def _index(wanted: int, count: int, what: str) -> int:
-    """Convert an index, which may be negative, to one that counts from the list's beginning.
+    """Return an index that counts from the list's beginning, from one that may be negative.
 
     Raises:
-        InputError: the list is shorter.
+        InputError: the index is no whole number, or out of range.
     """
     if isinstance(wanted, bool) or not isinstance(wanted, int) or not -count <= wanted < count:
         raise InputError(f"{what}={wanted!r:.40} is outside 0 … {count - 1}, the {what}s of this record.")
@@ -351,7 +366,7 @@ class Explanation:
         return page(self.data)
 
     def read(self, moment: int) -> int:
-        """Count the tokens of the prompt and of an answer that have been read when a moment is over."""
+        """Return how many tokens of the prompt and of an answer have been read when a moment is over."""
         chunks = -(-len(self.tokens) // self.chunk)
         return min(len(self.tokens), (moment + 1) * self.chunk) + max(0, moment + 1 - chunks)
 

@@ -87,11 +87,11 @@ class Ledger:
         return len(self.mass)
 
     def lacks(self, moment: int) -> Bool[Tensor, "H n"]:
-        """Tell which tokens each head had dropped when a moment began."""
+        """Return which tokens each head had dropped when a moment began."""
         return (self.dropped >= 0) & (self.dropped < moment)
 
     def note(self, watches: dict[int, BoundedAttention], heard: dict[int, Heard], last: int) -> None:
-        """Add a moment.
+        """Add a moment: what the layers' heads dropped, scored and received in a step.
 
         Args:
             watches: the layers after the step.
@@ -104,30 +104,31 @@ class Ledger:
         self.mass.append(received[:, :last].mean(dim=0))
         held = torch.cat([watch.held for watch in watches.values()]).cpu()
         gone = (self.dropped == HELD) & ~held
-        gone[:, last:] = False
+        gone[:, last:] = False  # not read yet
         self.dropped[gone] = self.moments - 1
         scores, free = self._compared(watches, heard)
         self.scores[gone] = scores[gone]
         standing = scores.masked_fill(~(held & free) | scores.isnan(), torch.inf)
         lowest = standing.amin(dim=-1)
-        there = lowest < torch.inf
+        there = lowest < torch.inf  # else all that the head holds is protected
         self.rivals.append(torch.where(there, (standing == lowest[:, None]).int().argmax(dim=-1), -1))
         self.rival_scores.append(lowest.masked_fill(~there, torch.nan))
 
     def choose(self, watches: dict[int, BoundedAttention]) -> None:
-        """Note the attention of the newest query, which chooses the next token of the answer."""
+        """Add the attention of the newest query, which chooses the next token of the answer."""
         rows = torch.cat([watch.sums.newest for watch in watches.values()]).cpu()
         self.rows.append(rows.mean(dim=0))
 
     def _compared(
         self, watches: dict[int, BoundedAttention], heard: dict[int, Heard]
     ) -> tuple[Float[Tensor, "H n"], Bool[Tensor, "H n"]]:
-        """Return the scores by position, NaN where there is none, and tell which tokens were not protected."""
+        """Return the scores by position, NaN where there is none, and a mask of the tokens that were not protected."""
         length, scores, free = self.total.shape[1], [], []
         for number, watch in watches.items():
             heads = watch.held.shape[0]
             table, open_ = torch.full((heads, length + 1), torch.nan), torch.zeros(heads, length + 1, dtype=torch.bool)
             if (found := heard.get(number)) is not None:
+                # the last column takes the empty slots (-1), and is left out
                 places = found.positions.cpu().long().expand(heads, -1) % (length + 1)
                 table.scatter_(-1, places, found.scores.cpu())
                 open_.scatter_(-1, places, ~found.protected.cpu())
@@ -181,13 +182,14 @@ class WorkDone:
         end = 0
         for piece in prompt.chunks():
             size, end = len(piece), end + len(piece)
+            # 2: as in `bounded`, where attention is computed twice
             self._all += self._of(size, end) + sum(self._of(size, 2 * min(end, room + size)) for room in rooms)
 
     def _of(self, tokens: int, seen: int) -> int:
         return tokens * (self._weights + self._pair * seen)
 
     def add(self, tokens: int, seen: int) -> None:
-        """Note that tokens were read, each of which attended to so many."""
+        """Add the work of reading tokens, each of which attended to ``seen`` tokens, and report the share done."""
         self._done += self._of(tokens, seen)
         self._progress(min(1.0, self._done / self._all))
 
@@ -209,7 +211,7 @@ class Missed:
 
 @torch.inference_mode()
 def bounded(model: Any, policy: Policy, budget: int, prompt: ExplainPrompt, work: WorkDone) -> Ledger:
-    """Run a prompt and its greedy answer in a bounded cache, and record every moment.
+    """Run a prompt and its greedy answer in a bounded cache, and return the record of every moment.
 
     Args:
         model: the model, attached.
@@ -255,7 +257,8 @@ def _budgets(cache: BoundedCache) -> list[int]:
 def full(
     model: Any, prompt: ExplainPrompt, ledgers: Sequence[Ledger], work: WorkDone
 ) -> tuple[list[int], list[Missed]]:
-    """Run a prompt under the full cache, its own greedy answer, and then the answer of each bounded run.
+    """Feed a prompt to the full cache, then generate its own greedy answer, and feed it each bounded run's answer
+    after the prompt.
 
     Args:
         model: the model, attached.
@@ -281,13 +284,13 @@ def full(
         logits = cache.feed(torch.tensor(own[-1:]), Phase.DECODE)
     found = []
     for ledger, lost in zip(ledgers, begun, strict=True):
-        cache.go_back(len(prompt.ids))
+        cache.go_back(len(prompt.ids))  # each answer follows the prompt alone
         found.append(_followed(cache, first, ledger, lost))
     return own, found
 
 
 def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, lost: list[Tensor]) -> Missed:
-    """Feed the answer of a run to the full cache, which holds the prompt."""
+    """Feed the answer of a run to the full cache, which holds the prompt, and return what the run has missed."""
     n, moment = ledger.total.shape[1], len(lost) - 1
     whole, missed, row = [], [], first
     for token in ledger.answered.ids:
@@ -324,7 +327,7 @@ class Heard:
 
 
 def overheard(policy: Policy, take: Callable[[int, Heard], object]) -> Policy:
-    """Return the same policy with a listener. Kernels that never ask for scores leave such a policy to torch.
+    """Return the same policy with a listener to its scores. Fused kernels, which ask for no scores, do not run it.
 
     Args:
         policy: the policy.
@@ -364,6 +367,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
         text = _decoded(tokenizer, before + waiting).removeprefix(_decoded(tokenizer, before))
         if text.endswith(_HALF) and len(waiting) < _LONGEST:
             continue
+        # the last token stays in front of the next one, as white space may depend on it
         found[index], before, waiting = text, waiting[-1:], []
     if waiting:
         found[-1] = _decoded(tokenizer, waiting)

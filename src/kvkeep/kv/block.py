@@ -48,7 +48,7 @@ def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Floa
 
 
 def places(axes: Mapping[str, str]) -> dict[str, str]:
-    """Return the shared names of a policy's head states: name → axes and a number.
+    """Return for each head state of a policy its name in a shared block: its axes and a number.
 
     States of the same axes share a tensor, in the order in which a policy names them.
     """
@@ -59,7 +59,7 @@ def places(axes: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared(axes: Mapping[str, str]) -> dict[str, str]:
-    """Return the same states under the names of `places`: place → axes."""
+    """Return the axes of the states, by their names of `places`."""
     return {place: axes[name] for name, place in places(axes).items()}
 
 
@@ -136,6 +136,7 @@ class Block:
             self.divide()
         else:
             self.budget = budgets.per_row(numbers, B, device)
+            # + 1: a new token is written and attended before another one is evicted
             self.store = store(keys, values, capacity=budgets.largest(numbers) + 1)
         self.state = {name: self.store.numbers(start) for name, start in starts.items()}
         self.state |= empty(heads, keys, values)
@@ -146,7 +147,10 @@ class Block:
         self.lost = torch.zeros((B, Hk, 4), dtype=torch.float32, device=device)
 
     def clear(self) -> None:
-        """Empty every slot, reset counters and heads. State of slots needs no clearing: a new token overwrites it."""
+        """Empty every slot, and reset counters and states of heads.
+
+        States of slots are left: a new token overwrites them.
+        """
         for name in self.heads:
             self.state[name].zero_()
         self.store.clear(slice(None))
@@ -154,7 +158,7 @@ class Block:
             counter.zero_()
 
     def clear_row(self, row: int | slice) -> None:
-        """Empty one row, or several."""
+        """Empty one row, or several: slots, states of heads, counters and pins."""
         for name in self.heads:
             self.state[name][row] = 0.0
         self.store.clear(row)
@@ -163,13 +167,16 @@ class Block:
             self.pins[row] = spans.LAST
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
-        """Return the positions of the next ``T`` tokens of each row, -1 for padding."""
+        """Return the positions of the next ``T`` tokens of each row, -1 for padding, without counting them."""
         if real is None:
             return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
         return (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
 
     def advance(self, T: int, real: Bool[Tensor, "B T"] | None, phase: Phase) -> Int[Tensor, "B T"]:
-        """Count the new tokens of each row. Return their positions, -1 for padding."""
+        """Count the new tokens of each row as seen, and return their positions, -1 for padding.
+
+        In a prefill, also set where the prompt ends.
+        """
         positions = self.following(T, real)
         coming = T if real is None else real.sum(dim=1)
         self.seen.add_(coming)
@@ -178,7 +185,10 @@ class Block:
         return positions
 
     def opened(self) -> Block:
-        """Return the block as a step works on it, slots and state side by side. `close` keeps what it writes."""
+        """Return the block for a step, with slots and state side by side; itself unless it has a pool.
+
+        `close` writes back what the step changes.
+        """
         store = self.store.opened()
         if store is self.store:
             return self
@@ -188,7 +198,7 @@ class Block:
         return other
 
     def close(self, opened: Block) -> None:
-        """Write slots and state of an opened block to where they lie in memory."""
+        """Write slots and state of an opened block back; do nothing if ``opened`` is this block."""
         if opened is self:
             return
         opened.store.close()
@@ -196,7 +206,7 @@ class Block:
             opened.store.put_back(held, opened.state[name])
 
     def remember(self, state: State) -> None:
-        """Write the policy's state in place."""
+        """Copy the policy's state into the block's tensors, in place."""
         for name, tensor in state.items():
             if tensor is not self.state[name]:
                 self.state[name].copy_(tensor)
@@ -215,7 +225,7 @@ class Block:
             self._pad(self.store.capacity - before)
 
     def divide(self) -> None:
-        """Give the heads, which share a pool, ranges for their budgets. The slots lose their content."""
+        """Divide the pool among its heads by their budgets. The slots lose their content."""
         assert isinstance(self.store, PooledStore)
         assert isinstance(self.budget, Tensor)
         self.store.divide(self.budget + 1)
@@ -245,7 +255,11 @@ class Block:
         return {**store, **state, **own, **some}
 
     def per_slot(self) -> frozenset[str]:
-        """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
+        """Return the names of the tensors of `per_row` whose third axis is the slots. The others belong to the row
+        as a whole.
+
+        A pool has no such tensors.
+        """
         if isinstance(self.store, PooledStore):
             return frozenset()
         store, state = self.store.per_slot(), self.of_slots()
@@ -259,7 +273,7 @@ class Block:
             self._pad(missing)
 
     def _pad(self, missing: int) -> None:
-        """Replace the state of slots by tensors with more of them."""
+        """Replace the state of slots by tensors with ``missing`` more slots."""
         wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.of_slots().items()}
         self.state = self.state | wider
 
@@ -274,12 +288,12 @@ class Block:
         return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
 
     def move_row(self, source: int | slice, target: int | slice) -> None:
-        """Copy one row over another, or several over as many others."""
+        """Copy row ``source`` over row ``target``, or several rows over as many others."""
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 
     def under(self: _Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> _Block:
-        """Return the same slots for another policy, which uses the first of this block's state tensors.
+        """Return the same slots with the first of this block's state tensors under the names of another policy.
 
         Args:
             starts: the policy's state of slots.
@@ -292,7 +306,10 @@ class Block:
         return other
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes the former row ``index[i]``. Works in place if the number of rows stays the same."""
+        """Replace row ``i`` by the former row ``index[i]``.
+
+        The tensors are replaced only if the number of rows changes.
+        """
         found = {}
         for name, held in self.per_row().items():
             selected = held.index_select(0, index.to(held.device))
@@ -317,7 +334,7 @@ class Block:
         return int(self.seen.sum()) * self.store.token_bytes
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the block's tensors."""
+        """Use other tensors, named as in `per_row`, in place of the block's."""
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
@@ -341,7 +358,7 @@ def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -
 
 
 def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> None:
-    """Add the state tensors that a policy needs and the block lacks; arguments as for `lacks`.
+    """Add the state tensors that a policy needs and the block lacks. The arguments are those of `lacks`.
 
     Existing tensors stay the same objects.
     """
@@ -352,7 +369,7 @@ def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str
 
 
 def _missing(block: Block, heads: Mapping[str, str], device: str | None = None) -> State:
-    """State of heads that a block does not have yet."""
+    """Return zeros for the states of heads that a block does not have yet, by their names of `places`."""
     missing = {place: axes for place, axes in shared(heads).items() if place not in block.heads}
     if not missing:
         return {}
@@ -375,7 +392,7 @@ def view_of(  # noqa: PLR0913  the attributes of a view
     turned: bool = True,
     heads: Heads = ALONE,
 ) -> View:
-    """Return a block's slots, alone or beside a chunk, as a policy sees them. The counters are live.
+    """Return a block's slots, alone or beside a chunk, as the view that a policy gets. The counters are live.
 
     Args:
         block: the block.
@@ -418,7 +435,7 @@ _ALL = slice(None), slice(None)
 def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) -> tuple[Slots, State]:
     """Return the first ``used`` slots with new tokens behind them, and the policy's state of both and of heads.
 
-    Keys and values of slots are not copied where the store shows them in place.
+    Keys and values of slots are not copied where the store can show them in place.
 
     Args:
         block: the slots.
@@ -432,6 +449,7 @@ def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) 
     if not used:
         return new, state | heads
     found = {name: _joined(block.state[name], chunk, used) for name, chunk in state.items()} | heads
+    # attention reads such slots where they lie, so they are not copied in front of the chunk
     if (held := block.store.lying(used)) is not None:
         return Beside.of(held, new), found
     copies = block.store.beside(new.keys, new.values, used=used)
@@ -448,7 +466,8 @@ def settle(
     chunk: Slots | None,
     tokens: Tokens | None = None,
 ) -> None:
-    """Empty the slots whose tokens go, and put the tokens of a chunk that stay into the first empty slots, in order.
+    """Empty the slots whose tokens do not stay, and put the chunk's tokens that stay into the first empty slots, in
+    order.
 
     The ``n`` tokens of a head then lie in its first ``n`` slots: a token beyond them goes into an empty slot before the
     chunk's. No other token is moved. The slot of a token depends on its own row and head only.
@@ -460,13 +479,14 @@ def settle(
         state: the policy's state of slots, for these tokens.
         used: number of slots among the tokens.
         chunk: the chunk; ``None``: none of the tokens has a slot in the block any more.
-        tokens: what `Store.tokens` has returned for them; ``None``: it is asked now.
+        tokens: what `Store.tokens` has returned for these tokens; ``None``: call it now.
     """
     if chunk is not None and block.store.lying(used) is not None:
         _add(block, chunk, stays, state)
         return
     capacity = block.store.capacity
     index = _sources(stays, 0 if chunk is None else used, capacity)
+    # -1 marks a slot that stays empty; 0 is only an index that can be read
     there, index = index >= 0, index.clamp(min=0)
     kept = view.positions.gather(-1, index).masked_fill(~there, EMPTY)
     block.store.take(tokens or block.store.tokens(view, used=used), kept, index)
@@ -475,13 +495,14 @@ def settle(
 
 
 def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State) -> None:
-    """Apply `settle` in place."""
+    """Do what `settle` does, in place: in slots that a chunk's tokens can be written into one by one."""
     slots, used = block.store.slots(), stays.shape[-1] - chunk.positions.shape[-1]
     held, coming = stays[..., :used], stays[..., used:]
     slots.positions[..., :used].masked_fill_(~held, EMPTY)
     slots.positions[..., used:] = EMPTY
     for name, numbers in state.items():
         block.state[name][..., :used] = numbers[..., :used]
+    # a head that keeps fewer tokens than others has its last ones beyond the slots that stay in use
     _close_gaps(block, stays.sum(dim=-1, keepdim=True), state)
     at, of = _pairs(slots.positions < 0, coming, used)
     slots.keys[at] = chunk.keys[of]
@@ -492,7 +513,7 @@ def _add(block: Block, chunk: Slots, stays: Bool[Tensor, "B Hk S"], state: State
 
 
 def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
-    """Move tokens that lie beyond the first ``n`` slots of their head into the first empty ones, in order."""
+    """Move tokens that lie beyond the first ``n`` slots of their head into its first empty slots, in order."""
     slots = block.store.slots()
     beyond = (slots.positions >= 0) & (torch.arange(block.store.capacity, device=n.device) >= n)
     if not beyond.any():
@@ -504,8 +525,9 @@ def _close_gaps(block: Block, n: Int[Tensor, "B Hk 1"], state: State) -> None:
 
 
 def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], used: int) -> tuple[_Index, _Index]:
-    """Pair slots with the chunk's tokens that they get, as two matching indices."""
+    """Return two matching indices: the slots that the chunk's tokens get, and those tokens."""
     stop = used + coming.shape[-1]
+    # the usual case, a first prompt within the budget: slices copy faster than indices
     if stop <= free.shape[-1] and not free[..., :used].any() and coming.all():
         return (*_ALL, slice(used, stop)), _ALL
     chosen = free & (free.cumsum(dim=-1) <= coming.sum(dim=-1, keepdim=True))
@@ -513,13 +535,16 @@ def _pairs(free: Bool[Tensor, "B Hk capacity"], coming: Bool[Tensor, "B Hk T"], 
 
 
 def _sources(stays: Bool[Tensor, "B Hk S"], used: int, capacity: int) -> Int[Tensor, "B Hk capacity"]:
-    """Return where each slot's token is among the first ``used`` slots and the chunk behind them (-1: nowhere)."""
+    """Return the index of each slot's new token among the first ``used`` slots and the chunk behind them; -1 for
+    none.
+    """
     (S, device), n = (stays.shape[-1], stays.device), stays.sum(dim=-1, keepdim=True)
     places = torch.arange(max(capacity, S), device=device)
     held = nn.functional.pad(stays[..., :used], (0, capacity - used)) & (places[:capacity] < n)
     coming = stays & ~nn.functional.pad(held[..., :used], (0, S - used))
     free = held.int().argsort(dim=-1, stable=True)  # the empty slots first
     nth = (coming.cumsum(dim=-1) - 1).clamp(min=0, max=capacity - 1)
+    # tokens that are not coming go to a slot behind the last one, which is cut off below
     target = free.gather(-1, nth).masked_fill(~coming, capacity)
     found = nn.functional.pad(torch.where(held, places[:capacity], -1), (0, 1))
     return found.scatter(-1, target, places[:S].expand_as(target))[..., :capacity]

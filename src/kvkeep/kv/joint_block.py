@@ -88,36 +88,42 @@ class PartBlock(Block):
     number: int
 
     def renew(self) -> None:
-        """Take the tensors of the block of all layers, which may have been replaced."""
+        """Use the present tensors of the block of all layers, which may have been replaced."""
         self._take(self.whole.of_layer(self.number))
 
     def divide(self) -> None:
-        """Do nothing: `divide` gives the heads of all layers their ranges."""
+        """Do nothing: the function `divide` gives the heads of all layers their ranges."""
 
     def part(self, start: int, stop: int) -> PartBlock:
-        """See `Block`."""
+        """Return a range of rows as a block that shares the memory, with the same rows of all layers as its
+        ``whole``.
+        """
         other = super().part(start, stop)
         other.whole = self.whole.part(start, stop)
         return other
 
     def under(self, starts: Mapping[str, float], heads: Mapping[str, str]) -> PartBlock:
-        """See `Block`."""
+        """Return the same slots with the state of another policy, as `Block.under`, for this layer and for
+        ``whole``.
+        """
         other = super().under(starts, heads)
         other.whole = self.whole.under(starts, heads)
         return other
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """See `Block`. The rows of all layers are selected with those of the first one."""
+        """Select rows as `Block.select_rows`, in all layers with the first one's call; other layers take the new
+        tensors.
+        """
         if self.number == 0:
             self.whole.select_rows(index)
         self.renew()
 
     def budget_of(self, row: int) -> int:
-        """See `Block`; the mean over the layers, which share it."""
+        """Return the budget of a row, summed over its heads: the mean over the layers, which share it."""
         return self.whole.budget_of(row) // self.whole.layers
 
     def memory(self) -> MemoryUsage:
-        """Return the memory usage of all layers, which counts with the first layer. Other layers return zeros."""
+        """Return the memory usage of all layers for the first layer, and zeros for the other layers."""
         return MemoryUsage() if self.number else self.whole.memory()
 
 
@@ -130,7 +136,7 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
         rows: which rows of the parts.
 
     Raises:
-        ShapeError: a row has fewer slots than that.
+        ShapeError: a row has fewer slots than the heads' budgets need.
     """
     sizes, store = numbers + 1, store_of(parts[0])
     if bool((sizes.sum(dim=1) >= store.entries.shape[1]).any()):  # the last entry belongs to no head
@@ -146,11 +152,13 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
 
 
 def give(blocks: Sequence[Block], budgets: Sequence[Int[Tensor, "B Hk"] | None]) -> None:
-    """Give the heads of all layers budgets of their own, in those that have pools. Their slots lose their content.
+    """Set the budgets of heads in all layers that have pools, and divide the pools anew.
+
+    Their slots lose their content.
 
     Args:
         blocks: the block of each layer with slots.
-        budgets: those of each layer; ``None`` where all heads have the same.
+        budgets: the budgets of each layer's heads; ``None`` where all heads have the same.
     """
     pairs = [(block, budget) for block, budget in zip(blocks, budgets, strict=True) if budget is not None]
     if joint := [pair for pair in pairs if isinstance(pair[0], PartBlock)]:

@@ -53,7 +53,9 @@ def count(
     phase: Phase,
     among: Bool[Tensor, "B Hk S"] | None = None,
 ) -> None:
-    """Add the mass of a step's evicted tokens, and that of all its tokens, if the policy's statistic has a mass.
+    """Add to ``lost`` the mass of a step's evicted tokens, and that of all its tokens.
+
+    Do nothing if the policy's statistic has no mass.
 
     Args:
         lost: the sums of a block, which are changed.
@@ -83,7 +85,9 @@ def shares(lost: Float[Tensor, "*heads 4"]) -> LostShares:
 
 
 def mean(layers: Sequence[Float[Tensor, "Hk 4"]]) -> LostMass:
-    """Return the mean over the layers and heads of one row that report a mass."""
+    """Return the mean shares over the layers and heads of one row that report a mass; ``None`` in place of a mean
+    without any.
+    """
     if not layers:
         return LostMass()
     found = shares(torch.cat([lost.cpu() for lost in layers]).double())

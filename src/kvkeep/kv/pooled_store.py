@@ -62,7 +62,7 @@ class PoolSlots(LazySlots):
 
     @functools.cached_property
     def laid(self) -> Slots:
-        """Copies of the slots side by side, which hold codes if the pool does."""
+        """Return copies of the slots side by side, quantized if the pool is."""
         return self.pool.each(self._copied).slots(self.positions) if self.pool.bits else self.copied()
 
     def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
@@ -79,7 +79,10 @@ class PoolSlots(LazySlots):
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> Bool[Tensor, "B Hk 1"] | None:
-        """Write one token of each head into the pool, in the given slots. Return which heads can use theirs."""
+        """Write one token of each head into the pool, in the given slots.
+
+        Return which heads can use theirs; ``None``: all.
+        """
         self.forget()
         entry, (new, usable) = self.entries.gather(-1, slot), Vectors.of(keys, values, self.pool.bits)
         for name, pool in self.pool.tensors.items():
@@ -93,9 +96,9 @@ class PoolSlots(LazySlots):
 
 
 def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
-    """Return the slots as they lie in memory, and each head's pool range (``None``: they lie side by side).
+    """Return the slots as they lie in memory, and each head's range in the pool; ``None`` for slots side by side.
 
-    Every head is shown the keys and values of its row's whole pool.
+    Slots in a pool show to every head the keys and values of its row's whole pool.
     """
     if not isinstance(slots, PoolSlots):
         return slots, None
@@ -119,13 +122,15 @@ def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: i
 
 
 def side_by_side(pool: Tensor, index: Int[Tensor, "B Hk S"]) -> Tensor:
-    """Copies of entries of the pools ``(B, P, ...)`` in the order of `indices`, ``(B, Hk, S, ...)``."""
+    """Return copies of entries of the pools ``(B, P, ...)`` in the order of `indices`, ``(B, Hk, S, ...)``."""
     inner = pool.shape[2:]
     return pool.reshape(-1, *inner).index_select(0, index.flatten()).view(*index.shape, *inner)
 
 
 def put_back(pool: Tensor, index: Int[Tensor, "B Hk S"], content: Tensor) -> None:
-    """Write into the entries of the pools, which must be contiguous; the inverse of `side_by_side`."""
+    """Write ``content`` into the entries ``index`` of the pools, which must be contiguous; the inverse of
+    `side_by_side`.
+    """
     inner = pool.shape[2:]
     pool.view(-1, *inner).index_copy_(0, index.flatten(), content.reshape(index.numel(), *inner))
 
@@ -173,7 +178,7 @@ class PooledStore(Store):
         *,
         room: int = 1,
     ) -> PooledStore:
-        """Return a store whose rows have one slot more than their heads' budgets, and one more for each head.
+        """Return a store whose rows have one slot more for each head than the heads' budgets, and one entry more.
 
         Args:
             like_keys: see `Store`.
@@ -195,7 +200,7 @@ class PooledStore(Store):
 
     @property
     def capacity(self) -> int:
-        """Return the slots of the longest range."""
+        """Return the slots of the longest range; on a GPU `widest`, unless `waits` is set."""
         waits = (self.waits or self.sizes.device.type == "cpu") and self.sizes.numel()
         return int(self.sizes.max()) if waits else self.widest
 
@@ -206,7 +211,7 @@ class PooledStore(Store):
 
     @property
     def n_tokens(self) -> int:
-        """Occupied slots of all rows and heads."""
+        """Return the number of occupied slots of all rows and heads."""
         return int((self.entries >= 0).sum())
 
     @property
@@ -220,7 +225,7 @@ class PooledStore(Store):
         return self.vectors.dtypes[0]
 
     def index(self) -> Int[Tensor, "B Hk S"]:
-        """Return the entry of each slot."""
+        """Return the entry of each slot in the pools, see `indices`."""
         return indices(self.starts, self.sizes, width=self.capacity, pool=self.entries.shape[1])
 
     def numbers(self, start: float) -> Float[Tensor, "B P"]:
@@ -236,7 +241,7 @@ class PooledStore(Store):
         return OpenedPool(self)
 
     def slots(self) -> Slots:
-        """Copies of the slots, side by side."""
+        """Return copies of the slots, side by side."""
         return self.opened().slots().copied()
 
     def fill(
@@ -253,18 +258,18 @@ class PooledStore(Store):
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        """Return copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
         return self.opened().beside(keys, values, used=used)
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Tell whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        """Return whether new keys and values have this store's rows, heads, head dims, dtype and device."""
         return keys.shape[:2] == values.shape[:2] == self.sizes.shape and self.vectors.fit(keys, values)
 
     def divide(self, sizes: Int[Tensor, "b Hk"], rows: slice = slice(None)) -> None:
-        """Divide the pools of some rows among the heads anew. The slots lose their content.
+        """Divide the pools of some rows among the heads by ``sizes``. The slots lose their content.
 
         Raises:
-            ShapeError: a row has fewer slots than that.
+            ShapeError: a row has fewer slots than ``sizes`` need (checked on a CPU only).
         """
         room = self.entries.shape[1] - 1
         if sizes.device.type == "cpu" and (sizes.sum(dim=1) > room).any():
@@ -274,7 +279,7 @@ class PooledStore(Store):
         self.entries[rows] = EMPTY
 
     def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
-        """Return keys and values of no token. The slots are not copied."""
+        """Return keys and values of no token, without a copy of the slots."""
         return self.vectors.no_token(*self.sizes.shape)
 
     def wider(self, capacity: int) -> PooledStore:
@@ -282,7 +287,7 @@ class PooledStore(Store):
         return type(self)(*self.no_token(), capacity)
 
     def per_row(self) -> dict[str, Tensor]:
-        """Return every tensor of the store by name. The first axis of each tensor is the rows."""
+        """Return every tensor of the store by name, not copied. The first axis of each tensor is the rows."""
         return {**self.vectors.tensors, "entries": self.entries, "starts": self.starts, "sizes": self.sizes}
 
     def over(self, tensors: Mapping[str, Tensor]) -> PooledStore:
@@ -322,7 +327,7 @@ class OpenedPool(Store):
         return self.pool.token_bytes
 
     def slots(self) -> PoolSlots:
-        """Return the slots, whose keys and values lie in the pool. It is always the same object."""
+        """Return the slots, whose keys and values lie in the pool: the same object at every call."""
         return self._slots
 
     def fill(
@@ -335,7 +340,10 @@ class OpenedPool(Store):
         self.put(*Vectors.of(keys, values, self.bits), positions)
 
     def put(self, vectors: Vectors, usable: Bool[Tensor, "B Hk n"] | None, positions: Int[Tensor, "B Hk n"]) -> None:
-        """Fill slots as `fill` does, with stored tokens. ``usable``: those that may take a slot (``None``: all)."""
+        """Put stored vectors into the first slots, and empty the others.
+
+        A token that is not ``usable`` (``None``: all are) leaves its slot empty.
+        """
         n = positions.shape[-1]
         self._slots.forget()
         for name, content in vectors.tensors.items():
@@ -344,36 +352,42 @@ class OpenedPool(Store):
         self.positions[:, :, n:] = EMPTY
 
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
-        """See `Store.tokens`."""
+        """Return tokens for `take`, see `Store.tokens`.
+
+        In a quantized pool, the first ``used`` are copied as they are stored.
+        """
         if self.bits is None:
             return super().tokens(slots, used=used)
         return Tokens(self._first(used), slots.keys[:, :, used:], slots.values[:, :, used:])
 
     def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
-        """See `Store.take`. What lies in slots is moved as it is."""
+        """Replace the content with some of the tokens, see `Store.take`.
+
+        What lies in slots is moved without another rounding.
+        """
         found = tokens.chosen(order)
         self.put(found.held, found.usable, positions)
 
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        """Return copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
         return self._first(used).beside(self.positions[:, :, :used], keys, values)
 
     def _first(self, used: int) -> Vectors:
-        """Copies of the first slots, side by side."""
+        """Return copies of the first slots as they are stored, side by side."""
         return self.pool.vectors.each(lambda pool: side_by_side(pool, self.index[:, :, :used]))
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Tell whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        """Return whether new keys and values have this store's rows, heads, head dims, dtype and device."""
         return self.pool.fits(keys, values)
 
     def side_by_side(self, numbers: Float[Tensor, "B P"]) -> Float[Tensor, "B Hk capacity"]:
-        """Copies of numbers of the pool's entries, side by side."""
+        """Return copies of numbers of the pool's entries, in the order of the slots."""
         return side_by_side(numbers, self.index)
 
     def put_back(self, numbers: Float[Tensor, "B P"], held: Float[Tensor, "B Hk capacity"]) -> None:
-        """Write numbers of slots into those of the pool's entries."""
+        """Write the slots' numbers in ``held`` into the numbers of the pool's entries."""
         put_back(numbers, self.index, held)
 
     def close(self) -> None:
@@ -381,7 +395,7 @@ class OpenedPool(Store):
         put_back(self.pool.entries, self.index, self.positions)
 
     def divided(self, sizes: Int[Tensor, "B Hk"]) -> OpenedPool:
-        """Divide the pool anew among the heads, and return it. The slots lose their content."""
+        """Divide the pool among the heads by ``sizes``, and return it opened anew. The slots lose their content."""
         self.pool.divide(sizes)
         return self.pool.opened()
 
@@ -390,7 +404,10 @@ class OpenedPool(Store):
         return self.pool.wider(capacity)
 
     def per_row(self) -> dict[str, Tensor]:
-        """Copies of keys and values as they are stored, and the positions. The first axis of each is the rows."""
+        """Return copies of keys and values as they are stored, and the positions.
+
+        The first axis of each is the rows.
+        """
         return {**self._first(self.capacity).tensors, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
@@ -398,7 +415,9 @@ class OpenedPool(Store):
         return (*self.pool.vectors.tensors, "positions")
 
     def over(self, tensors: Mapping[str, Tensor]) -> Store:
-        """Return a store with slots side by side over other tensors, named as in `per_row`."""
+        """Return a store with slots side by side, in the same number of bits, over other tensors named as in
+        `per_row`.
+        """
         kind = next((kind for kind in QUANTIZED.values() if kind.bits == self.bits), DenseStore)
         return kind(*self.pool.no_token(), 0).over(tensors)
 
@@ -410,7 +429,7 @@ POOLED = by_bits(PooledStore)
 
 
 def kind_of(kv_bits: str | None, *, pooled: bool) -> type[Store]:
-    """Return the kind of store for slots.
+    """Return the class of store for slots.
 
     Args:
         kv_bits: bits of keys and values, a name of `kvkeep.kv.slot_codec.KV_BITS`; ``None``: the model's dtype.

@@ -27,7 +27,7 @@ def protect(
     recent: Budget = 0,
     pins: Int[Tensor, "B bounds"] | None = None,
 ) -> Float[Tensor, "B Hk S"]:
-    """Make the scores of each row's first ``sinks``, newest ``recent`` and pinned positions infinite.
+    """Return scores in which each row's first ``sinks``, newest ``recent`` and pinned positions are infinite.
 
     Args:
         scores: higher = keep.
@@ -47,7 +47,10 @@ def protect(
 
 
 def above_all(scores: Float[Tensor, "B Hk S"], chosen: Bool[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-    """Give chosen slots the largest finite score, and others less. `protect` leaves that score as it is."""
+    """Return scores in which chosen slots have the largest finite score, and all others less.
+
+    `protect` leaves that score as it is.
+    """
     most = torch.full((), torch.finfo(scores.dtype).max, dtype=scores.dtype)
     below = most.nextafter(torch.zeros_like(most)).item()
     return scores.clamp(max=below).masked_fill(chosen, most.item())
@@ -61,7 +64,10 @@ def protects(
     recent: Budget = 0,
     pins: Int[Tensor, "B bounds"] | None = None,
 ) -> Bool[Tensor, "B Hk S"]:
-    """Tell whether each slot's token is protected; arguments as for `protect`. Empty slots may be either."""
+    """Return whether each slot's token is protected. The arguments are those of `protect`.
+
+    For an empty slot the result means nothing.
+    """
     first_recent = seen[:, None] - recent
     shielded = positions >= first_recent[:, :, None]
     if sinks:
@@ -70,7 +76,7 @@ def protects(
 
 
 def pinned(positions: Int[Tensor, "B Hk S"], bounds: Int[Tensor, "B bounds"]) -> Bool[Tensor, "B Hk S"]:
-    """Tell whether each position lies in a pinned span. An empty slot does not.
+    """Return whether each position lies in a pinned span. An empty slot does not.
 
     Args:
         positions: true positions, ``-1`` = empty.
@@ -88,7 +94,7 @@ def keep(
     positions: Int[Tensor, "B Hk S"],
     n: int | Int[Tensor, "B #Hk"],
 ) -> Bool[Tensor, "B Hk S"]:
-    """Mark the ``n`` best occupied slots of each row and head, which stay.
+    """Return a mask of the ``n`` best occupied slots of each row and head, which stay.
 
     Args:
         scores: higher = keep.
@@ -99,6 +105,7 @@ def keep(
         A mask with ``min(n, occupied)`` true entries per row and head.
     """
     S = positions.shape[-1]
+    # sorted by age first, so that the stable sort by score breaks ties in favour of newer tokens
     by_age = positions.argsort(dim=-1, stable=True)
     occupied = positions >= 0
     ranked = scores.masked_fill(~occupied, -torch.inf).gather(-1, by_age).argsort(dim=-1, stable=True)
@@ -154,12 +161,17 @@ def pooled(
         found = avg_pool1d(ordered.masked_fill(~inside, 0.0), kernel, stride=1, padding=kernel // 2)
         if kind == "mean":
             share = avg_pool1d(inside.to(values.dtype), kernel, stride=1, padding=kernel // 2)
+            # half of the smallest share there is: nothing is divided by 0 where no value counts
             found = found / share.clamp(min=0.5 / kernel)
     return torch.empty_like(values).scatter_(-1, order, found.masked_fill(~inside, 0.0))
 
 
 def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tensor, "B n"]:
-    """Round shares so that they add up to the total. The largest remainders go up; among equals, the first."""
+    """Round shares to whole numbers that add up to the total.
+
+    The largest remainders go up; among equal ones, the first.
+    """
+    # 1e-9: a share that is a whole number may have come out just below it
     whole = (shares + 1e-9).floor().long()
     missing = total - whole.sum(dim=1, keepdim=True)
     n = shares.shape[1]
@@ -171,16 +183,16 @@ def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tens
 def value_prior(
     values: Float[Tensor, "B Hk S E"], positions: Int[Tensor, "B Hk S"], kernel: int
 ) -> Float[Tensor, "B Hk S"]:
-    """Squared norms of the values, averaged over neighbours and divided by the largest (AhaKV, Eq. 13-14)."""
+    """Return squared norms of the values, averaged over neighbours and divided by the largest (AhaKV, Eq. 13-14)."""
     sizes = values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=-1)
     smooth = pooled(sizes, positions, positions >= 0, kernel=kernel, kind="mean")
     return smooth / smooth.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], top: Top) -> Float[Tensor, "B Hk G 1 S"]:
-    """Set all probabilities to 0 except the newest token's and the largest ``top.n`` of each row.
+    """Return the probabilities with all but the newest token's and the largest ``top.n`` of each row set to 0.
 
-    A row that sees no key stays 0.
+    With ``top.renormalise`` they add up to 1 again. A row that sees no key stays 0.
     """
     lifted = p.masked_fill(newest[:, :, None, None], torch.inf)
     place = top.n.clamp(min=0, max=p.shape[-1] - 1).view(-1, 1, 1, 1, 1).expand(*p.shape[:-1], 1)
@@ -192,5 +204,5 @@ def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], to
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> Int[Tensor, "B Hk S"]:
-    """Empty the slots whose tokens no later query can see through a sliding window of ``window`` tokens."""
+    """Return the positions with those set to -1 that no later query can see through a window of ``window`` tokens."""
     return positions.masked_fill(positions <= (seen - window)[:, None, None], EMPTY)

@@ -67,7 +67,7 @@ class RowCopy:
         return bytes_of((*self.tensors.values(), self.positions))
 
     def to(self, device: torch.device | str) -> RowCopy:
-        """Return the same row on a device. Tensors that are there already are not copied."""
+        """Return the same row on a device, without its pack. Tensors that are on the device already are not copied."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, positions=self.positions.to(device), pack=None)
 
@@ -90,7 +90,7 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
 
     Args:
         block: the block.
-        row: which row.
+        row: the row's index.
         device: where the copy shall be; by default the block's device.
     """
     block = block.part(row, row + 1).opened()
@@ -110,11 +110,11 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
 
 
 def put_row(block: Block, row: int, copy: RowCopy) -> None:
-    """Overwrite one row of a block with a copy. Other rows stay as they are.
+    """Overwrite one row of a block with a copy, its budget and pins included. Other rows stay as they are.
 
     Args:
         block: a block with at least as many slots as the copy uses.
-        row: which row.
+        row: the row's index.
         copy: the row's new content.
 
     Raises:
@@ -135,7 +135,7 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
 
 
 def _put_in_pool(block: Block, copy: RowCopy) -> None:
-    """Overwrite a block of one row, whose heads share a pool."""
+    """Overwrite a block of one row, whose heads share a pool, with a copy. The pool is divided by the row's budgets."""
     block.divide()
     opened, tensors = block.opened(), copy.tensors
     assert isinstance(opened.store, OpenedPool)
@@ -148,9 +148,13 @@ def _put_in_pool(block: Block, copy: RowCopy) -> None:
 
 
 def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
-    """Pin spans in an empty row, or in several. Return whether the block's table had to be replaced by a wider one."""
+    """Set the pinned spans of an empty row, or of several.
+
+    Return whether the block's table had to be replaced by a wider one.
+    """
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
+        # a power of two, so that it is rarely replaced: whatever holds the table is then made anew
         rows, device = len(block.seen), block.seen.device
         block.pins = spans.table([()] * rows, device, width=1 << (2 * len(pins) - 1).bit_length())
         if held is not None:
@@ -164,7 +168,7 @@ def check_row(block: Block, copy: RowCopy) -> None:
     """Refuse a copy that does not fit a block's rows.
 
     Raises:
-        ShapeError: names, shapes, dtypes or the number of slots differ.
+        ShapeError: names, shapes or dtypes of tensors differ, or the block has too few slots.
     """
     pooled = block.store if isinstance(block.store, PooledStore) else None
     block = block.part(0, 1).opened()
@@ -190,7 +194,11 @@ def check_row(block: Block, copy: RowCopy) -> None:
 
 
 def check_slots(copy: RowCopy, capacity: int) -> None:
-    """Refuse a copy for which every head has too few slots."""
+    """Refuse a copy that needs more slots per head than a block has: those in use, or the budget and one more.
+
+    Raises:
+        ShapeError: the block has too few slots.
+    """
     if copy.used > capacity:
         raise ShapeError(f"A row of {copy.used} slots was given to a block of {capacity} slots per head.")
     if copy.most >= capacity:  # one slot is for the next token
@@ -198,7 +206,11 @@ def check_slots(copy: RowCopy, capacity: int) -> None:
 
 
 def _check_pool(copy: RowCopy, store: PooledStore) -> None:
-    """Refuse a copy for which a row's pool is too small, or that uses more slots of a head than its budget."""
+    """Refuse a copy for which a row's pool is too small, or that uses more slots of a head than its budget and one.
+
+    Raises:
+        ShapeError: the copy does not fit.
+    """
     heads, room = store.sizes.shape[1], store.entries.shape[1] - 1
     (budgets,) = by_head([copy.budget], heads)
     if (needed := sum(budgets) + heads) > room:  # of each head, one slot is for the next token
@@ -211,12 +223,12 @@ def _check_pool(copy: RowCopy, store: PooledStore) -> None:
 
 
 def has_room(block: Block, budget: Number, apart: bool) -> bool:
-    """Tell whether an empty row has slots for a budget, with budgets per head if these are asked for.
+    """Return whether an empty row has slots for a budget.
 
     Args:
         block: the block.
         budget: the budget.
-        apart: whether heads will share the budget.
+        apart: whether heads will get different parts of the budget, which takes a pool.
     """
     if isinstance(block.store, PooledStore):
         heads = block.store.sizes.shape[1]
@@ -230,7 +242,7 @@ def copied(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
-    """Return the pins of each row."""
+    """Return the pinned spans of each row; ``()`` for a row without pins."""
     if block.pins is None:
         return [()] * len(block.seen[rows])
     found = ([bound for bound in bounds if bound != spans.LAST] for bounds in block.pins[rows].tolist())
@@ -238,7 +250,10 @@ def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
 
 
 def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
-    """Set the budget of one row, for all heads or for each head. An existing tensor is changed in place."""
+    """Set the budget of one row, as one number or one per head.
+
+    An existing tensor is changed in place if it is wide enough.
+    """
     held = block.budget
     if isinstance(held, int) and isinstance(budget, int) and (budget == held or len(block.seen) == 1):
         block.budget = budget
@@ -252,9 +267,9 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
 
 
 def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
-    """Return the budget of each row, as one number where all heads have the same.
+    """Return the budget of each row: one number if all heads have the same, else one per head.
 
-    A policy without budgets per head may have run in a pool. Its rows must also fit a block without one.
+    A policy without budgets per head may have run in a pool, and its rows must also fit a block without one.
     """
     if isinstance(block.budget, int):
         return [block.budget] * len(block.seen[rows])
@@ -268,10 +283,13 @@ _DENSE = 0.95
 
 
 def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> tuple[RowCopy, ...]:
-    """Copy several rows out of a block whose heads have equal slots, each as an object; arguments as for `take_row`."""
+    """Copy several rows out of a block whose heads have equal slots, each as a `RowCopy`, to a device as `take_row`
+    does.
+    """
     positions = block.store.positions[rows]
     used, cut = _used(positions), block.per_slot()
     most, capacity = max(used), block.store.capacity
+    # together each row would take the slots of the longest one
     if sum(used) < _DENSE * most * len(used):
         each = range(len(block.seen))[rows]
         return tuple(copy for row in each for copy in take_rows(block, slice(row, row + 1), device))
@@ -291,7 +309,7 @@ def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> 
 
 
 def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
-    """Overwrite several rows of a block with copies that fit, apart from their budgets and pins."""
+    """Overwrite several rows of a block with copies, which must fit. Budgets and pins are not set."""
     mine = {name: tensor[rows] for name, tensor in block.per_row().items()}
     pack = _pack_of(copies)
     if pack is None:
@@ -308,7 +326,7 @@ def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
 
 
 def check_rows(block: Block, copies: Sequence[RowCopy]) -> None:
-    """Refuse copies of which one does not fit a block's rows.
+    """Refuse copies if one of them does not fit a block's rows.
 
     Raises:
         ShapeError: see `check_row`.
@@ -320,7 +338,7 @@ def check_rows(block: Block, copies: Sequence[RowCopy]) -> None:
 
 
 def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
-    """Return the pack whose parts these copies are, all of them in order, or ``None`` if there is none."""
+    """Return the pack whose parts are exactly these copies, in order; ``None`` if there is no such pack."""
     pack = copies[0].pack
     if pack is None or len(pack.parts) != len(copies):
         return None
@@ -328,7 +346,7 @@ def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
 
 
 def _used(positions: Int[Tensor, "B Hk capacity"]) -> list[int]:
-    """Count the slots up to the last occupied one in each row."""
+    """Return for each row the number of slots up to the last occupied one."""
     places = torch.arange(1, positions.shape[-1] + 1, device=positions.device)
     found: list[int] = (places * (positions >= 0).any(dim=1)).amax(dim=1).tolist()
     return found

@@ -41,7 +41,10 @@ class LazySlots(Slots):
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> Bool[Tensor, "B Hk 1"] | None:
-        """Write one token of each head into the given slots. Return which heads can use theirs; ``None``: all."""
+        """Write one token of each head into the given slots.
+
+        Return which heads can use theirs; ``None``: all.
+        """
 
     def __iter__(self) -> Any:
         return iter(self.copied())
@@ -69,7 +72,7 @@ class LazyView(View):
 
     @classmethod
     def of(cls, slots: LazySlots, **others: Any) -> LazyView:
-        """Return a view of these slots.
+        """Return a view of slots that copies their keys and values only when a policy reads them.
 
         Args:
             slots: the slots.
@@ -138,7 +141,8 @@ class Codes(NamedTuple):
 
 
 def check_bits(kv_bits: object) -> str | None:
-    """Return a setting's name: ``"8"``, ``"4"`` or ``"k8v4"``, or ``None`` for the model's dtype (16 bits).
+    """Return the setting's name in `KV_BITS` (``"8"``, ``"4"``, ``"k8v4"``); ``None`` for 16 bits, the model's
+    dtype.
 
     Raises:
         InputError: there is no such setting.
@@ -154,10 +158,10 @@ def check_bits(kv_bits: object) -> str | None:
 
 
 def check_dim(dim: int, bits: int) -> None:
-    """Refuse a head dim that cannot be packed.
+    """Refuse a head dim that cannot be packed: an odd one at 4 bits.
 
     Raises:
-        UnsupportedModelError: it is odd, and two numbers go into a byte.
+        UnsupportedModelError: the head dim is odd, and two numbers go into a byte.
     """
     if bits == 4 and dim % 2:
         raise UnsupportedModelError(
@@ -175,12 +179,12 @@ def group_size(dim: int) -> int:
 
 
 def groups(dim: int) -> int:
-    """Return the number of a vector's scales."""
+    """Return the number of scales that a vector of ``dim`` channels has."""
     return dim // group_size(dim)
 
 
 def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
-    """Round vectors to codes. A group that holds NaN or an infinity is coded as zeros.
+    """Quantize vectors in groups of channels. A group that holds NaN or an infinity becomes zeros.
 
     In float32: ``scale = float16(max |x| / greatest)``, at most the largest finite float16, and ``code = round(x /
     scale)`` with halves to even, at most the greatest. A scale of 0 has codes 0.
@@ -194,20 +198,22 @@ def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
     largest: Tensor = grouped.abs().amax(dim=-1, keepdim=True)  # NaN if any channel is
     scales = (largest / greatest).clamp(max=_LARGEST_SCALE).half()
     scales = scales.masked_fill(~largest.isfinite(), 0.0)
+    # 0 / 0 in a group of zeros, and in one that cannot be coded
     numbers = (grouped / scales.float()).round().clamp(-greatest, greatest).masked_fill(scales == 0, 0.0)
     if bits == 4:
+        # two numbers in a byte, stored without their sign
         low, high = (numbers + 8).to(torch.uint8).chunk(2, dim=-1)
         return Codes((low | (high << 4)).flatten(-2), scales.squeeze(-1), bits)
     return Codes(numbers.to(torch.int8).flatten(-2), scales.squeeze(-1), bits)
 
 
 def encode_keys(keys: Float[Tensor, "*B D"], bits: int) -> Codes:
-    """Turn keys with `hadamard`, then round them to codes."""
+    """Multiply keys with `hadamard`, then quantize them."""
     return encode(hadamard(keys.float()), bits)
 
 
 def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
-    """Decode quantized vectors, computed in float32."""
+    """Return quantized vectors in a dtype, computed in float32."""
     numbers = codes.numbers.unflatten(-1, (codes.scales.shape[-1], -1))
     if codes.bits == 4:
         numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1).to(torch.int8) - 8
@@ -215,7 +221,10 @@ def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
 
 
 def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D"]:
-    """Decoded numbers in a dtype. What rounding has made larger than float16 can hold becomes its largest number."""
+    """Return decoded numbers in a dtype.
+
+    In float16, what rounding has made too large becomes the largest finite number.
+    """
     return x.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
@@ -251,7 +260,7 @@ def _powers(dim: int) -> list[int]:
 
 
 def blank(like: Float[Tensor, "*B _ D"], slots: int, bits: int) -> Codes:
-    """Return quantized zeros for that many slots.
+    """Return quantized zeros for ``slots`` slots.
 
     Args:
         like: vectors that show channels, device, and the axes before the slots.
@@ -305,13 +314,13 @@ class CodedSlots(LazySlots):
         return decode(self.coded_values, self.dtype)
 
     def rotated(self) -> Slots:
-        """Copies side by side in which the keys are still multiplied with the Hadamard matrix, as queries must be."""
+        """Return copies side by side in which the keys are still multiplied with `hadamard`, as queries must be."""
         return Slots(decode(self.coded_keys, self.dtype), self.values, self.positions)
 
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> Bool[Tensor, "B Hk 1"]:
-        """Write one token of each head into the given slots. Return which heads can use theirs, see `finite`."""
+        """Quantize one token of each head into the given slots. Return which heads can use theirs, see `finite`."""
         self.forget()
         for x, held, code in ((keys, self.coded_keys, encode_keys), (values, self.coded_values, encode)):
             for target, content in zip(held[:2], code(x, held.bits)[:2], strict=True):
@@ -320,7 +329,7 @@ class CodedSlots(LazySlots):
 
 
 def finite(keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> Bool[Tensor, "B Hk T"]:
-    """Tell whether each token may take a slot. A token with NaN or an infinity in a head gets none in this head."""
+    """Return whether each token may take a slot of each head: its key and value there have no NaN and no infinity."""
     return (keys.isfinite().all(dim=-1)) & (values.isfinite().all(dim=-1))
 
 
@@ -368,7 +377,7 @@ class Vectors:
     def of(
         cls, keys: Float[Tensor, "B Hk n D"], values: Float[Tensor, "B Hk n E"], bits: Bits
     ) -> tuple[Vectors, Bool[Tensor, "B Hk n"] | None]:
-        """New tokens as they are stored, and which may take a slot, see `finite`; ``None``: all."""
+        """Return new tokens as they are stored, and which of them may take a slot, see `finite`; ``None``: all."""
         dtypes = keys.dtype, values.dtype
         if bits is None:
             return cls({"keys": keys, "values": values}, dtypes), None
@@ -386,7 +395,7 @@ class Vectors:
         return sum(dim * dtype.itemsize for dim, dtype in zip(self.dims, self.dtypes, strict=True))
 
     def fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Tell whether new keys and values have these head dims, the model's dtypes, and this device."""
+        """Return whether new keys and values have these head dims, the model's dtypes, and this device."""
         device = self.tensors["keys"].device
         return all(
             (new.shape[-1], new.dtype, new.device) == (dim, dtype, device)
@@ -421,7 +430,10 @@ class Vectors:
     def beside(
         self, positions: Int[Tensor, "B Hk n"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Copies of the vectors of slots with these positions, followed by new tokens. Empty slots are set to 0."""
+        """Return copies of the vectors of slots with these positions, followed by new tokens.
+
+        Empty slots are set to 0.
+        """
         held, empty = self.slots(positions), (positions < 0)[..., None]
         found = [torch.cat([old, new], dim=2) for old, new in ((held.keys, keys), (held.values, values))]
         for joined in found:
@@ -453,20 +465,24 @@ class Tokens:
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits)[0], keys, values)
 
     def apart(self) -> Tokens:
-        """Return the same tokens. If others lie in slots, the new ones are copied, as they may share memory."""
+        """Return tokens that slots may be written without changing: the new ones are copied if others lie in slots."""
         if not self.held.tensors["keys"].shape[2]:
             return self
         return replace(self, keys=self.keys.clone(), values=self.values.clone())
 
     def chosen(self, order: Int[Tensor, "B Hk n"]) -> Tokens:
-        """Return some of the tokens, in this order and as a store holds them, so that none is new."""
+        """Return some of the tokens, in this order, as a store holds them: new ones are quantized, held ones are
+        moved as they are.
+        """
         n = self.held.tensors["keys"].shape[2]
+        # no token is new, so codes are moved as they are
         if not self.keys.shape[2]:
             usable = None if self.usable is None else self.usable.gather(-1, order)
             return replace(self, held=self.held.each(lambda held: _gathered(held, order)), usable=usable)
         keys, values = (_gathered(x, order - n) for x in (self.keys, self.values))
         found, usable = Vectors.of(keys, values, self.held.bits)
         if n:
+            # held tokens keep their codes: a second rounding would change them
             old, held = order < n, self.held.tensors
             found = found.over(
                 {
@@ -536,7 +552,7 @@ class Beside(LazySlots):
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> None:
-        """Raise an error, since nothing is written into slots beside a chunk."""
+        """Raise `NotImplementedError`: nothing is written into slots beside a chunk."""
         raise NotImplementedError
 
     def _joined(self, held: Tensor, new: Tensor) -> Tensor:
@@ -546,7 +562,7 @@ class Beside(LazySlots):
 
 
 def at(slots: Slots, positions: Int[Tensor, "B Hk S"]) -> Slots:
-    """Return the same keys and values with other positions. Copies are made once for both."""
+    """Return the same keys and values with other positions. Copies of keys and values are shared with ``slots``."""
     if not isinstance(slots, Beside):
         return slots._replace(positions=positions)
     made = Beside.of(slots.held, slots.new, positions)

@@ -63,7 +63,7 @@ class Store(abc.ABC):
         return self.positions.shape[-1]
 
     def used(self) -> int:
-        """Count the slots up to the last occupied one. On a GPU, return all slots, since counting means waiting."""
+        """Return the number of slots up to the last occupied one; on a GPU, where counting means waiting, all slots."""
         if self.positions.device.type != "cpu":
             return self.capacity
         occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
@@ -76,11 +76,11 @@ class Store(abc.ABC):
 
     @property
     def n_tokens(self) -> int:
-        """Occupied slots of all rows and heads."""
+        """Return the number of occupied slots of all rows and heads."""
         return int((self.positions >= 0).sum())
 
     def numbers(self, start: float) -> Tensor:
-        """Return one number for each slot, in memory order. A policy's state consists of such tensors."""
+        """Return a tensor with one number for each slot, all ``start``. A policy's state consists of such tensors."""
         return torch.full(self.positions.shape, start, dtype=torch.float32, device=self.positions.device)
 
     def clear(self, rows: int | slice) -> None:
@@ -88,7 +88,7 @@ class Store(abc.ABC):
         self.positions[rows] = EMPTY
 
     def opened(self) -> Store:
-        """Return the store as a step works on it, with positions side by side and writable until `close`.
+        """Return the store for a step, with positions side by side and writable until `close`.
 
         This is the store itself, unless its slots lie otherwise in memory.
         """
@@ -104,10 +104,12 @@ class Store(abc.ABC):
     def put_back(  # noqa: B027  nothing to do
         self, numbers: Tensor, held: Float[Tensor, "B Hk capacity"]
     ) -> None:
-        """Write what `side_by_side` has returned back into the numbers."""
+        """Write ``held``, which `side_by_side` has returned, back into ``numbers``."""
 
     def divided(self, sizes: Int[Tensor, "B Hk"]) -> Store:
-        """Return a store in which each head has at least that many slots. The slots may lose their content."""
+        """Return a store in which each head has at least ``sizes`` slots: itself if they fit, else a wider, empty
+        one.
+        """
         missing = int(sizes.max()) - self.capacity
         return self.wider(self.capacity + missing) if missing > 0 else self
 
@@ -141,7 +143,7 @@ class Store(abc.ABC):
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        """Return copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
 
     @abc.abstractmethod
     def fill(
@@ -153,9 +155,9 @@ class Store(abc.ABC):
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
 
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
-        """Return tokens that `take` puts into slots, even after these have lost their content.
+        """Return tokens for `take`, which stay valid after the slots have lost their content.
 
-        A store that rounds shows the first ``used`` tokens as it holds them.
+        A store that rounds keeps the first ``used`` tokens as it stores them.
 
         Args:
             slots: what `beside` has returned, or the slots.
@@ -169,14 +171,14 @@ class Store(abc.ABC):
         Args:
             tokens: what `tokens` has returned.
             positions: positions of the tokens in their new slots.
-            order: which tokens, in the order of their new slots.
+            order: the tokens' indices in ``tokens``, in the order of their new slots.
         """
         found = tokens.chosen(order).held.tensors
         self.fill(found["keys"], found["values"], positions)
 
     @abc.abstractmethod
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Tell whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        """Return whether new keys and values have this store's rows, heads, head dims, dtype and device."""
 
     def check_fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> None:
         """Refuse tokens of another shape, dtype or device.
@@ -197,7 +199,7 @@ class Store(abc.ABC):
         """Return an empty store with more slots, for the same rows."""
 
     def widened(self, capacity: int) -> Store:
-        """Return a store with more slots and the same content."""
+        """Return a store with ``capacity`` slots, which are more, and the same content."""
         wide = self.wider(capacity)
         wide.fill(*self.slots())
         return wide
@@ -207,7 +209,7 @@ class Store(abc.ABC):
         """Return every tensor of the store by name. The first axis of each tensor is the rows."""
 
     def per_slot(self) -> tuple[str, ...]:
-        """Names of the tensors of `per_row` whose third axis is the slots. The others are copied whole."""
+        """Return the names of the tensors of `per_row` whose third axis is the slots. The others are copied whole."""
         return ()
 
     @abc.abstractmethod
@@ -216,14 +218,15 @@ class Store(abc.ABC):
 
 
 def by_bits(kind: type[_S]) -> dict[str, type[_S]]:
-    """Return the kinds of a store that differ in `Store.bits`, named as in `kvkeep.kv.slot_codec.KV_BITS`."""
+    """Return subclasses of a store for each number of bits, named as in `kvkeep.kv.slot_codec.KV_BITS`."""
     return {
         name: cast(type[_S], type(f"{kind.__name__}_{name}", (kind,), {"bits": bits})) for name, bits in KV_BITS.items()
     }
 
 
 def inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a method outside of autograd, whose graph would hold every past step, and outside of inference mode.
+    """Return a method that runs outside of autograd, whose graph would hold every past step, and outside of
+    inference mode.
 
     Tensors that are made in ``torch.inference_mode`` cannot be written outside of it. Slots are made and written in
     place in both modes, so they must be ordinary tensors.
@@ -296,7 +299,7 @@ class DenseStore(Store):
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        """Return copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
         empty = (self.positions[:, :, :used] < 0)[..., None]
         found = [torch.cat([self.keys[:, :, :used], keys], dim=2), torch.cat([self.values[:, :, :used], values], dim=2)]
         for tensor in found:
@@ -304,7 +307,7 @@ class DenseStore(Store):
         return found[0], found[1]
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Tell whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        """Return whether new keys and values have this store's rows, heads, head dims, dtype and device."""
         return all(
             (new.shape[:2], new.shape[3], new.dtype, new.device)
             == (held.shape[:2], held.shape[3], held.dtype, held.device)
@@ -364,7 +367,9 @@ class QuantizedStore(Store):
         return self.vectors.dtypes[0]
 
     def opened(self) -> QuantizedStore:
-        """Return the store as used during a step. Its `slots` is always the same object, which caches copies."""
+        """Return the store for a step, whose `slots` is the same object at every call, so that its copies are
+        cached.
+        """
         other = copy.copy(self)
         other._slots = self.slots()
         return other
@@ -383,19 +388,22 @@ class QuantizedStore(Store):
         values: Float[Tensor, "B Hk n E"],
         positions: Int[Tensor, "B Hk n"],
     ) -> None:
-        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        """Quantize ``n <= capacity`` tokens into the first slots. The other slots become empty."""
         order = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
         self.take(Tokens.new(keys, values, self.bits), positions, order)
 
     def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
-        """See `Store.tokens`."""
+        """Return tokens for `take`, see `Store.tokens`. The first ``used`` are views of the quantized vectors."""
         held = self._first(used)
         if slots.positions.shape[2] == used:
             return Tokens(held, *self.no_token())
         return Tokens(held, slots.keys[:, :, used:], slots.values[:, :, used:])
 
     def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
-        """See `Store.take`. The codes of tokens that lie in slots are moved as they are."""
+        """Replace the content with some of the tokens, see `Store.take`.
+
+        Those that lie in slots are moved without another rounding.
+        """
         n, found = positions.shape[-1], tokens.chosen(order)
         for name, content in found.held.tensors.items():
             self.vectors.tensors[name][:, :, :n] = content
@@ -403,7 +411,7 @@ class QuantizedStore(Store):
         self.positions[:, :, n:] = EMPTY
 
     def _first(self, used: int) -> Vectors:
-        """Return the content of the first slots."""
+        """Return views of the first slots' content."""
         return self.vectors.each(lambda x: x[:, :, :used])
 
     def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
@@ -413,11 +421,11 @@ class QuantizedStore(Store):
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        """Return copies of the first ``used`` slots, decoded, followed by new tokens. Empty slots are set to 0."""
         return self._first(used).beside(self.positions[:, :, :used], keys, values)
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
-        """Tell whether new keys and values fit this store's rows, heads, head dims, device and the model's dtype."""
+        """Return whether new keys and values fit this store's rows, heads, head dims, device and the model's dtype."""
         shape = self.positions.shape[:2]
         return keys.shape[:2] == values.shape[:2] == shape and self.vectors.fit(keys, values)
 
@@ -426,7 +434,7 @@ class QuantizedStore(Store):
         return type(self)(*self.no_token(), capacity)
 
     def widened(self, capacity: int) -> QuantizedStore:
-        """See `Store.widened`. The codes stay as they are."""
+        """Return a store with more slots and the same content. Nothing is rounded again."""
         wide = self.wider(capacity)
         mine, others = self.per_row(), wide.per_row()
         for name, content in mine.items():

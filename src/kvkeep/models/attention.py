@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import choose
+from kvkeep.backends import AttentionInputs, choose
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
-from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_sharding import Heads
 from kvkeep.models.device import check_offloaded, without_autocast
 from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.rotary import LengthRule, follows_length, rotate_by_text
 from kvkeep.models.support import (
     check_attention,
     check_cache,
@@ -68,7 +68,7 @@ class PaddingMask:
     honoured: bool = True
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say why there is no mask tensor if a model or cache uses this as one.
+        """Raise the error for a model or cache that uses this object as a mask tensor.
 
         Raises:
             UnsupportedModelError: the attribute is one of a tensor.
@@ -83,7 +83,7 @@ class PaddingMask:
         raise AttributeError(name)
 
     def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Return the part of the mask that belongs to the ``T`` new tokens.
+        """Return the columns of the ``T`` new tokens, true for real ones; ``None`` if all tokens are real.
 
         Raises:
             ShapeError: the mask does not cover the tokens seen so far and the new ones.
@@ -104,7 +104,8 @@ class PaddingMask:
         return self.real is None and self.honoured
 
     def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
-        """Return which of the ``T`` new tokens of a prompt are padding; ``None``: the mask names none.
+        """Return which of the ``T`` new tokens of a prompt are padding; ``None`` for one token, or without a fitting
+        mask.
 
         Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
         """
@@ -126,7 +127,7 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask:
-    """Return a mask for transformers' interface: its padding, and whether positions describe all the rest.
+    """Return the mask that transformers asks for: the padding, and whether positions describe the rest of it.
 
     A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
     """
@@ -182,7 +183,10 @@ class OutputOf:
         self._module, self._heads = module, heads
 
     def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """See `kvkeep.types.OutputProjection`."""
+        """Return the length that each vector has after the output projection, see `kvkeep.types.OutputProjection`.
+
+        Without a readable projection, return the lengths of the vectors themselves.
+        """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
         if linear is not None:
@@ -191,7 +195,10 @@ class OutputOf:
         return norms
 
     def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
-        """See `kvkeep.types.OutputProjection`."""
+        """Return the sum of magnitudes that each vector has after the output projection, averaged over its query heads.
+
+        Without a readable projection, return the sums of the vectors themselves.
+        """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         linear = self._linear(x.shape[-1])
         if linear is None:
@@ -202,13 +209,13 @@ class OutputOf:
         return torch.cat(parts, dim=-1)
 
     def _linear(self, dim: int) -> nn.Module | None:
-        """Return the output projection; ``None`` if there is none that can be read."""
+        """Return the output projection; ``None`` if the model has none, or none that can be read."""
         width = self._heads * dim
         return next((part for part in _candidates(self._module) if _readable(part) and _taken(part) == width), None)
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of a module that are named like a projection. For a PEFT adapter, yield its base layer."""
+    """Yield the parts of a module that are named like an output projection; of a PEFT adapter, its base layer."""
     for name in NAMES:
         if isinstance(found := getattr(module, name, None), nn.Module):
             yield getattr(found, "base_layer", found)
@@ -225,7 +232,7 @@ def _readable(linear: nn.Module) -> bool:
 
 
 def _own(weight: object) -> object:
-    """Return this process's part of the weights, where processes share them."""
+    """Return this process's part of the weights; the weights themselves if processes do not share them."""
     to_local = getattr(weight, "to_local", None)  # a DTensor, whose module is slow to import
     return weight if to_local is None else to_local()
 
@@ -255,11 +262,11 @@ def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
 def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E2"]:
     """Return a matrix per KV head that keeps the length a vector has after its group's summed projections.
 
-    It is worked out anew only when the weights have changed.
+    The matrix is cached, and computed anew when the weights have changed.
     """
-    key: tuple[int, ...] = heads, groups
+    key: tuple[int, ...] = heads, groups  # enough for packed weights, which never change
     if isinstance(weight := _own(linear._parameters.get("weight")), Tensor) and not weight.is_inference():
-        key = heads, groups, weight.data_ptr(), weight._version  # packed weights never change
+        key = heads, groups, weight.data_ptr(), weight._version  # tensors of inference mode have no version
     known = _factors.get(linear)
     if known is None or known[0] != key:
         summed = _weights(linear, heads).double().unflatten(0, (groups, -1)).sum(dim=1)
@@ -277,7 +284,8 @@ _ONE_AT_A_TIME = threading.RLock()
 def attach(model: _Model) -> _Model:
     """Select kvkeep's attention for a model's text decoder and return the model.
 
-    With a dynamic cache, or without a cache, the model computes what it did before. A run is refused if it needs
+    With a dynamic cache, or without a cache, the model computes what it did before; where its rotary frequencies follow
+    the length of a text, each row has those of its own length. A run is refused if it needs
     something that kvkeep's attention does not compute: attention dropout, 4-D masks, packed sequences, attention
     matrices, static caches. Encoders of images and sounds keep their own attention.
     ``model.set_attn_implementation("sdpa")`` undoes it.
@@ -307,6 +315,9 @@ def attach(model: _Model) -> _Model:
             inner.set_attn_implementation({"": ATTENTION})  # for the masks that the outer model makes
     if _tell_ids not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_tell_ids, with_kwargs=True)
+    for module in inner.modules():
+        if follows_length(module) and rotate_by_text not in module._forward_hooks.values():
+            module.register_forward_hook(rotate_by_text, with_kwargs=True)
     return model
 
 
@@ -318,13 +329,14 @@ def attached(model: _Model) -> Iterator[_Model]:
     again, as a callback does that evaluates something of its own.
 
     Raises:
-        InputError, UnsupportedModelError: see `attach`.
+        InputError, UnsupportedModelError: the model cannot be attached, see `attach`.
     """
     inner = unwrapped(model)
     with _ONE_AT_A_TIME:
         modes = [(part, part.training) for part in model.modules()]
         parts = [part.config for part in inner.modules() if isinstance(part, PreTrainedModel)]
         chosen, told = [config._attn_implementation for config in parts], _tell_ids in inner._forward_pre_hooks.values()
+        turned = [module for module in inner.modules() if rotate_by_text not in module._forward_hooks.values()]
         try:
             model.eval()
             yield attach(model)
@@ -333,10 +345,14 @@ def attached(model: _Model) -> Iterator[_Model]:
                 part.training = training
             for config, implementation in zip(parts, chosen, strict=True):
                 config._attn_implementation = implementation
-            if not told:
+            if not told:  # else the model had been attached before, and stays so
                 for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
                     inner._forward_pre_hooks.pop(number)
                     inner._forward_pre_hooks_with_kwargs.pop(number, None)
+            for module in turned:
+                for number in [number for number, hook in module._forward_hooks.items() if hook is rotate_by_text]:
+                    module._forward_hooks.pop(number)
+                    module._forward_hooks_with_kwargs.pop(number, None)
 
 
 def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
@@ -357,12 +373,27 @@ def _check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
         )
 
 
+def _check_lengths(rule: LengthRule, cache: BoundedCache, new: int) -> None:
+    """Refuse to read on where the keys in the cache have the frequencies of a shorter text.
+
+    Raises:
+        UnsupportedOperationError: see above.
+    """
+    for seen in next(iter(cache.bounded_layers().values())).seen.tolist():
+        if (why := rule.refusal(seen, seen + new)) is not None:
+            raise UnsupportedOperationError(why)
+
+
 def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`.
+    """Before a run of the model, check a bounded cache that it is given, and tell it the token ids and the weights.
+
+    Do nothing for other caches, or while a compiler traces. See `BoundedCache.continue_with`.
 
     Raises:
         InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong;
             there is no new token; or the cache is not to be used.
+        SnapshotError: the cache holds a memory of other weights or adapters.
+        UnsupportedOperationError: each row has an adapter of its own.
     """
     cache = handed_over(kwargs)
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -382,6 +413,9 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
             _check_heads(cache, cast(PreTrainedModel, model).config)
             cache.feeds(WeightsOf(model))
+        cache.check_adapters()
+        if ids.shape[1] > 1 and cache.get_seq_length() and (rule := LengthRule.of(model)):
+            _check_lengths(rule, cache, ids.shape[1])
         if cache.records and ids.shape[1] > 1:
             check_positions(cast(PreTrainedModel, model), ids)
         if cache.get_seq_length() == 0:
@@ -430,6 +464,7 @@ def attention_forward(
             "positions and cannot honour it."
         )
     key, value, layer = unwrap(key, value)
+    # without a mask nothing is padded, and the queries are those of the last tokens
     mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -444,7 +479,7 @@ def attention_forward(
         else:
             out = _bounded(layer, query, key, value, mask, options)
     if (padding := mask.padding(query.shape[2])) is not None:
-        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)
+        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)  # backends leave it undefined there
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -456,7 +491,11 @@ def _bounded(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Run one step of the bounded layer that handed its keys on, and return the attention output."""
+    """Run one step of the bounded layer that handed its keys on, and return the attention output.
+
+    Raises:
+        UnsupportedModelError: the layer's sliding window is not that of its cache.
+    """
     stepper = layer.take()
     if options.window is not None and options.window < 1:
         raise UnsupportedModelError("A layer has a sliding window of no tokens; check the model's config.json.")
@@ -481,6 +520,7 @@ def _dense(
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:
+        # columns beyond the mask are slots that are not written yet
         covered = torch.nn.functional.pad(
             mask.real.to(key.device), (0, max(0, mask.kv_offset + S - mask.real.shape[1]))
         )
@@ -489,7 +529,7 @@ def _dense(
     k = k.masked_fill(k > last, EMPTY)  # a static cache hands over slots that are not written yet
     q = (mask.q_offset + torch.arange(T, device=key.device)).expand(B, T)
     backend = choose(query.device, query.dtype)
-    out, _ = backend.attend(query, Slots(key, value, k[:, None]), q, statistic=Nothing(), options=options)
+    out, _ = backend.attend(AttentionInputs(query, Slots(key, value, k[:, None]), q, options))
     return out
 
 

@@ -74,7 +74,9 @@ def fill(
 
 
 def _asked(line: str) -> dict[str, str]:
-    """Ask the template process to answer a line, and return its ``text`` or ``error``.
+    """Let the template process answer a line, and return its ``text`` or ``error``.
+
+    Too slow an answer is an ``error``.
 
     Raises:
         InputError: the process does not start.
@@ -95,7 +97,7 @@ _LOCK = threading.Lock()
 
 
 def _begin_anew() -> None:
-    """Use another process in a forked child: two that share one would take each other's answers."""
+    """Use a new process and lock in a forked child: two that share one would take each other's answers."""
     global _WORKER, _LOCK
     _WORKER, _LOCK = _new(), threading.Lock()
 
@@ -138,15 +140,14 @@ _MARK = "kvkeepsystemmessage"
 
 
 def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Spans:
-    """Return the spans of the tokens that hold the text of system messages, in
-    `kvkeep.models.tokenization.encode_chat`.
+    """Return the spans of a conversation's tokens that hold the text of system messages; ``()`` without any.
 
     The template is filled in once more with a mark in the place of each such message; the text before and after the
     mark shows where the message stands.
 
     Args:
         checkpoint: the model and its tokenizer.
-        prompt: a conversation. In anything else, and without a system message, nothing is found.
+        prompt: a conversation; a text or token ids have no system message.
 
     Raises:
         InputError: the template fails, or does not show a system message in one piece; or the tokenizer does not tell
@@ -164,17 +165,18 @@ def system_spans(checkpoint: Checkpoint, prompt: str | Sequence[int] | Sequence[
 
 
 def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, str]], place: int) -> Span:
-    """Return the characters of a conversation's text that hold one message.
+    """Return the first and the last character of one message in a conversation's text.
 
     Raises:
-        InputError: the message is not there in one piece.
+        InputError: the template does not show the message in one piece.
     """
     mark = _MARK
-    while any(mark in message["content"] for message in messages):
+    while any(mark in message["content"] for message in messages):  # the place of the mark must be the message's
         mark += "x"
     marked = [{**message, "content": mark} if i == place else dict(message) for i, message in enumerate(messages)]
     before, found, after = fill(checkpoint.tokenizer, marked).partition(mark)
     stop = len(text) - len(after)
+    # a template may repeat the message, change it, or let it change what stands around it
     whole = found and mark not in after and text.startswith(before) and text.endswith(after) and len(before) < stop
     if not whole or text[len(before) : stop].strip() != messages[place]["content"].strip():
         raise InputError(
@@ -185,10 +187,10 @@ def _place(checkpoint: Checkpoint, text: str, messages: Sequence[Mapping[str, st
 
 
 def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
-    """Return the characters of each token.
+    """Return the first character and the end of each token of a text.
 
     Raises:
-        InputError: the tokenizer does not know them.
+        InputError: the tokenizer does not know the characters.
     """
     options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True}
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
@@ -205,6 +207,6 @@ def _offsets(checkpoint: Checkpoint, text: str) -> list[Span]:
 
 
 def _tokens(offsets: Sequence[Span], place: Span) -> Span:
-    """Return the span of the tokens that hold some of these characters."""
+    """Return the span of the tokens that hold some of these characters; ``(0, 0)`` if none does."""
     inside = [i for i, (start, stop) in enumerate(offsets) if start < place[1] and stop > place[0]]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)

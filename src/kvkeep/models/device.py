@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.errors import InputError, UnsupportedModelError, one_line
+from kvkeep.errors import InputError, UnsupportedModelError, closest, one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a model can be loaded in, besides ``auto``: the checkpoint's own."""
@@ -28,8 +27,8 @@ def parse_dtype(text: str) -> torch.dtype | str:
     if text == "auto":
         return text
     if text not in DTYPES:
-        close = difflib.get_close_matches(text, DTYPES, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = closest(text, DTYPES)
+        hint = f" Did you mean {close!r}?" if close else ""
         raise InputError(f"Unknown dtype {text!r}.{hint} Known: auto, {', '.join(DTYPES)}.")
     return DTYPES[text]
 
@@ -53,7 +52,7 @@ def parse_device(text: str) -> torch.device:
 
 @contextmanager
 def enough_memory(device: torch.device, remedy: str = _LESS) -> Iterator[None]:
-    """Turn a failed allocation into an `InputError` with a remedy.
+    """Raise an `InputError` with a remedy in place of a failed allocation. Other errors are raised as they are.
 
     Raises:
         InputError: the device's memory is too small.
@@ -67,13 +66,13 @@ def enough_memory(device: torch.device, remedy: str = _LESS) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a failed step's error in one line, with a remedy if memory was too small."""
+    """Return an error's message in one line, with a remedy if memory was too small."""
     remedy = "Use fewer rows, a smaller budget or a prefill_chunk, or a smaller dtype or model."
     return f"{one_line(error).rstrip('.')}. {remedy}" if is_out_of_memory(error) else one_line(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation. On a CPU, only torch's message shows it."""
+    """Return whether an error is a failed allocation, as its type or torch's message shows."""
     told = ("allocate memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in told)
@@ -81,7 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Switch autocast off, which would compute logits and statistics in half precision."""
+    """Return a context without autocast, which would compute logits and statistics in half precision."""
     active = device != "meta" and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if active else nullcontext()
 
@@ -110,7 +109,11 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(model: nn.Module, name: str) -> Tensor:
-    """Return an offloaded parameter."""
+    """Return an offloaded parameter, read from where accelerate keeps it.
+
+    Raises:
+        InputError: accelerate does not know the parameter's numbers.
+    """
     path, _, own = name.rpartition(".")
     for hook in _hooks(model.get_submodule(path)):
         held = getattr(hook, "weights_map", None)
@@ -133,7 +136,7 @@ def check_offloaded(model: PreTrainedModel) -> None:
     """Refuse weights that torchao has quantised and that lie on the disk: accelerate cannot bring them back.
 
     Raises:
-        UnsupportedModelError: they are such weights.
+        UnsupportedModelError: the weights are quantised by torchao and partly on the disk.
     """
     found: object = getattr(model.config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)

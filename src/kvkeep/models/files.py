@@ -38,7 +38,9 @@ _blocks = 0
 
 @contextmanager
 def cached_if_unreachable(name: str) -> Iterator[None]:
-    """Within this block only the local cache is read if the hub does not answer; files of a folder need neither.
+    """Read only the local cache while the context lasts, if the hub does not answer.
+
+    Do nothing for a local folder, or if the hub answers.
 
     Raises:
         ModelFileError: the cache lacks a part of the model.
@@ -81,8 +83,9 @@ def _answers() -> bool:
     A thread asks, since a search for the hub's address has no time limit of its own.
     """
     patience = PATIENCE_S
+    # the environment, since the hub's constant is 10 s if nobody has set it; no number and 0 mean to the hub: not set
     with suppress(KeyError, ValueError):
-        patience = float(os.environ["HF_HUB_ETAG_TIMEOUT"])
+        patience = float(os.environ["HF_HUB_ETAG_TIMEOUT"]) or PATIENCE_S
     answered = threading.Event()
 
     def ask() -> None:
@@ -98,7 +101,7 @@ def _answers() -> bool:
 
 @contextmanager
 def no_conversion_service() -> Iterator[None]:
-    """Keep transformers from asking a public service to convert weights that are not safetensors."""
+    """Keep transformers from asking a public service to convert weights, while the context lasts."""
     key = "DISABLE_SAFETENSORS_CONVERSION"
     before = os.environ.get(key)
     os.environ[key] = "1"
@@ -127,7 +130,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     """Return the full path of a file or folder that exists. Another name is returned unchanged, as a hub name.
 
     Raises:
-        ModelFileError: there is no such folder, and the hub has no such names.
+        ModelFileError: a path does not exist, or the name cannot be one of the hub.
     """
     name = os.fspath(name_or_path)
     path = in_full(name)
@@ -135,7 +138,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         exists = path.exists()
     except OSError as error:  # e.g. a name that is too long for the file system
         raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
-    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # a hub name has one slash at most
         raise ModelFileError(f"The model folder {name} does not exist.")
     if not exists:
         with explained(name, "Its name cannot be used"):
@@ -144,7 +147,10 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
 
 
 def check_folder(folder: Path, allow_pickle: bool, *, weights: bool = True) -> None:
-    """Refuse a folder without a configuration or weights, with files that are not regular, or with pickles.
+    """Refuse a folder without a configuration or weights, with pipes or broken links, or with an adapter of PEFT.
+
+    Pickled weights are refused only if ``weights`` is set, there are no safetensors beside them, and ``allow_pickle``
+    is not.
 
     Args:
         folder: the folder.
@@ -174,7 +180,7 @@ def check_adapter(name: str) -> None:
         name: a folder, or a hub name.
 
     Raises:
-        ModelFileError: see above.
+        ModelFileError: there is an ``adapter_config.json``.
     """
     path = optional(name, "adapter_config.json")
     if path is None:
@@ -182,7 +188,7 @@ def check_adapter(name: str) -> None:
     try:
         base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = None
+        base = None  # the name is only for the message: the adapter is refused all the same
     known = f"{base!r:.100}" if isinstance(base, str) and base else "another model"
     raise ModelFileError(
         f"{name} holds an adapter of PEFT for {known} (adapter_config.json), which kvkeep does not load. Load both "
@@ -212,7 +218,7 @@ def check_numbers(name: str, fields: object) -> None:
 
 
 def check_shape(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a configuration whose model could be built but not run: without layers, tokens or positions.
+    """Refuse a configuration without layers, tokens or positions: its model could be built, but not run.
 
     Raises:
         ModelFileError: one of these numbers is not 1 or more.
@@ -236,7 +242,11 @@ def refusal(subject: str) -> str:
 
 
 def _check_regular(folder: Path) -> None:
-    """Refuse pipes, devices and broken links: reading them would fail late, or never end."""
+    """Refuse pipes, devices and broken links in a folder: reading them would fail late, or never end.
+
+    Raises:
+        ModelFileError: there is such a file.
+    """
     for path in sorted(folder.iterdir()):
         if not path.is_file() and not path.is_dir() and path.suffix != ".lock":
             raise ModelFileError(
@@ -257,7 +267,7 @@ def optional(name: str, file: str) -> Path | None:
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
-    """Return every integer of a configuration, with its key."""
+    """Return every integer of a configuration, with the key that it stands under."""
     found, rest = [], [(key, value)]
     while rest:
         key, value = rest.pop()
@@ -272,7 +282,9 @@ def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
 
 @contextmanager
 def explained(name: str, what: str) -> Iterator[None]:
-    """Turn every error of transformers, tokenizers, safetensors or the hub into a `ModelFileError`.
+    """Raise a `ModelFileError` in place of an error of transformers, tokenizers, safetensors or the hub.
+
+    kvkeep's own errors and failed allocations are raised as they are.
 
     Args:
         name: the model, for the message.
@@ -335,7 +347,10 @@ PARAMETERS_PER_BYTE = 16
 
 
 def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
-    """Refuse an index of weights, or a configuration, that names pickles or files outside of the model's folder.
+    """Refuse an index of weights, or a configuration, that names pickles or files outside of the folder; and an
+    adapter of PEFT.
+
+    Without an index there is nothing to check.
 
     Args:
         name: a folder, or a hub name.
@@ -343,7 +358,7 @@ def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None
         allow_pickle: whether weights may be pickles.
 
     Raises:
-        ModelFileError: such a file is named.
+        ModelFileError: such a file is named, or the model is an adapter.
     """
     check_adapter(name)
     named = getattr(config, "transformers_weights", None)
@@ -367,7 +382,9 @@ def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None
 
 
 def check_size(name: str, parameters: int) -> None:
-    """Refuse a folder with far fewer weights than its configuration describes; transformers would make up the rest.
+    """Refuse a folder whose weights are far fewer than its configuration describes; transformers would invent the rest.
+
+    Names on the hub are not checked: their files are downloaded later.
 
     Raises:
         ModelFileError: the files are too small for so many parameters.
@@ -402,9 +419,9 @@ def _shards(index: Path) -> list[str]:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Return whether a shard's name and its file lie in the folder. A missing file is reported later.
+    """Return whether a shard's name and file lie in the folder.
 
-    In the hub's cache, ``snapshots/REVISION/FILE`` is a link into ``blobs``, beside ``snapshots``.
+    A missing file counts as inside, and is reported later.
     """
     parts = re.split(r"[/\\]", shard)
     if "\0" in shard or len(os.fsencode(shard)) > 255 or any(part in ("", ".", "..") for part in parts):

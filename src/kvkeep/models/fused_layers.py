@@ -50,7 +50,7 @@ class FusedParts(NamedTuple):
 
 
 def parts_of(layer: nn.Module) -> FusedParts | None:
-    """Return a layer's parts for fusing; ``None`` if a part is missing, has been replaced, or has hooks."""
+    """Return a layer's parts for fusing; ``None`` if a part is missing, is not fused, or has hooks."""
     own: dict[str, Any] = layer._modules
     if own.keys() != _NAMES:
         return None
@@ -66,7 +66,7 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
         if norm is not None and not isinstance(norm, FusedNorm):
             return None
     for projection in (*linear, *gated):
-        if type(projection) is not FusedLinear:
+        if type(projection) is not FusedLinear:  # a subclass may have a `forward` of its own
             return None
     for part in (*own.values(), *of_attention.values(), *of_feed.values()):
         if part is not None and is_heard(part):
@@ -100,7 +100,7 @@ class FusedCalls:
         self._places = layers.places(_weights_of(modules))
 
     def weights(self, layer: nn.Module) -> list[object] | None:
-        """Return a layer's weights, or ``None`` if its modules or weights changed since these calls were built."""
+        """Return a layer's weights; ``None`` if its modules or weights have changed since these calls were built."""
         names, modules = _modules_of(layer)
         if names != self._names or [*map(id, modules)] != self._modules or [*map(type, modules)] != self._kinds:
             return None
@@ -166,7 +166,7 @@ def repeat(
     options: AttentionOptions,
     run: Callable[[Repeat], Tensor | None],
 ) -> Tensor | None:
-    """Run a decode step that differs from the layer's last one in its tokens alone, see `Layer.repeat`.
+    """Replay a layer's last decode step for other tokens, see `Layer.repeat`.
 
     Args:
         cache: holds the layer.
@@ -176,7 +176,7 @@ def repeat(
         run: makes the step.
 
     Returns:
-        What ``run`` returned; ``None`` if it is another step, and then nothing has changed.
+        What ``run`` returned; ``None`` if the step cannot be a replay, and then nothing has changed.
 
     Raises:
         CapacityError: the policy does not evict and its budget is exhausted.
@@ -204,7 +204,9 @@ _recorded: ContextVar[Callable[..., Tensor]] = ContextVar("_recorded")
 def _run(
     parts: FusedParts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: FusedCalls
 ) -> Tensor | None:
-    """Compute a layer's output for a token per row; ``None`` if the kernel cannot compute it."""
+    """Compute a layer's output for a token per row; ``None`` if the kernel cannot compute what comes before
+    attention.
+    """
     found = calls.before(x, angles)
     if found is None:
         return None
@@ -274,7 +276,10 @@ def copied(layer: nn.Module) -> nn.Module:
 
 
 def fuse_layer(layer: nn.Module) -> bool:
-    """Fuse a decoder layer whose parts are fused, if that is what it computes."""
+    """Fuse a decoder layer, in place, and return whether it was fused.
+
+    It is fused if its parts are, it has no other weights, and its outputs on random numbers are the kernel's.
+    """
     if isinstance(layer, FusedLayer) or (parts := parts_of(layer)) is None or not _is_all(layer, parts):
         return False
     if (constants := _constants(layer, parts)) is None:
@@ -288,14 +293,16 @@ def fuse_layer(layer: nn.Module) -> bool:
 
 
 def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
-    """Return whether a layer has no weights but those of its parts: others may be changed after the trial."""
+    """Return whether a layer has no weights but those of its parts. Other weights could change after the trial."""
     norms = [norm for norm in (parts.first, parts.second, *parts.heads) if norm is not None]
     known = {id(weight) for part in (*norms, *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()}
     return known == {id(weight) for weight in (*layer.parameters(), *layer.buffers())}
 
 
 def _twin(layer: nn.Module) -> Any:
-    """Return a copy of a layer with a configuration of its own, since other threads may be in the layer."""
+    """Return a copy of a layer, for a trial, with a configuration of its own, since other threads may be in the
+    layer.
+    """
     twin, attention = copy.copy(layer), copy.copy(_any(layer).self_attn)
     vars(attention)["config"] = copy.deepcopy(attention.config)
     vars(twin)["_modules"] = {**layer._modules, "self_attn": attention}
@@ -303,7 +310,7 @@ def _twin(layer: nn.Module) -> Any:
 
 
 def _any(layer: nn.Module) -> Any:
-    """Return a layer as ``Any``, so that type checkers allow every attribute."""
+    """Return a layer itself, typed as ``Any``, so that type checkers allow every attribute."""
     return layer
 
 
@@ -337,10 +344,14 @@ class _Trial:
         self.angles = turns.cos().to(weight.dtype), turns.sin().to(weight.dtype)
         self.answer = numbers(rows, 1, attention.o_proj.in_features // dim, dim).to(weight.dtype)
         self._cache = taken_as(type(layer)) or usual()
+        # far apart, so that numbers which depend on positions differ from row to row
         self._given = {"position_ids": 10**6 * torch.arange(rows)[:, None], "use_cache": True}
 
     def ask(self) -> bool:
-        """Run the layer; whether it has handed its keys to the cache, and called attention, once."""
+        """Run the layer with random numbers for attention's answer, and record what it hands to attention.
+
+        Return whether the layer has called the cache and attention once each.
+        """
         cache = _Handed()
         calls: list[tuple[Any, ...]] = []
 
@@ -357,13 +368,13 @@ class _Trial:
         return module is self._attention and mask is None
 
     def run(self, parts: FusedParts, attend: Attend | None = None) -> Tensor | None:
-        """Return the output of the kernel."""
+        """Return the layer's output as the kernel computes it; ``None`` if it cannot."""
         return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), FusedCalls(self._layer, parts))
 
 
 @torch.inference_mode()
 def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
-    """Return a layer's constant attention arguments if the kernel matches it up to rounding; else ``None``."""
+    """Return the arguments that a layer always hands to attention, if the kernel matches the layer; else ``None``."""
     try:
         trial = _Trial(layer, SCALES)
         if not trial.ask() or not _is_constant(trial.constants):
@@ -382,7 +393,7 @@ def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
 
 @torch.inference_mode()
 def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
-    """Measure the seconds that decoder layers take in turn, without attention; ``None`` if they cannot run."""
+    """Return the seconds that decoder layers take in turn, without attention; ``None`` if a layer cannot be run so."""
     took = 0.0
     for layer in layers:
         try:
@@ -391,7 +402,7 @@ def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
             if (trial.ask() if parts is None else trial.run(parts)) is None:
                 return None
             took += time.perf_counter() - start
-        except Exception:
+        except Exception:  # it takes something else
             return None
     return took
 
@@ -413,7 +424,7 @@ class _Handed:
 
 @contextmanager
 def _recording(config: PreTrainedConfig, attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Let a model ask this function instead of its attention for a while."""
+    """Let a model call this function in place of its attention, while the context lasts."""
     before, token = config._attn_implementation, _recorded.set(attention)
     config._attn_implementation = _RECORDER
     try:

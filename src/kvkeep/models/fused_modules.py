@@ -16,8 +16,11 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from kvkeep.backends import choose, small
 
 FORMATS = (torch.float32, torch.bfloat16)
-_TIMED_BYTES = 256 * 2**20
-_REPEATS = 6
+TIMED_BYTES = 256 * 2**20
+"""Weights that are timed at most: more than caches hold, so that they come from memory as in a decode step."""
+
+REPEATS = 6
+"""Passes of a timing, of which the first one warms up."""
 
 
 class PackedLinear(nn.Module):
@@ -83,11 +86,12 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
 def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Module] | None = None) -> bool:
     """Return whether products of so many rows are faster after ``make``, which by default packs the weights.
 
-    As in a decode step, all layers are run in turn, so that the processor's caches are cold.
+    The first layers, up to `TIMED_BYTES` of weights, are run one after the other several times, as in decode steps, so
+    that the processor's caches are cold; the medians are compared.
     """
     sample: list[nn.Linear] = []
     for layer in layers:
-        if sample and sum(timed.weight.nbytes for timed in [*sample, layer]) > _TIMED_BYTES:
+        if sample and sum(timed.weight.nbytes for timed in [*sample, layer]) > TIMED_BYTES:
             break
         sample.append(layer)
     inputs = [layer.weight.new_ones(rows, 1, layer.in_features) for layer in sample]
@@ -99,7 +103,7 @@ def faster(layers: list[nn.Linear], rows: int, make: Callable[[nn.Linear], nn.Mo
         return time.perf_counter() - start
 
     others = [PackedLinear(layer, rows) if make is None else make(layer) for layer in sample]
-    pairs = [(seconds(sample), seconds(others)) for _ in range(_REPEATS)][1:]  # the first pass warms up
+    pairs = [(seconds(sample), seconds(others)) for _ in range(REPEATS)][1:]  # the first pass warms up
     return statistics.median(fast for _, fast in pairs) < statistics.median(plain for plain, _ in pairs)
 
 
@@ -116,7 +120,7 @@ def _works(dtype: torch.dtype) -> bool:
     try:
         blank = nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)  # draws no random numbers
         PackedLinear(blank, 2)(torch.ones(2, 16, dtype=dtype))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # they are missing, or differ
         return False
     return True
 
@@ -146,7 +150,10 @@ class FusedLinears:
         self._held: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
 
     def output(self, layer: FusedLinear, x: Tensor) -> Tensor | None:
-        """Return the output of one layer; ``None`` if the kernel has not computed it."""
+        """Return the output of one layer for ``x``; ``None`` if the kernel cannot compute it or has not.
+
+        The first layer's call computes the outputs of all layers.
+        """
         if layer is not self._layers[0]:
             asked, outputs = self._held
             return outputs.pop(id(layer), None) if asked is x else None
@@ -229,7 +236,8 @@ def agrees(
 ) -> bool:
     """Return whether the kernel matches a module's outputs up to rounding, on random numbers of several sizes.
 
-    One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show.
+    One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show. A module that
+    fails on such input does not match.
     """
     draw, scales = torch.Generator().manual_seed(0), torch.tensor(SCALES)
     x = torch.randn(len(SCALES) + len(reach), 1, width, generator=draw)
@@ -254,7 +262,7 @@ def is_close(found: Tensor, expected: object) -> bool:
 
 
 def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a module's class in which the mixin's ``forward`` comes first."""
+    """Return a subclass of a module's class in which the mixin's ``forward`` comes first. It is made once."""
     if (mixin, kind) not in _MIXED:
         names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         _MIXED[mixin, kind] = type(f"Fused{kind.__name__}", (mixin, kind), names)
@@ -265,7 +273,7 @@ def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def fuse_if_slow(model: nn.Module) -> int:
-    """Fuse the linear layers alone whose dtype is slow in torch on this processor; return how many they are.
+    """Fuse linear layers in dtypes that torch is slow at on this processor, and return how many were fused.
 
     All their products are faster then, those of prompts above all. Hooks of every module are still called.
     """
@@ -286,19 +294,19 @@ def fuse_linear(layers: list[nn.Linear]) -> None:
 
 
 def open_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules but those within compiled ones."""
+    """Return an iterator over all modules but those within compiled ones."""
     compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
     return (module for module in model.modules() if id(module) not in compiled)
 
 
 def is_still(module: nn.Module) -> bool:
-    """Whether a module is in evaluation mode, and nobody listens to it or has replaced its ``forward``."""
+    """Return whether a module is in evaluation mode, has no hooks, and has its class's own ``forward``."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return not (module.training or any(hooks) or "forward" in vars(module))
 
 
 def is_kernels(weight: object) -> bool:
-    """Whether the kernel can read a weight, and this processor has the kernel."""
+    """Return whether the kernel can read a weight, and this processor has the kernel."""
     if type(weight) is not nn.Parameter or weight.dtype not in TOLERANCE or not weight.is_contiguous():
         return False
     return weight.is_cpu and choose(weight.device, weight.dtype).small

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +58,9 @@ from kvkeep.models.tokenization import Writer
 
 # The model's ``generation_config.json``: which of its settings kvkeep uses.
 #
-# kvkeep uses the tokens that end a text, beside those of config.json and the tokenizer. It leaves out every other
-# setting, so that a single prompt, a batch and a session give the same text. `remark` names what is left out.
+# kvkeep uses the tokens that end a text, beside those of config.json and the tokenizer, and those that may not be
+# generated. It leaves out all other settings, so that a single prompt, a batch and a session give the same text.
+# `remark` names the settings that are left out.
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -66,7 +69,13 @@ OWN = frozenset(
 )
 """Settings for which kvkeep has options of its own."""
 
-KEPT = frozenset({"eos_token_id", "pad_token_id", "bos_token_id"})
+KEPT = frozenset(
+    {
+        *("eos_token_id", "pad_token_id", "bos_token_id"),
+        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+    }
+)
+"""Settings that kvkeep obeys, or that change no text of a single row."""
 
 SAME_TEXT = frozenset(
     {
@@ -82,13 +91,13 @@ SAME_TEXT = frozenset(
 
 
 def check_generation_config(name: str) -> None:
-    """Refuse a ``generation_config.json`` that cannot be used, before weights are read.
+    """Refuse a ``generation_config.json`` that cannot be used, before weights are read; do nothing without one.
 
     Args:
         name: a folder, or a hub name.
 
     Raises:
-        ModelFileError: the file is not a JSON object, or its end tokens are not whole numbers.
+        ModelFileError: the file is not a JSON object, or its end tokens or banned tokens are not whole numbers.
     """
     path = optional(name, GENERATION_CONFIG)
     if path is None:
@@ -97,7 +106,7 @@ def check_generation_config(name: str) -> None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         ends = fields.get("eos_token_id")
-        GenerationConfig.from_dict(dict(fields))
+        BannedTokens.of(GenerationConfig.from_dict(dict(fields)))
     except Exception as error:  # whatever transformers raises for its values
         raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -108,7 +117,9 @@ def check_generation_config(name: str) -> None:
 
 
 def remark(model: PreTrainedModel) -> str | None:
-    """Return a sentence about the generation settings that kvkeep leaves out; ``None`` if there are none."""
+    """Return a sentence about the model's generation settings that kvkeep leaves out; ``None`` if it leaves none
+    out.
+    """
     asked = _asked(model)
     differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
     same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
@@ -145,6 +156,66 @@ def _listed_ids(ids: object) -> set[int]:
     return {token for token in listed if isinstance(token, int) and not isinstance(token, bool)}
 
 
+class BannedTokens(NamedTuple):
+    """The tokens that a generation config forbids.
+
+    Attributes:
+        always: tokens that are never generated (``suppress_tokens``, and words of one token).
+        first: tokens with which no answer begins (``begin_suppress_tokens``).
+        words: sequences of two or more tokens whose last one may not follow the others (``bad_words_ids``).
+    """
+
+    always: frozenset[int] = frozenset()
+    first: frozenset[int] = frozenset()
+    words: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, config: Any, vocabulary: int | None = None) -> BannedTokens:
+        """Read them from a generation config, as transformers does: a word that is an end token is allowed.
+
+        Args:
+            config: the generation config.
+            vocabulary: number of tokens of the model, if it is known.
+
+        Raises:
+            InputError: a value is no list of token ids, or nothing is left to generate.
+        """
+        always, first = (_token_ids(name, getattr(config, name, None)) for name in (_SUPPRESS, _BEGIN_SUPPRESS))
+        listed = getattr(config, _BAD_WORDS, None)
+        if not isinstance(listed, list | tuple | None):
+            raise InputError(f"{_BAD_WORDS} is {listed!r:.60}. Give a list of lists of token ids.")
+        words = {_token_ids(_BAD_WORDS, word) for word in listed or ()}
+        if () in words:
+            raise InputError(f"{_BAD_WORDS} has a word without tokens. Leave it out.")
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        single = {word[0] for word in words if len(word) == 1} - set(ends)
+        longer = tuple(sorted(word for word in words if len(word) > 1))
+        banned = single.union(always)
+        if vocabulary is not None and banned.union(first).issuperset(range(vocabulary)):
+            raise InputError(
+                f"{_SUPPRESS}, {_BEGIN_SUPPRESS} and {_BAD_WORDS} of the generation config ban all {vocabulary} tokens "
+                "of the model. Remove them from its generation_config."
+            )
+        return cls(frozenset(banned), frozenset(first), longer)
+
+
+_SUPPRESS, _BEGIN_SUPPRESS, _BAD_WORDS = "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Return a setting that is a list of token ids; empty for ``None``.
+
+    Raises:
+        InputError: it is something else.
+    """
+    listed = () if value is None else value
+    if not isinstance(listed, list | tuple) or not all(
+        isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in listed
+    ):
+        raise InputError(f"{name} is {value!r:.60}. Give a list of token ids.")
+    return tuple(listed)
+
+
 def _asked(model: PreTrainedModel) -> dict[str, object]:
     """Return generation settings that differ from transformers' defaults and that kvkeep has no option for."""
     usual = GenerationConfig._get_default_generation_params()
@@ -154,14 +225,17 @@ def _asked(model: PreTrainedModel) -> dict[str, object]:
         for name, value in given.items()
         if name not in OWN | KEPT | {"transformers_version"}
         and not name.startswith("_")
-        and value != usual.get(name, False)
+        and value != usual.get(name, False)  # a setting that transformers does not know is off by default
     }
 
 
 def _listed(values: dict[str, object]) -> str:
-    """Names and values, separated by commas."""
+    """Return names and values as a text, separated by commas; empty without any."""
     parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
     return ", ".join(parts)
+
+
+_log = logging.getLogger(__name__)
 
 
 def load(
@@ -236,7 +310,7 @@ def read_weights(
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
-        UnsupportedModelError: it cannot be split, see `split_options`.
+        UnsupportedModelError: the model cannot be split, see `split_options`.
         InputError: unknown dtype, or a device that this machine does not have or whose memory is too small; or there
             are no processes to split the model over.
     """
@@ -264,13 +338,14 @@ def _read(
             checkpoint.name,
             config=checkpoint.config,
             dtype=kind,
-            use_safetensors=None if checkpoint.allow_pickle else True,
+            use_safetensors=None if checkpoint.allow_pickle else True,  # None: pickles where there is nothing else
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # reported below, with the names of the tensors
             output_loading_info=True,
             **quantisation,
         )
     _check_complete(checkpoint.name, report)
+    _check_left_over(checkpoint.name, model, sorted(report["unexpected_keys"]))
     return model
 
 
@@ -290,7 +365,11 @@ def embedded() -> str:
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:
-    """Refuse weights that do not fill all tensors of the model; transformers would only log it."""
+    """Refuse weights that do not fill all tensors of the model; transformers would only log it.
+
+    Raises:
+        ModelFileError: tensors are missing or have other shapes.
+    """
     problems = {
         "missing_keys": "lack tensors of the model",
         "mismatched_keys": "have other shapes than config.json says",
@@ -302,6 +381,50 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
                 f"The weights of {name} {problem}: {tensors[0]}{more}. Download the model again, or check that its "
                 "config.json belongs to these weights."
             )
+
+
+def _check_left_over(name: str, model: PreTrainedModel, tensors: Sequence[str]) -> None:
+    """Refuse weights of more layers than the model has, and log the names of other tensors that the model lacks.
+
+    Layers that predict further tokens, which some checkpoints hold behind the others, are named like other tensors.
+
+    Raises:
+        ModelFileError: config.json names fewer layers than the weights have.
+    """
+    if not tensors:
+        return
+    parts, text = {_unnumbered(part) for part in model.state_dict()}, model.config.get_text_config(decoder=True)
+    most = (getattr(text, "num_hidden_layers", None) or 0) + (getattr(text, "num_nextn_predict_layers", None) or 0)
+    surplus = [part for part in tensors if _unnumbered(part) in parts and _layer_of(part) >= most]
+    if surplus:
+        raise ModelFileError(
+            f"The weights of {name} have tensors for which the model has no layer: {_shown(surplus)}. Its config.json "
+            "belongs to another model or names too few layers: download the model again, or mend num_hidden_layers."
+        )
+    _log.warning(
+        "The weights of %s have tensors that no part of the model takes; the model runs without them: %s.",
+        name,
+        _shown(tensors),
+    )
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def _unnumbered(name: str) -> str:
+    """Return the name of a tensor without the numbers of its layers and experts."""
+    return _NUMBER.sub("*", name)
+
+
+def _layer_of(name: str) -> int:
+    """Return the first number in the name of a tensor, or -1."""
+    return int(found[0]) if (found := _NUMBER.findall(name)) else -1
+
+
+def _shown(tensors: Sequence[str], most: int = 5) -> str:
+    """Return the names of tensors, the first few of many."""
+    more = f" and {len(tensors) - most} more" if len(tensors) > most else ""
+    return f"{', '.join(tensors[:most])}{more}"
 
 
 def read_config(name: str) -> PreTrainedConfig:
@@ -366,7 +489,11 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files."""
+    """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files.
+
+    Raises:
+        ModelFileError: the tokenizer cannot be read, or is empty.
+    """
     with explained(name, "Its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -434,10 +561,10 @@ def load_with_tokenizer(
 
 @contextmanager
 def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
-    """Call a function after each decoder layer with the number of prompt tokens that this layer stands for.
+    """Call a function with prompt tokens after each decoder layer, while the context lasts.
 
-    Over all layers the numbers add up to the tokens of the prompt, padding included. Runs over one token per row are
-    left out: most of them write.
+    A layer's call gets its share of the tokens: over all layers the shares add up to the prompt, padding included. Runs
+    over one token per row are left out, since most of them write.
 
     Args:
         model: a decoder.
@@ -447,7 +574,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
     def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         states = made if isinstance(made, Tensor) else next((part for part in made if isinstance(part, Tensor)), None)
-        if states is not None and states.dim() == 3 and states.shape[1] > 1:
+        if states is not None and states.dim() == 3 and states.shape[1] > 1:  # 1: a decode step
             on_read(states.shape[0] * states.shape[1] / len(parts))
 
     handles = [part.register_forward_hook(hook) for part in parts]
@@ -459,7 +586,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
 
 
 def _layers(model: Model) -> Sequence[nn.Module]:
-    """Return the decoder layers; empty if no module list has the right length."""
+    """Return the decoder layers; ``[]`` if no module list has their number."""
     count: int = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
     return next((list(part) for part in lists if len(part) == count), [])
@@ -491,14 +618,16 @@ _TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_processes() -> int:
-    """Join the processes that torchrun has started, over NCCL with a GPU each or over gloo, and return their number.
+    """Join the processes that torchrun has started, over NCCL with a GPU each or over gloo; return their number.
+
+    Processes that have joined already are only counted.
 
     Raises:
         InputError: torchrun has not started this process, there is no GPU for it, or the others cannot be reached.
     """
     if not dist.is_available():
         raise InputError("This build of torch has no torch.distributed, so no model can be split over processes.")
-    if dist.is_initialized():
+    if dist.is_initialized():  # by an earlier call, or by the user's program
         return dist.get_world_size()
     if missing := [name for name in _TOLD if not os.environ.get(name)]:
         raise InputError(
@@ -529,7 +658,9 @@ def process_group() -> Iterator[None]:
 
 
 def split_options(config: PreTrainedConfig, *, device: str, load_in: str | None) -> dict[str, Any]:
-    """Join the other processes, and return the arguments with which ``from_pretrained`` splits a model over them.
+    """Join the other processes, and return the arguments with which ``from_pretrained`` splits a model.
+
+    With a single process return no arguments.
 
     Args:
         config: the model's configuration.

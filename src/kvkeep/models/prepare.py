@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from kvkeep.backends import small
 from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
 from kvkeep.models.fused_modules import (
+    REPEATS,
+    TIMED_BYTES,
     FusedGate,
     FusedLinear,
     FusedLinears,
@@ -41,15 +43,13 @@ FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
 
 _PLAIN, _FUSED, _PACKED = "plain", "fused", "packed"
-_TIMED_BYTES = 256 * 2**20
-_REPEATS = 6
 _MIXINS = (FusedGate, FusedNorm, FusedLayer)
 FUSED = (FusedLinear, *_MIXINS)
 """Classes of fused modules."""
 
 
 def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, products: bool = True) -> int:
-    """Let a model's small operators run in the native kernel, in place, and return how many modules were changed.
+    """Change a model's modules, in place, so that they call the native kernel; return how many were changed.
 
     Changed are norms by the root mean square, feed-forward layers ``down(silu(gate(x)) * up(x))``, and linear layers.
     Each is a single call then, for steps of a few rows outside of autograd; everything else runs as before. Weights,
@@ -76,6 +76,7 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
     if not known and (not linear or (if_faster and not _pays(model, linear, rows))):
         return len(norms)
     fuse_linear(linear)
+    # a gate is fused from fused products, and a layer from all fused parts
     gates = [module for module in modules if _fuse_gate(module)]
     for module in modules:
         _join(module)
@@ -84,7 +85,9 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
 
 
 def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
-    """Return whether a model's steps with this number of rows are faster when the model is fused."""
+    """Return whether steps of this many rows are faster with fused layers, or if that is unknown, with fused
+    products.
+    """
     way = None if _is_slow(layers) else _fastest(model, rows, (_PLAIN, _FUSED))
     return _products_pay(layers, rows) if way is None else way == _FUSED
 
@@ -99,7 +102,7 @@ def _is_slow(layers: list[nn.Linear]) -> bool:
 
 
 def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
-    """Return the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused.
+    """Return the name of the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused.
 
     As in a decode step all layers are run in turn, up to 256 MiB of weights, so that the processor's caches are cold.
     """
@@ -108,14 +111,14 @@ def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
     decoders = (module for module in open_modules(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()
     for layer in (module for module in decoders if all(map(is_still, module.modules()))):
         size += sum(weight.nbytes for weight in layer.parameters())
-        if sample and size > _TIMED_BYTES:
+        if sample and size > TIMED_BYTES:
             break
         sample.append(layer)
     kinds = {way: [_set_up(copied(layer), rows, way) for layer in sample] for way in ways}
     if not sample or not all(isinstance(layer, FusedLayer) for layer in kinds[_FUSED]):
         return None
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(_REPEATS):
+    for _ in range(REPEATS):
         for way, layers in kinds.items():
             if (took := seconds(layers, rows)) is None:
                 return None
@@ -124,7 +127,7 @@ def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
 
 
 def _set_up(model: nn.Module, rows: int, way: str) -> nn.Module:
-    """Fuse or pack all that can be."""
+    """Return the model, with everything fused or packed, in place, that this way can change."""
     if way == _PACKED:
         pack_weights(model, rows)
     fuse_modules(model, rows, products=way == _FUSED)
@@ -145,7 +148,8 @@ def prepare(
     Args:
         model: the model.
         rows: number of rows of most steps.
-        like: what was `chosen` for the same model in another process. Nothing is timed then, and both compute the same
+        like: what was `chosen` for the same model in another process. Nothing is timed then, and both processes compute
+            the same
             numbers to the last digit.
         whole: measure whole decoder layers, and not their products alone. Jobs do not: with fused layers the last
             digits of a text depend on whether a prompt of more than 16 tokens is read beside it.
@@ -169,13 +173,13 @@ def prepare(
 
 
 def _fuse_by_products(model: nn.Module, rows: int) -> int:
-    """Fuse a model, and its products if they alone are faster."""
+    """Fuse a model's norms, and also its products if these alone are faster so; return how many were changed."""
     linear = fusable(module for module in open_modules(model) if is_still(module))
     return fuse_modules(model, rows, products=bool(linear) and _products_pay(linear, rows))
 
 
 def _restore(model: nn.Module) -> None:
-    """Make linear layers plain that were fused when the model was loaded."""
+    """Make fused linear layers plain ones again, in place."""
     layers: list[nn.Module] = [module for module in model.modules() if type(module) is FusedLinear]
     for layer in layers:
         layer.__class__ = nn.Linear
@@ -190,7 +194,7 @@ def _twin(layer: nn.Linear) -> nn.Module:
 
 
 def _fuse_norm(module: nn.Module) -> bool:
-    """Fuse a norm if it is one: with one vector of weights, that are multiplied as they are or plus 1."""
+    """Fuse a module if it is a root mean square norm with one vector of weights; return whether it was fused."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(epsilon, float) or len(module._parameters) != 1 or any(module.children()):
@@ -207,7 +211,7 @@ def _fuse_norm(module: nn.Module) -> bool:
 
 
 def _fuse_gate(module: nn.Module) -> bool:
-    """Fuse a feed-forward layer if it is one with a gate under SiLU."""
+    """Fuse a module if it is a feed-forward layer with a gate under SiLU; return whether it was fused."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
         return False
@@ -218,7 +222,10 @@ def _fuse_gate(module: nn.Module) -> bool:
 
 
 def _join(module: nn.Module) -> None:
-    """Let the query, key and value of attention be computed together, if its code hands one tensor to all three."""
+    """Let query, key and value of a fused attention be computed together, if its code hands one tensor to all three.
+
+    Otherwise do nothing.
+    """
     try:
         calls = re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(type(module).forward))
     except (OSError, TypeError):  # there is no source
@@ -266,6 +273,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
         if kind not in reasons:
             device = next((p.device for p in layer.parameters()), model.device)
             with torch.inference_mode():  # as in the engine
+                # two rows, as torch has another program for one
                 reasons[kind] = _refusal(layer, torch.zeros((2, 1, width), dtype=model.dtype, device=device), backend)
         if reasons[kind] is None:
             layer.compile(backend=backend)
@@ -275,7 +283,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
 
 
 def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
-    """Children of decoder layers that do not use the cache and can gain from compiling."""
+    """Yield the children of decoder layers that do not use the cache and can gain from compiling."""
     for layers in model.modules():
         if not isinstance(layers, nn.ModuleList):
             continue
@@ -300,9 +308,10 @@ def _is_open(module: nn.Module) -> bool:
 
 
 def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
-    """Run a layer, and return why it cannot be compiled; ``None`` if it can."""
+    """Run a layer plainly and compiled, and return why it cannot be compiled; ``None`` if it can."""
     trial = copy.copy(layer)  # shares the weights; its compiled program is reused for all layers of its kind
     trial.compile(backend=backend, fullgraph=True)
+    # one program for any number of rows; "maybe", since a layer that needs their number may have one for each
     torch._dynamo.maybe_mark_dynamic(x, 0)
     try:
         out = layer(x)
@@ -316,7 +325,7 @@ def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
 
 
 def _say(reasons: dict[str, str]) -> None:
-    """Log in one line which kinds of layers stay plain, and why."""
+    """Log in one line which kinds of layers are not compiled, and why; do nothing without any."""
     if reasons:
         kinds = {reason: [name for name, other in reasons.items() if other == reason] for reason in reasons.values()}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kinds.items())

@@ -6,7 +6,6 @@ The work is done by transformers with a package for each format. What is missing
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from kvkeep.errors import InputError, ModelFileError, one_line
+from kvkeep.errors import InputError, ModelFileError, closest, one_line
 
 EXTRA = "kvkeep[quantized]"
 
@@ -62,16 +61,16 @@ FORMATS = {
 
 
 def check_format(name: str | None) -> None:
-    """Refuse a format that is unknown, or whose packages are missing.
+    """Refuse a format that is unknown, or whose packages are missing. ``None`` is no format.
 
     Raises:
-        InputError: see above.
+        InputError: the format is unknown, or a package is missing.
     """
     if name is None:
         return
     if not isinstance(name, str) or name not in FORMATS:
-        close = difflib.get_close_matches(str(name), FORMATS, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = closest(str(name), FORMATS)
+        hint = f" Did you mean {close!r}?" if close else ""
         raise InputError(f"Weights cannot be loaded in {name!r:.40}.{hint} Known: {', '.join(FORMATS)}.")
     missing = [package for package in FORMATS[name].packages if find_spec(package) is None]
     if missing:
@@ -81,7 +80,8 @@ def check_format(name: str | None) -> None:
 
 
 def options(name: str | None, config: PreTrainedConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments with which transformers quantizes weights while it loads them; none for ``None``.
+    """Return the arguments with which transformers quantizes weights while it loads them; an empty mapping for
+    ``None``.
 
     Args:
         name: one of `FORMATS`.
@@ -99,6 +99,7 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
     chosen = FORMATS[name]
     if chosen.cuda_only and device.type != "cuda":
         raise InputError(f"`load_in={name}` needs CUDA, and the model goes to {device}. Take `load_in=int8` there.")
+    # bitsandbytes quantises weights on their way to the device; the others go there afterwards
     placed = {"device_map": {"": device}} if chosen.cuda_only else {}
     return {"quantization_config": chosen.make(), **placed}
 
@@ -113,10 +114,10 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 
 def check_readable(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a quantised checkpoint whose package or hardware is missing.
+    """Refuse a quantised checkpoint whose package or hardware is missing. Others are not checked.
 
     Raises:
-        ModelFileError: the message names what is missing.
+        ModelFileError: the checkpoint cannot be read here.
     """
     method = method_of(config)
     if method is None:
@@ -137,9 +138,9 @@ def check_readable(name: str, config: PreTrainedConfig) -> None:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor is made of: itself, or data and scales of a quantized one.
+    """Yield the plain tensors of a tensor: itself, or the data and scales of a quantized one.
 
-    Of a tensor that processes share, the part of this process.
+    Of a tensor that processes share, yield this process's part.
     """
     to_local = getattr(tensor, "to_local", None)
     tensor = tensor if to_local is None else to_local()
@@ -152,6 +153,6 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Count the bytes that a model's weights take in memory. Shared weights count once."""
+    """Return the bytes that a model's weights and buffers take in memory. Shared weights count once."""
     tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in parts(tensor))
     return sum(tensor.nbytes for tensor in tensors)

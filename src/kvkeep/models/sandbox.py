@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -42,11 +41,12 @@ class SandboxProcess:
 
     @property
     def runs(self) -> bool:
-        """Return whether the process runs. If it does not, the next question starts another one."""
+        """Return whether this process has started the sandbox and it still runs. `ask` starts it otherwise."""
         return self._process is not None and self._starter == os.getpid() and self._process.poll() is None
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any] | None:
-        """Return the answer to a line; ``None`` if the process ends first, or is killed because the time is over.
+        """Return the process's answer to a line; ``None`` if the process ends first or takes too long, and is
+        killed.
 
         Raises:
             OSError: the process does not start.
@@ -60,7 +60,8 @@ class SandboxProcess:
             cast(IO[bytes], process.stdin).flush()
         answer = None
         try:
-            answer = self._read(process, timeout_s)
+            with suppress(TimeoutError):
+                answer = self._read(process, timeout_s)
         finally:
             if answer is None:  # also after Ctrl-C: a late answer would be taken for the next line's
                 self.end()
@@ -78,27 +79,36 @@ class SandboxProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._starter = os.getpid()
+        # the script finds the packages that this process finds, but nothing in the working folder, which "" stands for
         places = os.pathsep.join(place for place in sys.path if place)
         process = subprocess.Popen(
             [sys.executable, "-P", str(self._script), str(self._memory_bytes)],  # -P: import nothing from its folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            # USE_TORCH: transformers does not import torch, which takes seconds and much of the memory
             env={**os.environ, "PYTHONPATH": places, "USE_TORCH": "0", "PYTHONIOENCODING": "utf-8"},
         )
-        if self._read(process, _START_S) is None:
+        try:
+            if self._read(process, _START_S) is not None:
+                return process
             with suppress(subprocess.TimeoutExpired):  # its output ends a moment before it does
                 process.wait(1.0)
             process.kill()
             process.communicate()
-            late = process.returncode == -signal.SIGKILL
-            why = f"it is not ready after {_START_S:.0f} s" if late else f"it ends with code {process.returncode}"
-            raise OSError(f"{self.command}: {why}")
-        return process
+            why = f"it ends with code {process.returncode}"
+        except TimeoutError:
+            process.communicate()
+            why = f"it is not ready after {_START_S:.0f} s"
+        raise OSError(f"{self.command}: {why}")
 
     @staticmethod
     def _read(process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
-        """Return one line of the process; ``None`` if it ends first. It is killed when the time is over."""
+        """Return one line of the process as JSON; ``None`` if the process ends first.
+
+        Raises:
+            TimeoutError: the time was over, and the process is killed.
+        """
         end, line = time.monotonic() + timeout_s, b""
         output = cast(IO[bytes], process.stdout).fileno()
         with selectors.DefaultSelector() as selector:  # a timer would start a thread, which takes longer than an answer
@@ -106,7 +116,7 @@ class SandboxProcess:
             while not line.endswith(b"\n"):
                 if not selector.select(max(0.0, end - time.monotonic())):
                     process.kill()
-                    return None
+                    raise TimeoutError
                 piece = os.read(output, _PIPE_BYTES)
                 if not piece:
                     return None

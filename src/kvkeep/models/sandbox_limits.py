@@ -7,8 +7,8 @@ from contextlib import suppress
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Limit the memory that this process may still allocate, if the system can."""
-    with suppress(ImportError, OSError, ValueError):
+    """Limit the memory that this process may still allocate; do nothing where the system cannot."""
+    with suppress(ImportError, OSError, ValueError):  # not Linux, or a limit above that of the user
         import resource
 
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -17,7 +17,9 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def serve(answer: Callable[[str], Mapping[str, object]], more_bytes: int) -> None:
-    """Say that the process is ready, and answer each line of standard input by one line."""
+    """Report that the process is ready, limit its memory, and answer each line of standard input by one line of
+    JSON.
+    """
     answers, sys.stdout = sys.stdout, sys.stderr
     print("{}", file=answers, flush=True)
     limit_memory(more_bytes)

@@ -10,20 +10,22 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvkeep.models.sandbox_limits import serve
 
-_LONGEST_BYTES, _GROWTH = 2**20, 4
+_LONGEST, _GROWTH = 2**20, 4
 """Limits of a text: this many characters, plus this many times the characters that were given."""
 
 
 def _answer(line: str) -> dict[str, str]:
-    """Render a template from a line of JSON, and return its text or its error."""
+    """Render a chat template from a line of JSON, and return its ``text``, or an ``error`` if it fails or grows too
+    long.
+    """
     try:
         asked = json.loads(line)
         rendered = render_jinja_template([asked.pop("messages")], **asked)
         text = rendered[0][0]
-        if len(text) > _LONGEST_BYTES + _GROWTH * len(line):
+        if len(text) > _LONGEST + _GROWTH * len(line):
             raise ValueError(f"it makes {len(text)} characters of {len(line)}")
         return {"text": text}
-    except Exception as error:
+    except Exception as error:  # a template may raise anything
         return {"error": f"{type(error).__name__}: {error}"[:200]}
 
 

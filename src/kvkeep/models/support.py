@@ -41,8 +41,8 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model within what ``torch.compile`` or PEFT wrapped around it.
 
     Raises:
-        InputError: there is none.
-        UnsupportedModelError: an adapter of PEFT puts keys of its own before the prompt.
+        InputError: the object holds no transformers model of that kind.
+        UnsupportedModelError: an adapter of PEFT puts keys of its own before the prompt, or depends on the prompt.
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -81,7 +81,7 @@ def generator(model: nn.Module) -> PreTrainedModel:
 
 
 def check_has_weights(model: PreTrainedModel) -> None:
-    """Refuse a model on the meta device, unless its weights lie elsewhere and accelerate brings them.
+    """Refuse a model on the meta device, unless accelerate brings its weights from elsewhere.
 
     Raises:
         InputError: its weights have no numbers.
@@ -111,7 +111,7 @@ def check_cache(model: PreTrainedModel) -> None:
     """Refuse a model without a KV cache of transformers' kind.
 
     Raises:
-        UnsupportedModelError: see above.
+        UnsupportedModelError: the model has no such cache.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -132,7 +132,7 @@ def _caches_keys(config: PreTrainedConfig) -> bool:
     """Return whether a decoder layer has keys, also keys that kvkeep cannot bound (refused later by name)."""
     try:
         return bool(windows_of(config))
-    except UnsupportedModelError:
+    except UnsupportedModelError:  # see above
         return True
 
 
@@ -140,7 +140,7 @@ def check_attention(model: PreTrainedModel) -> None:
     """Refuse a decoder whose attention the interface does not reach.
 
     Raises:
-        UnsupportedModelError: see above.
+        UnsupportedModelError: the interface does not reach the attention.
     """
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
@@ -154,7 +154,7 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the configuration of the part that generates text.
 
     Raises:
-        UnsupportedModelError: there are several.
+        UnsupportedModelError: the model has several text models.
     """
     try:
         config: PreTrainedConfig = model.config.get_text_config(decoder=True)
@@ -177,7 +177,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def placeholders(model: PreTrainedModel) -> dict[int, str]:
-    """Return the tokens that stand for an image, a video or a sound in a prompt, and for which of these."""
+    """Return the ids of tokens that stand for an image, a video or a sound, each with the word for it."""
     config = model.config
     kinds = {"image": "an image", "video": "a video", "audio": "a sound"}
     named = ((getattr(config, f"{kind}_token_{end}", None), kinds[kind]) for kind in kinds for end in ("id", "index"))
@@ -193,7 +193,7 @@ def check_placeholders(model: PreTrainedModel, ids: Tensor, given: Mapping[str, 
         given: all arguments of the model's forward.
 
     Raises:
-        InputError: see above. The model would read the placeholders as if they were words.
+        InputError: such a token is in the prompt. The model would read the placeholders as if they were words.
     """
     kinds = {} if ids.is_meta else placeholders(model)
     if not kinds or any(name not in _TEXT and _some(value) for name, value in given.items()):
@@ -215,7 +215,7 @@ def check_positions(model: PreTrainedModel, ids: Tensor) -> None:
         ids: token ids of a prompt.
 
     Raises:
-        InputError: see above. The positions that ``continue_with`` returns are those of text.
+        InputError: such a token is in the prompt. The positions that ``continue_with`` returns are those of text.
     """
     if ids.is_meta or not any(hasattr(part, "get_rope_index") for part in (model, model.base_model)):
         return
@@ -229,7 +229,7 @@ def check_positions(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def _some(value: object) -> bool:
-    """Return whether an argument of a model's forward is more than a setting."""
+    """Return whether an argument of a model's forward carries data, and is not only a setting."""
     if isinstance(value, dict):
         return any(map(_some, value.values()))
     return value is not None and not isinstance(value, int)
@@ -251,7 +251,9 @@ class _Idle:
 
 
 def try_out(skeleton: PreTrainedModel) -> None:
-    """Run two tokens through tensors without memory, which shows what kvkeep's attention has to refuse.
+    """Run two tokens through a model without weights, to find out what kvkeep's attention would refuse.
+
+    Errors of the model's own code pass: they may come from the missing numbers.
 
     Args:
         skeleton: the model on the meta device; it becomes bfloat16, since some kernels for experts take no other dtype.
@@ -270,10 +272,20 @@ def try_out(skeleton: PreTrainedModel) -> None:
         return
 
 
+_ROUTED = {"XLORA", "POLY"}
+"""Kinds of adapters whose weights depend on the prompt, or on an argument of PEFT's forward."""
+
+
 def _check_adapter(model: Any) -> None:
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} has learned a prompt or a prefix ({config.peft_type}), whose keys kvkeep cannot "
             "place. Adapters that change weights, such as LoRA, work."
+        )
+    kind = str(getattr(getattr(config, "peft_type", None), "value", "")).upper()
+    if kind in _ROUTED or getattr(config, "alora_invocation_tokens", None):
+        raise UnsupportedModelError(
+            f"The adapter ({'aLoRA' if kind not in _ROUTED else kind}) chooses its weights for each prompt anew, "
+            "in the forward of PEFT that kvkeep does not call. Adapters that change weights, such as LoRA, work."
         )

@@ -30,14 +30,17 @@ def cores() -> int:
 
 
 def check(number: int | None) -> int | None:
-    """Check a number of threads, and return it. ``None`` stands for the variable KVKEEP_THREADS, if it is set.
+    """Return a number of threads, checked.
+
+    For ``None`` return that of the variable KVKEEP_THREADS, or ``None`` if it is not set.
 
     Raises:
-        InputError: the number is below 1 or above the number of cores.
+        InputError: the number is below 1 or above the number of cores, or the variable is no number.
     """
     said = f"`threads={number}`"
     if number is None and os.environ.get(VARIABLE):
         text = os.environ[VARIABLE]
+        # int() of very many digits fails
         if not (text.isascii() and text.strip().lstrip("+-").isdecimal() and len(text) < 10):
             raise InputError(f"{VARIABLE}={text!r:.40} is not a number of threads; give 1 to {cores()}, or unset it.")
         number = int(text)
@@ -52,7 +55,7 @@ def check(number: int | None) -> int | None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Give torch its number of threads back after this block."""
+    """Set torch's number of threads back to what it was, when the context ends."""
     import torch
 
     before = torch.get_num_threads()
@@ -63,7 +66,7 @@ def restored() -> Iterator[None]:
 
 
 def use(model: nn.Module, asked: int | None = None) -> int:
-    """Let torch use the number of threads that was asked for, or the `advised` one; return it.
+    """Set torch's number of threads to the number asked for, or else to the `advised` one, and return it.
 
     Raises:
         InputError: see `check`.

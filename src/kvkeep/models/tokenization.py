@@ -23,7 +23,7 @@ from kvkeep.snapshot.snapshot import Snapshot
 
 
 def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
-    """Encode a prompt as token ids, in the tokenizer's chat template if it has one.
+    """Return the token ids of a prompt, in the tokenizer's chat template if it has one.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -45,7 +45,7 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
 def encode_chat(
     checkpoint: Checkpoint, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> Int[Tensor, "1 T"]:
-    """Encode a conversation as token ids, up to the beginning of the model's answer.
+    """Return the token ids of a conversation, up to the beginning of the model's answer.
 
     Args:
         checkpoint: the model and its tokenizer.
@@ -69,13 +69,13 @@ def encode_next(
     new: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Int[Tensor, "1 T"]:
-    """Encode new messages that continue a non-empty memory, up to the beginning of the model's next answer.
+    """Return the token ids of new messages that continue a non-empty memory, up to the beginning of the next answer.
 
     Args:
         checkpoint: the model and its tokenizer.
         before: the conversation so far, which ends with an answer; its token ids begin with what closes that answer.
             Without one a conversation begins: its token ids have no beginning of a text.
-        new: each with ``role`` and ``content``.
+        new: new messages, each with ``role`` and ``content``.
         tools: functions of which the template tells the model, as far as it tells them after the last answer.
 
     Raises:
@@ -83,6 +83,7 @@ def encode_next(
     """
     if not before:
         ids = encode_chat(checkpoint, new, tools)
+        # the memory, which is not empty, has the beginning of the text already
         return ids[:, 1:] if int(ids[0, 0]) == checkpoint.tokenizer.bos_token_id and ids.shape[1] > 1 else ids
     for message in new:
         _check_text(message["content"])
@@ -90,6 +91,7 @@ def encode_next(
     mark = next(
         text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in text_before for text_before in known)
     )
+    # the last answer is in the memory as the tokens that were drawn, so the template says only what follows it
     text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new], tools)
     if text.count(mark) != 1:
         raise InputError(
@@ -100,7 +102,7 @@ def encode_next(
 
 
 def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
-    """Encode a text that follows another one, without the chat template and without special tokens.
+    """Return the token ids of a text that follows another one, without chat template and special tokens.
 
     Raises:
         InputError: see `encode`.
@@ -112,12 +114,19 @@ def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
 
 
 def _check_text(text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-ins for bytes that are not UTF-8
-        raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # it has surrogates, Python's stand-ins for bytes that are not UTF-8
+        raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.") from None
 
 
 def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:
-    """Encode a text as token ids, and check that the model has all of them."""
+    """Return the token ids of a text, after a check that the model has all of them.
+
+    Raises:
+        InputError: there is no token, or one that the model does not have.
+        ModelFileError: the tokenizer fails.
+    """
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
         ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
     if ids.numel() == 0:
@@ -132,7 +141,7 @@ def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, 
 
 
 def check_length(checkpoint: Checkpoint, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse a text that is longer than a table of learned positions.
+    """Refuse a text that is longer than the model's table of learned positions; without a table do nothing.
 
     Raises:
         InputError: prompt and new tokens together are longer than the table.
@@ -172,7 +181,7 @@ class Writer:
 
     @torch.inference_mode()
     def read(self, prompt: Int[Tensor, "1 T"], cache: Cache) -> None:
-        """Fill a cache: run tokens through the model and drop its output.
+        """Run tokens through the model so that they fill a cache. The output is dropped.
 
         Raises:
             InputError: the device's memory is too small.
@@ -181,11 +190,11 @@ class Writer:
             self.model(input_ids=prompt.to(self.model.device), **handed(self.model, cache), logits_to_keep=1)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens into text, without special tokens."""
+        """Return the text of tokens, without special tokens."""
         return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def show_token(self, token_id: int) -> str:
-        """Decode one token, which may be special. Half a character is shown as U+FFFD."""
+        """Return the text of one token, which may be special. Half a character is shown as U+FFFD."""
         return str(self.checkpoint.tokenizer.decode([token_id]))
 
 
@@ -224,7 +233,7 @@ class Opening:
     raw: bool = False
 
     def messages(self, question: str) -> tuple[dict[str, str], ...]:
-        """Return the messages of a conversation whose user message is the end of the text and a question."""
+        """Return a conversation in which the user's message is the end of the text and a question."""
         before = () if self.system is None else ({"role": "system", "content": self.system},)
         return (*before, {"role": "user", "content": self._joined(question)})
 
@@ -245,6 +254,7 @@ class Opening:
         if not question.strip():
             raise InputError("The question is empty. Give some text.")
         ids = self._ids(checkpoint, question, more)
+        # fewer tokens than `opened` has compared; the tail's first one may differ where nothing stands before it
         known = min(_SURE // 2, self.skip - 1, len(before))
         if known > 0 and ids[self.skip - known : self.skip] != list(before[-known:]):
             raise InputError(
@@ -259,7 +269,11 @@ class Opening:
     def _ids(
         self, checkpoint: Checkpoint, question: str, more: Sequence[Mapping[str, str]] = (), *, whole: bool = False
     ) -> list[int]:
-        """Return the token ids of the tail and a question; with ``whole`` also of all that the template puts before."""
+        """Return the token ids of the tail and a question. With ``whole`` they begin where the template begins.
+
+        Raises:
+            InputError: the template does not show the message as it is.
+        """
         if self.raw:
             raw: list[int] = encode(checkpoint, self._joined(question), raw=True)[0].tolist()
             return raw
@@ -275,13 +289,14 @@ class Opening:
 
 
 def opening_of(found: object) -> Opening:
-    """Build an opening from plain data.
+    """Return an opening from the plain data that `noted` stores.
 
     Raises:
         InputError: the data are no opening.
     """
     if isinstance(found, Mapping) and found.keys() == {"tail", "skip", "system", "raw"}:
         tail, skip, system, raw = (found[name] for name in ("tail", "skip", "system", "raw"))
+        # a blank tail is found nowhere
         fits = isinstance(tail, str) and tail.strip() and type(skip) is int and skip >= 0
         if fits and isinstance(raw, bool) and (system is None or isinstance(system, str)):
             return Opening(tail, skip, system, raw)
@@ -346,5 +361,5 @@ def check_system(checkpoint: Checkpoint, system: str, *, raw: bool = False) -> N
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the first tokens that two token sequences share."""
+    """Return how many first tokens two sequences share."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

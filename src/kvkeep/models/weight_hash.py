@@ -1,21 +1,25 @@
-"""A hash that tells the weights of a model apart from all others, cheap enough to be asked for often."""
+"""A hash that tells apart what models compute: weights, buffers and active adapters. It is cheap to ask for often."""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from kvkeep.errors import UnsupportedOperationError
 from kvkeep.models.device import weights_of
 from kvkeep.models.fused_modules import PackedLinear
 from kvkeep.models.quantized_weights import parts
+from kvkeep.models.rotary import follows_length
 from kvkeep.models.support import unwrapped
 
 _SAMPLES = 256
+"""Numbers of a parameter that are hashed: enough that training it cannot leave all of them as they were."""
+
 _known: weakref.WeakKeyDictionary[nn.Module, _KnownHash] = weakref.WeakKeyDictionary()
 
 
@@ -34,6 +38,11 @@ class WeightsOf:
         model = self._model()
         return None if model is None else fingerprint(model)
 
+    def adapters(self) -> str | None:
+        """Return the state of the model's adapters, see `adapters`; ``None`` if the model is gone."""
+        model = self._model()
+        return None if model is None else adapters(model)
+
     def of(self, model: nn.Module) -> bool:
         """Return whether these are the weights of this very model."""
         return self._model() is model
@@ -48,7 +57,10 @@ class WeightsOf:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a hash of each parameter's name and shape and of 256 of its numbers, from the first to the last.
+    """Return a hash of the weights: each parameter's name, shape, and 256 of its numbers at equal distances.
+
+    Buffers count like parameters, unless they are what config.json says anyway. So does the state of adapters: which
+    are active, with which scaling, or none. Parameters of adapters that are not active do not count.
 
     Fine-tuning changes nearly every number of the parameters that it trains, so it is noticed. A change of a few
     numbers of a large parameter may not be. Packing weights and the dtype of an exact copy do not change the hash.
@@ -56,13 +68,86 @@ def fingerprint(model: nn.Module) -> str:
     Cost:
         The first call reads about 1 kB of each parameter; one that processes share is collected for that, one after the
         other. Later calls compare the parameters' addresses and versions.
+
+    Raises:
+        UnsupportedOperationError: each row has an adapter of its own.
     """
     model = unwrapped(model)
     known = _known.get(model)
     if known is None or known.modules.key() != known.key:
         modules = _Modules(model)
-        known = _known[model] = _KnownHash(modules, modules.key(), _hash(dict(sorted(_weights(model)))))
+        found, state = _hash(dict(sorted(_weights(model)))), _adapter_states(model)
+        found = hashlib.sha256(f"{found}{state}".encode()).hexdigest()[:16] if state else found
+        known = _known[model] = _KnownHash(modules, modules.key(), found)
     return known.hash
+
+
+# Adapters of PEFT. Both kinds of its layers declare the names of their parts, and tell which adapters are on.
+
+
+def adapters(model: nn.Module) -> str:
+    """Return which adapters of a model are active and how, as a text that can be compared; empty without adapters.
+
+    Raises:
+        UnsupportedOperationError: each row has an adapter of its own.
+    """
+    model = unwrapped(model)
+    if not any(hasattr(part, "peft_config") for part in (model, model.base_model)):  # PEFT leaves it where it has been
+        return ""
+    return _adapter_states(model)
+
+
+def _adapter_states(model: nn.Module) -> str:
+    """Return the state of all adapters of a model as a hash; empty without adapters."""
+    states = [(name, _adapter_state(module)) for name, module in model.named_modules() if _is_adapted(module)]
+    return hashlib.sha256(repr(states).encode()).hexdigest()[:16] if states else ""
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a layer of PEFT, which holds adapters."""
+    return hasattr(type(module), "adapter_layer_names") and hasattr(module, "active_adapters")
+
+
+def _adapter_state(layer: Any) -> tuple[object, ...]:
+    """Return the adapters of a layer that are active, their plain numbers such as the scaling, and the merged ones.
+
+    Raises:
+        UnsupportedOperationError: each row has an adapter of its own.
+    """
+    for hook in layer._forward_pre_hooks.values():
+        if set(getattr(hook, "keywords", None) or ()) & {"adapter_names", "alora_offsets"}:
+            raise UnsupportedOperationError(
+                "The rows of this batch have adapters of their own (`adapter_names` or `alora_offsets`), and a memory "
+                "belongs to one state of the model. Choose an adapter for all rows with model.set_adapter, and run the "
+                "rows of other adapters apart."
+            )
+    active = _active(layer)
+    numbers = [
+        (name, adapter, repr(values[adapter]))
+        for name in layer.other_param_names
+        if isinstance(values := getattr(layer, name, None), Mapping)
+        for adapter in active
+        if isinstance(values.get(adapter), bool | int | float | str | list | tuple)
+    ]
+    return active, numbers, tuple(layer.merged_adapters)
+
+
+def _active(layer: Any) -> tuple[str, ...]:
+    """Return the adapters of a layer of PEFT that change what it computes, or have been merged into its weights."""
+    return tuple(() if layer.disable_adapters else layer.active_adapters)
+
+
+def _idle(model: nn.Module) -> tuple[str, ...]:
+    """Return the beginnings of the names of parameters that belong to adapters which are not active."""
+    found = []
+    for name, layer in model.named_modules():
+        if _is_adapted(layer):
+            active = _active(layer)
+            for part in cast(Any, layer).adapter_layer_names:
+                held = getattr(layer, part, None)
+                names = held.keys() if isinstance(held, nn.ModuleDict | nn.ParameterDict) else ()
+                found += [f"{name}.{part}.{adapter}" for adapter in names if adapter not in active]
+    return tuple(found)
 
 
 class _Modules:
@@ -76,16 +161,20 @@ class _Modules:
         self._found = [(weakref.ref(module), _children(module)) for module in model.modules()]
 
     def key(self) -> list[object] | None:
-        """Return each parameter's name, address and version; ``None`` if modules were added, removed or replaced."""
+        """Return each tensor's name, address and version, and the state of adapters.
+
+        ``None`` if modules were added, removed or replaced.
+        """
         found: list[object] = []
         for reference, children in self._found:
             module = reference()
             if module is None or _children(module) != children:
                 return None
-            for name, tensor in module._parameters.items():
+            own = module._parameters if follows_length(module) else {**module._parameters, **module._buffers}
+            for name, tensor in own.items():
                 if tensor is not None:
                     found += [name, *((part.data_ptr(), _version(part)) for part in parts(tensor))]
-            found.append(None)
+            found.append(_adapter_state(module) if _is_adapted(module) else None)
         return found
 
 
@@ -127,11 +216,52 @@ def _sample(flat: Tensor) -> Tensor:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter by name. A packed layer's weight comes in the plain layout."""
-    yield from weights_of(model)
+    """Yield every parameter and buffer by name. A packed layer's weight comes in the plain layout."""
+    idle = _idle(model)
+    for name, tensor in weights_of(model):
+        if not any(name == start or name.startswith(f"{start}.") for start in idle):
+            yield name, tensor
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield f"{name}.weight", module.weight
+        yield from ((f"{name}.{own}", tensor) for own, tensor in _buffers(module))
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's own buffers. Those that no checkpoint holds come as bfloat16, as they are computed.
+
+    They are left out where they follow from the configuration. So an untouched rotary embedding may be computed on any
+    device, and be rounded with the model.
+    """
+    if follows_length(module):
+        return
+    held = {name: tensor for name, tensor in module._buffers.items() if tensor is not None and not tensor.is_meta}
+    computed = held.keys() & module._non_persistent_buffers_set
+    usual = _usual_buffers(module) if computed else {}
+    for name, tensor in held.items():
+        if name in computed and tensor.is_floating_point():
+            if (expected := usual.get(name)) is not None and _is_close(tensor, expected):
+                continue
+            yield name, tensor.bfloat16()
+        else:
+            yield name, tensor
+
+
+def _usual_buffers(module: Any) -> Mapping[str, Tensor | None]:
+    """Return the buffers that a module has when its class makes it from the configuration; empty if it does not."""
+    if getattr(module, "config", None) is None or module._modules or module._parameters:
+        return {}
+    try:
+        return cast(nn.Module, type(module)(module.config))._buffers
+    except Exception:  # its class takes other arguments
+        return {}
+
+
+def _is_close(tensor: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors are equal up to rounding to bfloat16."""
+    if expected.shape != tensor.shape or expected.is_meta:
+        return False
+    return torch.allclose(tensor.detach().cpu().double(), expected.cpu().double(), rtol=2**-8, atol=0)
 
 
 def _version(tensor: Tensor) -> int:

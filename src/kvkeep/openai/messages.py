@@ -23,11 +23,12 @@ _MAX_DIGITS = 4300
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
-    """Parse the fields of a JSON object.
+    """Return a JSON object as a dictionary, parsed from UTF-8.
 
     Raises:
-        ValueError: it is no strict JSON, or no object.
-        RecursionError: it is nested too deeply.
+        ValueError: the bytes are no UTF-8, or no strict JSON.
+        RecursionError: lists and objects are nested too deeply.
+        InputError: the JSON is no object.
     """
     fields = _DECODER.decode(raw.decode("utf-8-sig"))
     if not isinstance(fields, dict):
@@ -207,7 +208,7 @@ class ParameterError(InputError):
     """A parameter of a body cannot be read or honoured.
 
     Attributes:
-        param: its name.
+        param: the parameter's name.
     """
 
     def __init__(self, param: str, reason: str):
@@ -229,7 +230,7 @@ def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
         use: how the model uses tools.
 
     Raises:
-        ParameterError: there is none, or one cannot be read.
+        ParameterError: there is no message, or a message cannot be read.
     """
     if not given.get("messages"):
         raise ParameterError("messages", "has no message")
@@ -240,7 +241,11 @@ def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
 
 
 def _message(name: str, message: object) -> dict[str, Any]:
-    """Check a message, and return its role, text and tool calls. The role ``developer`` becomes ``system``."""
+    """Check a message, and return its role, text and tool calls. The role ``developer`` becomes ``system``.
+
+    Raises:
+        ParameterError: the message has another form, an unknown role, or a field of which the model cannot be told.
+    """
     found = {} if not isinstance(message, dict) else {k: v for k, v in message.items() if v is not None}
     role, calls = found.get("role"), found.get("tool_calls")
     if not isinstance(role, str) or ("content" not in found and not calls):
@@ -258,7 +263,11 @@ def _message(name: str, message: object) -> dict[str, Any]:
 
 
 def _calls(name: str, calls: object) -> list[dict[str, str]]:
-    """Calls of tools, each with its ``name``, its ``arguments`` and its ``id``."""
+    """Check the tool calls of a message, and return each with its ``name``, ``arguments`` and ``id``.
+
+    Raises:
+        ParameterError: a call has another form.
+    """
     found = []
     for place, call in enumerate(calls if isinstance(calls, list) else [None]):
         inner = call.get("function") if isinstance(call, dict) else None
@@ -291,7 +300,7 @@ def _as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each run of tool results joined into one user message."""
+    """Return the messages with each run of tool results joined into one message of the user."""
     found: list[dict[str, Any]] = []
     joins = False
     for message in messages:
@@ -305,7 +314,9 @@ def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
-    """Return a message as chat templates take it: one message per call where the form has one call in an answer."""
+    """Return a message as chat templates take it: split into one message per call if the form has one call in an
+    answer.
+    """
     if message["role"] == "tool":
         return [{**message, "tool_call_id": _short(message["tool_call_id"], form)}]
     if "tool_calls" not in message:
@@ -342,7 +353,11 @@ def _object(text: str) -> dict[str, Any] | str:
 
 
 def _content(name: str, content: object) -> str:
-    """Return the text of a message's content, with its text parts joined."""
+    """Return the text of a message's content, with its text parts joined.
+
+    Raises:
+        ParameterError: the content is neither a text nor a list of texts.
+    """
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ParameterError(name, "is no text and no list of parts")
@@ -353,7 +368,11 @@ def _content(name: str, content: object) -> str:
 
 
 def whole_text(name: str, text: str) -> str:
-    """A text, after a check that it has no half of a character, such as ``"\\ud83d"``."""
+    """Return a text, after a check that it has no unpaired surrogate (half a character) such as ``"\ud83d"``.
+
+    Raises:
+        ParameterError: the text has one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

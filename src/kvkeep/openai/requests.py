@@ -26,10 +26,10 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 def form_of(given: Mapping[str, Any]) -> Structure | None:
-    """Return the structure that a body asks its output to have; ``None`` for free text.
+    """Return the form that a body's ``response_format`` or ``structured_outputs`` asks for; ``None`` for free text.
 
     Raises:
-        ParameterError: the form cannot be read, or two are asked for.
+        ParameterError: the form cannot be read, or both fields name one.
     """
     found = format_of("response_format", given.get("response_format"))
     try:
@@ -42,14 +42,15 @@ def form_of(given: Mapping[str, Any]) -> Structure | None:
 
 
 def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
-    """Return the structure that a ``response_format`` asks for, also as ``/v1/responses`` writes it, or ``None``.
+    """Return the form that a ``response_format`` asks for, also as ``/v1/responses`` writes it; ``None`` for free
+    text.
 
     Args:
         name: the parameter's name.
         given: its value.
 
     Raises:
-        ParameterError: it cannot be read.
+        ParameterError: the value cannot be read.
     """
     kind = "text" if given is None else given.get("type")
     if given is None or kind == "text":
@@ -118,6 +119,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "suffix": ("",),
 }
+"""Values of parameters with which a body asks for nothing that kvkeep cannot do."""
 _SAME = (
     "temperature",
     "repetition_penalty",
@@ -167,14 +169,14 @@ class ParsedBody:
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
-        """Return the tools that the chat template describes to the model; none if it does not describe tools."""
+        """Return the tools that the chat template describes to the model; ``()`` if it describes none."""
         return self.tools.described if self.tools and self.tools.use.by_template else ()
 
 
 def read(
     url: str, body: object, *, honoured: Collection[str] = (), tells: bool = True, use: ToolUse = BY_WORDS
 ) -> ParsedBody:
-    """Read a body.
+    """Read a body of a chat or a completion, after a check of every parameter.
 
     Args:
         url: the route that it was sent to.
@@ -220,7 +222,7 @@ def read(
 
 
 def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
-    """Return an option's error with the parameter names of the request body in place of the option names."""
+    """Return an option's error that names the body's parameter in place of the option."""
     text = str(error)
     for option, name in asked.spelling.items():
         text = text.replace(option, name)
@@ -230,12 +232,19 @@ def in_words_of(asked: ParsedBody, error: Exception) -> Exception:
 
 
 def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]], honoured: Collection[str]) -> None:
-    """Check that a parameter exists, has the right type, and asks for nothing that kvkeep cannot do."""
+    """Check that a parameter is known and has the right type.
+
+    Refuse a parameter that kvkeep cannot honour, unless its value asks for nothing or the caller honours it
+    (``honoured``).
+
+    Raises:
+        ParameterError: a check fails.
+    """
     if name not in types:
         alike = difflib.get_close_matches(name[:80], types, 1)
         raise ParameterError(name[:80], f"is unknown; {f'perhaps {alike[0]}' if alike else 'leave it out'}")
     wanted = types[name]
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):  # True is an int to Python
         raise ParameterError(name, f"is {short(value)} and not {_IN_WORDS.get(wanted[-1], 'an object')}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ParameterError(name, "is too large a number")
@@ -244,7 +253,11 @@ def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]], hono
 
 
 def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
-    """Return the prompts of a body, which has one text, a list of texts, token ids, or lists of token ids."""
+    """Return the prompts of a body as a tuple. A body has one text, texts, token ids, or lists of token ids.
+
+    Raises:
+        ParameterError: there is no prompt, or one is empty or of another form.
+    """
     prompt = given.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_ids(prompt)) else prompt
     if not prompts:
@@ -264,7 +277,12 @@ def _are_ids(value: object) -> bool:
 
 
 def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the option ``max_new_tokens``, and the name that the body uses for it."""
+    """Return the option ``max_new_tokens``, and the name that the body uses for it; empty if the body does not set
+    it.
+
+    Raises:
+        ParameterError: two names of the option have different values.
+    """
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     if len({given[name] for name in names}) > 1:
         raise ParameterError("max_tokens", "and max_completion_tokens differ; give one of them")
@@ -283,7 +301,11 @@ def _stop(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option ``pins``: the spans of the prompt that are never evicted, ``[[start, stop], …]``."""
+    """Return the option ``pins``, spans of the prompt that are never evicted; an empty mapping if the body has none.
+
+    Raises:
+        ParameterError: the spans are refused.
+    """
     try:
         return {"pins": [list(span) for span in spans(given["pins"])]} if "pins" in given else {}
     except InputError as error:
@@ -291,7 +313,11 @@ def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option ``logit_bias``: token id → number added to its logit. JSON writes token ids as strings."""
+    """Return the option ``logit_bias``, token id → number added to its logit; an empty mapping if the body has none.
+
+    Raises:
+        ParameterError: a token id is no number, or a bias is out of range.
+    """
     if not given.get("logit_bias"):
         return {}
     found: Mapping[str, object] = given["logit_bias"]
@@ -304,7 +330,11 @@ def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the option ``logprobs``: how many of the likeliest tokens are reported beside each token."""
+    """Return the option ``logprobs``: how many of the likeliest tokens are reported beside each token.
+
+    Raises:
+        ParameterError: the number is out of range, or given without ``logprobs``.
+    """
     if url == COMPLETIONS:
         name, wanted, count = "logprobs", "logprobs" in given, given.get("logprobs", 0)
     else:
@@ -317,9 +347,12 @@ def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _shares(given: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the options that exclude tokens before sampling, and the names of those that the body turns off.
+    """Return ``top_k``, ``top_p`` and the like as options, and the names of those that the body turns off.
 
-    Without a temperature the likeliest token is taken, and none of them has an effect.
+    At temperature 0, where none has an effect, return no options and count all as turned off.
+
+    Raises:
+        ParameterError: a value is out of range.
     """
     found = {name: given[name] for name in _OFF if name in given}
     on = {name: value for name, value in found.items() if value not in _OFF[name]}

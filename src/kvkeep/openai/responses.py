@@ -55,7 +55,7 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
 
 
 def error(message: str, *, status: int, param: str | None = None) -> dict[str, Any]:
-    """Build the response body for an error.
+    """Build the response body for an error: the standard error object.
 
     Args:
         message: what happened, and what to do.
@@ -71,7 +71,7 @@ def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
 
     Args:
         asked: the body of the request.
-        name: the answer's.
+        name: the answer's name.
         index: the place of the text in the answer.
     """
     if asked.tools is None:
@@ -80,7 +80,9 @@ def calls_of(asked: ParsedBody, name: str, index: int) -> ToolCallParser | None:
 
 
 def reason_of(result: Result, calls: ToolCallParser | None) -> str:
-    """Return why an answer has ended: ``tool_calls`` if the answer is complete and calls tools."""
+    """Return the finish reason of an answer: ``tool_calls`` if the answer is complete and calls tools, else the
+    result's.
+    """
     return "tool_calls" if result.finish_reason == "stop" and calls and calls.count else result.finish_reason
 
 
@@ -108,7 +110,7 @@ def _text(index: int, result: Result, texts: TokenTexts | None) -> dict[str, Any
 def echoed(
     choice: dict[str, Any], prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts | None
 ) -> dict[str, Any]:
-    """Return a completion's choice with its prompt in front.
+    """Return a completion's choice with its prompt in front of the text, and of the log-probabilities if asked for.
 
     Args:
         choice: the choice.

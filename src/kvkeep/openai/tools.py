@@ -47,7 +47,7 @@ class ToolCallParser:
         self.count = 0
 
     def add(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the response deltas that a new piece of text leads to."""
+        """Add a piece of text, and yield the response deltas that are certain now. The rest is held back."""
         self._held += text
         moved = True
         while moved:
@@ -56,13 +56,13 @@ class ToolCallParser:
             moved = self._state != before
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """Yield the response deltas for the text that was held back, once the text has ended."""
+        """Yield the text that was held back as content, once the answer has ended; nothing within a call."""
         held, self._held = self._held, ""
         if self._state == "content" and held:
             yield {"content": held}
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Parse a whole answer, and return its content and its tool calls."""
+        """Return the content and the tool calls of a whole answer; content is ``None`` if there are calls alone."""
         content, found = "", list[dict[str, Any]]()
         for delta in (*self.add(text), *self.end()):
             content += delta.get("content", "")
@@ -109,7 +109,10 @@ class ToolCallParser:
             yield self._call(header, self._next[header])
 
     def _call(self, header: str, name: str) -> dict[str, Any]:
-        """Return the delta that begins a tool call. Its arguments begin with the header's last character."""
+        """Begin a tool call, and return its first delta.
+
+        The call's arguments begin with the header's last character.
+        """
         self._held, self._state, self._object = self._held[len(header) - 1 :], "arguments", _Object()
         about = {"index": self.count, "id": f"call_{self._name}_{self.count}", "type": "function"}
         self.count += 1
@@ -128,7 +131,10 @@ class _Object:
         self.ended = False
 
     def take(self, text: str) -> int:
-        """Return how many of the next characters belong to the JSON object, and follow its brackets and strings."""
+        """Read on in a JSON object, and return how many of the next characters belong to it.
+
+        Set ``ended`` if the object ends among them.
+        """
         for place, letter in enumerate(text):
             if self._quoted:
                 self._quoted = self._escaped or letter != '"'
@@ -143,7 +149,10 @@ class _Object:
 
 
 def _begins(text: str, place: int, headers: Mapping[str, str]) -> str | None:
-    """Return the header that a text has at an index; ``""`` if the text is too short to tell; ``None`` without one."""
+    """Return the header with which the text goes on at an index; ``None`` if there is none.
+
+    Return ``""`` if the text is too short to tell.
+    """
     rest = text[place:]
     unclear = False
     for header in headers:
@@ -160,7 +169,7 @@ _ALIKE = (
     "and tools that may be called go not together with this model: its calls begin like JSON. Leave one out, or give "
     'tool_choice "required" or "none"'
 )
-_ANY = r"(.|\n)"
+_ANY = r"(.|\n)"  # a dot alone does not match the end of a line
 
 
 @dataclass(frozen=True)
@@ -204,10 +213,10 @@ class Tools:
         """Build the structure of an answer that may call tools.
 
         Args:
-            content: the form of an answer without; ``None``: any text.
+            content: the form of an answer without calls; ``None``: any text.
 
         Raises:
-            ParameterError: calls cannot be told from such an answer.
+            ParameterError: calls cannot be told from an answer of that form.
         """
         if content is not None and content.kind != "json":
             raise ParameterError("structured_outputs", "names a form that goes together with no tools; leave one out")
@@ -227,7 +236,11 @@ class Tools:
             raise ParameterError("tools", f"is refused: {error}") from error
 
     def _start(self, content: Structure | None) -> list[str]:
-        """Return the first rules of the grammar: what may come before tool calls, or in place of them."""
+        """Return the first rules of the grammar: what may come before tool calls, or in place of them.
+
+        Raises:
+            ParameterError: calls cannot be told from an answer of that form.
+        """
         form, token = self.use.form, self.use.token
         mark = json.dumps(form.mark) if token is None else f"<[{token}]>"
         begun = "mark" if form.needs_mark else "" if token is None else "mark?"
@@ -239,7 +252,7 @@ class Tools:
                 raise ParameterError("response_format", _ALIKE)
             return ["start: mark calls | content", *marks, f"content: %json {content.text}"]
         if not form.needs_mark:
-            call = form.opens[0].replace("{", r"\{")
+            call = form.opens[0].replace("{", r"\{")  # a text in which one begins would be read as a call
             return [f"start: TEXT | {begun} calls", *marks, f"TEXT: /{_ANY}*/ & ~/{call}{_ANY}*/"]
         if token is not None:
             return ["start: TEXT | mark calls", *marks, f"TEXT: /{_ANY}*/"]
@@ -285,7 +298,11 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
 
 
 def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
-    """Check the functions of the tools, and return each with the schema of its arguments."""
+    """Return the functions of the tools, checked, each with the schema of its arguments.
+
+    Raises:
+        ParameterError: there are too many tools, two with one name, or a tool that cannot be read.
+    """
     if len(given) > MOST:
         raise ParameterError("tools", f"has {len(given)} tools; there may be {MOST}")
     found = [_function(f"tools[{place}]", tool) for place, tool in enumerate(given)]
@@ -296,7 +313,13 @@ def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _function(place: str, tool: object) -> Mapping[str, Any]:
-    """Check a tool, and return its function with a schema. Without ``strict``, unknown schema keywords are ignored."""
+    """Return the function of a tool, checked, with the schema of its arguments.
+
+    Without ``strict``, unknown keywords of the schema are ignored.
+
+    Raises:
+        ParameterError: the tool is no function, or its name or its schema cannot be used.
+    """
     inner = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(inner, dict):
         raise ParameterError(place, f"is not like {_EXAMPLE}; only functions can be called")

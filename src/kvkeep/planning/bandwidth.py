@@ -16,8 +16,14 @@ from kvkeep.errors import show_bytes
 from kvkeep.models.device import enough_memory
 
 BUFFER_BYTES = 2**28
+"""More than the caches of a processor hold."""
+
 REPEATS = 9
+"""Timed reads and copies; their median is taken."""
+
 PRODUCTS = 5
+"""The same of products, which take longer."""
+
 MOST_LAYERS = 1024
 """Linear layers that are multiplied at most: narrow ones would make millions."""
 
@@ -41,7 +47,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(device: torch.device, *, size_bytes: int = BUFFER_BYTES, repeats: int = REPEATS) -> Bandwidth:
-    """Measure the bandwidth of a device's memory, with torch's threads.
+    """Measure and return the bandwidth of a device's memory, with torch's threads.
 
     Args:
         device: where the buffers are.
@@ -70,12 +76,10 @@ def measure_products(
 ) -> float:
     """Measure how fast a step's rows are multiplied with weights, with torch's threads.
 
-    By torch, or by the native kernel where that is faster, as in batch jobs and after `kvkeep.fuse_modules`.
-
     Args:
         device: where the weights are.
         dtype: of weights and rows.
-        rows: of the step.
+        rows: number of rows of the step.
         width: inputs of each linear layer, which has three times as many outputs.
         size_bytes: of all weights, at least one layer and at most 1 024.
         repeats: number of measurements, after one that does not count.
@@ -107,19 +111,19 @@ def measure_products(
 
 
 def _room_for(size_bytes: int) -> str:
-    """Tell the user what to do if a measurement finds too little memory."""
+    """Return a sentence on what to do if a measurement finds too little memory."""
     return f"A measurement takes {show_bytes(size_bytes)}: end what fills the memory, or give a bandwidth instead."
 
 
 def _linear(weight: Tensor) -> nn.Linear:
-    """Build a linear layer with these weights and no bias."""
+    """Return a linear layer with these weights and no bias."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Measure the median time of the work in seconds."""
+    """Return the median time of the work in seconds, after one run that does not count."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -127,4 +131,4 @@ def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median(times[1:])  # the first one warms up

@@ -94,7 +94,7 @@ def block_bytes(
     """Return the bytes that kvkeep allocates for one row in one layer, by the formula of ``docs/layouts.md``.
 
     Args:
-        layer: its shape.
+        layer: the layer's shape.
         budget: tokens that stay, at most the window; of each head where heads have budgets of their own.
         itemsize: bytes of a number in keys and values.
         states: float32 numbers of policy state per slot.
@@ -105,8 +105,10 @@ def block_bytes(
     heads, beside = layer.kv_heads, _POSITION + _FLOAT32 * states
     own = heads * (_LOST + _FLOAT32 * per_head) + _COUNTERS + 8 * own_budgets
     if isinstance(budget, int):
+        # one slot more than the budget: a new token comes before another one goes
         return (budget + 1) * (layer.slot_bytes(itemsize, kv_bits) + heads * beside) + own
     pool = heads * (-(-sum(budget) // heads) + 1) + 1  # one entry belongs to no head
+    # 16: each head's first entry and number of entries in the pool
     return pool * (layer.slot_bytes(itemsize, kv_bits) // heads + beside) + own + 16 * heads
 
 
@@ -119,7 +121,9 @@ def joint_bytes(
     per_head: int = 0,
     kv_bits: str | None = None,
 ) -> int:
-    """Return the bytes of one row if the heads of all layers share one pool; for the arguments see `block_bytes`.
+    """Return the bytes of one row if the heads of all layers share one pool.
+
+    The arguments are those of `block_bytes`.
 
     Raises:
         UnsupportedOperationError: the layers' heads have different shapes.
@@ -158,7 +162,7 @@ class Experts:
     used: int = 1
 
     def touched(self, rows: int) -> float:
-        """Expected number of parameters that a decode step reads, if tokens choose their experts evenly."""
+        """Return the expected number of parameters that a decode step reads, if tokens choose their experts evenly."""
         return self.parameters * (1.0 - (1.0 - self.used / self.count) ** rows)
 
 
@@ -204,7 +208,7 @@ class ModelShape:
     experts: Experts = Experts()
 
     def read(self, rows: int) -> float:
-        """Number of parameters that a decode step of these rows reads."""
+        """Return the number of parameters that a decode step of these rows reads."""
         return self.parameters - self.looked_up - self.experts.parameters + self.experts.touched(rows)
 
     def activation_bytes(self, tokens: int, itemsize: int) -> int:
@@ -235,7 +239,9 @@ class Workspace:
     decoded: int = 0
 
     def slot_bytes(self, layer: LayerShape) -> int:
-        """Return the bytes that a layer needs for every slot while it ranks slots, rotates keys and decodes."""
+        """Return the bytes that a layer needs for every slot while it ranks slots, rotates keys and decodes
+        quantized slots.
+        """
         copies = layer.token_bytes(self.decoded) + layer.kv_heads * layer.key_dim * _FLOAT32 if self.decoded else 0
         return layer.kv_heads * (_ORDER + (_TURN * layer.key_dim if self.turned else 0)) + copies
 
@@ -243,7 +249,7 @@ class Workspace:
 def prompt_bytes(
     model: ModelShape, budgets: Sequence[int], tokens: int, itemsize: int, *, fresh: bool, workspace: Workspace
 ) -> int:
-    """Working memory of a step that feeds prompt tokens to a bounded cache.
+    """Return the working memory, in bytes, of a step that feeds prompt tokens to a bounded cache.
 
     Counted are activations, attention's blocks, the last logits, and in the largest layer: the new keys and values, the
     same joined with the slots (unless the slots are empty), their float32 copy, and the tokens that move into slots.
@@ -271,7 +277,7 @@ def prompt_bytes(
 
 
 def step_bytes(model: ModelShape, budgets: Sequence[int], itemsize: int, *, workspace: Workspace) -> int:
-    """Working memory of one row in a decode step of a bounded cache."""
+    """Return the working memory, in bytes, of one row in a decode step of a bounded cache."""
     slots = [budget + 1 for budget in budgets]
     layers = [
         min(n, workspace.widened_slots) * layer.widened_bytes(itemsize) + n * workspace.slot_bytes(layer)
@@ -282,13 +288,13 @@ def step_bytes(model: ModelShape, budgets: Sequence[int], itemsize: int, *, work
 
 
 def full_prompt_bytes(model: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return `prompt_bytes` for a full cache whose attention needs no memory of its own."""
+    """Return the working memory of a prompt's step with a full cache whose attention needs none of its own."""
     new = tokens * max(layer.token_bytes(itemsize) for layer in model.layers)
     return model.activation_bytes(tokens, itemsize) + new + model.logits_bytes(itemsize)
 
 
 def full_step_bytes(model: ModelShape, itemsize: int) -> int:
-    """Return `step_bytes` for a full cache whose attention needs no memory of its own."""
+    """Return the working memory of a row's decode step with a full cache whose attention needs none of its own."""
     return model.activation_bytes(1, itemsize) + model.logits_bytes(itemsize)
 
 
@@ -328,7 +334,7 @@ class Cost:
         return self.weight_bytes + rows * self.row_bytes + max(self.prompt_bytes, rows * self.step_bytes)
 
     def most_rows(self, memory_bytes: int) -> int:
-        """Return the number of rows that fit into a memory."""
+        """Return the number of rows that fit into a memory, weights and working memory included; 0 if none does."""
         return bisect.bisect_right(range(1, memory_bytes // self.row_bytes + 1), memory_bytes, key=self.peak_bytes)
 
     def read_bytes(self, rows: int) -> float:

@@ -78,12 +78,12 @@ class Scheme:
 
 
 def is_quantized(config: PreTrainedConfig) -> bool:
-    """Whether a configuration says that weights are stored in fewer bits than their dtype has."""
+    """Return whether a configuration says that weights are stored in fewer bits than their dtype has."""
     return _fields(config) is not None
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
-    """Read how the weights are stored; ``None`` if they are not quantized, or if the bytes are not known."""
+    """Return how the weights are stored; ``None`` if they are not quantized, or if the bytes are not known."""
     fields = _fields(config)
     if not isinstance(fields, Mapping):
         return None
@@ -95,7 +95,7 @@ def scheme_of(config: PreTrainedConfig) -> Scheme | None:
 
 
 def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
-    """Count the weights that are quantized under a scheme, with their scales.
+    """Return the number and the bytes of the weights that are quantized under a scheme, with their scales.
 
     Args:
         model: the model in full precision; its weights need no memory.
@@ -113,7 +113,7 @@ def pack(model: PreTrainedModel, scheme: Scheme) -> Packed:
 
 
 def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor, bool]]:
-    """The matrices that a scheme quantises, and whether each belongs to experts of a fused layer."""
+    """Yield the matrices that a scheme quantizes, and whether each belongs to the experts of a fused layer."""
     head = model.get_output_embeddings()
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
@@ -121,11 +121,13 @@ def _quantized(model: PreTrainedModel, scheme: Scheme) -> Iterator[tuple[Tensor,
             continue
         if isinstance(module, nn.Linear | Conv1D):
             inside = ".experts." in name
+            # an output layer that shares its matrix with the table of embeddings stays as it is
             spared = id(module.weight) in tied or (module is head and not scheme.head)
             if not spared and (inside or not scheme.experts_only):
                 yield module.weight, False
         elif name.endswith(".experts"):
-            yield from ((one, True) for one in module._parameters.values() if one is not None and one.ndim == 3)
+            weights = module._parameters.values()
+            yield from ((weight, True) for weight in weights if weight is not None and weight.ndim == 3)
 
 
 def _fields(config: PreTrainedConfig) -> Any:
@@ -140,7 +142,7 @@ def _names(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], name) is not None
-        except re.error:
+        except re.error:  # a configuration's text that is no expression means nothing
             return False
     return f".{pattern}." in f".{name}." or (bool(pattern) and name.endswith(pattern))
 
@@ -174,7 +176,7 @@ def _gptq(fields: Mapping[str, Any]) -> Scheme:
         method="gptq",
         bits=bits,
         group=_group(fields, 128),
-        group_bits=16 + bits,
+        group_bits=16 + bits,  # a scale in half precision, and a zero point
         column_bits=32,  # the group of each input
         kept=_kept(fields, "modules_to_not_convert"),
         head=fields.get("lm_head") is True,
@@ -208,7 +210,10 @@ def _mxfp4(fields: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed(fields: Mapping[str, Any]) -> Scheme | None:
-    """Read the scheme of compressed-tensors from its first group of layers; checkpoints mostly have just one."""
+    """Return the scheme of compressed-tensors, from its first group of layers; checkpoints mostly have just one.
+
+    Return ``None`` if there is no such group.
+    """
     groups = fields.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None
@@ -233,6 +238,7 @@ def _torchao(fields: Mapping[str, Any]) -> Scheme | None:
     text = re.sub(r"[^a-z0-9]", "", str(kind).lower())
     kept = _kept(fields, "modules_to_not_convert")
     if "int4weightonly" in text:
+        # a scale and a zero point in bfloat16
         return Scheme(method="torchao", bits=4, group=(1, 128), group_bits=32, kept=kept)
     if "int8" in text and "int4" not in text:
         return Scheme(method="torchao", bits=8, group_bits=16, kept=kept)
@@ -291,7 +297,7 @@ class Outline:
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Outline:
-    """Read a model's shapes, without its weights and its tokenizer.
+    """Return a model's shapes, without its weights and its tokenizer.
 
     Args:
         name_or_path: a hub name, a folder with a config.json, or the path of such a file.
@@ -325,7 +331,11 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
 
 
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> BoundedCache:
-    """Return a cache after one token, made of tensors with shapes but no memory."""
+    """Return a cache after one token, made of tensors with shapes but no memory.
+
+    Raises:
+        UnsupportedModelError: the model's code cannot run without weights.
+    """
     cache = BoundedCache(config, "local", budget=1)
     cache.shapes_alone = True
     nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts take no other dtype
@@ -348,9 +358,10 @@ def _layer_shape(layer: Layer) -> LayerShape:
 
 
 def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape:
-    """Describe the model in numbers, with only those names that transformers gives to all families."""
+    """Return the model in numbers, with only those names that transformers gives to all families."""
     config = model.config.get_text_config(decoder=True)
-    used: int = getattr(config, "num_experts_per_tok", None) or 0
+    used: int = getattr(config, "num_experts_per_tok", None) or 0  # without that name, all experts count as read
+    # transformers stacks a layer's experts in one tensor: (experts, outputs, inputs)
     experts = [tensor for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
     tables = list(_lookup_tables(model))
     outer = {id(tensor) for tensor in (*tables, *_output(model))}
@@ -361,6 +372,7 @@ def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape
         experts=Experts(sum(map(Tensor.numel, experts)), experts[0].shape[0], used) if experts and used else Experts(),
         hidden=config.hidden_size,
         widest=max(
+            # a token has an activation in each expert that works on it
             max(tensor.shape[-2:]) * (max(1, used) if tensor.ndim == 3 else 1)
             for tensor in model.parameters()
             if tensor.ndim >= 2 and id(tensor) not in outer

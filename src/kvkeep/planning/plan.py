@@ -85,7 +85,11 @@ class Setting:
         return self.chunk == self.context
 
     def cache(self) -> BoundedCache:
-        """Make the cache, which allocates nothing before use; raise a `KVKeepError` if that is impossible."""
+        """Return the cache, which allocates nothing before use.
+
+        Raises:
+            KVKeepError: there can be no such cache.
+        """
         return BoundedCache(
             self.outline.config,
             self.policy,
@@ -117,7 +121,7 @@ class Setting:
         return [shape for layer, shape in self._layers() if layer.policy.shares_layers]
 
     def bounded(self) -> Cost:
-        """Cost with kvkeep's cache."""
+        """Return the cost with kvkeep's cache."""
         model, size, per_layer = self.outline.shape, self.dtype.itemsize, self.layer_budgets()
         workspace = cost.Workspace(
             block_bytes=BLOCK_BYTES,
@@ -153,7 +157,9 @@ class Setting:
         )
 
     def _beside(self, layer: LayerShape) -> dict[str, Any]:
-        """Count the numbers that a layer stores beside keys and values, and return them with the KV bits."""
+        """Return the numbers that a layer stores beside keys and values, and the KV bits, as arguments of
+        `cost.block_bytes`.
+        """
         per_head = numbers(self.policy.summaries, key_dim=layer.key_dim, value_dim=layer.value_dim)
         return {"states": len(self.policy.slots), "per_head": per_head, "kv_bits": self.kv_bits}
 
@@ -169,7 +175,7 @@ class Setting:
         )
 
     def full(self) -> Cost:
-        """Cost with a full cache."""
+        """Return the cost with a full cache."""
         model, size = self.outline.shape, self.dtype.itemsize
         return Cost(
             **self._weights(),
@@ -189,7 +195,7 @@ class Setting:
 
     @property
     def weights_format(self) -> str:
-        """Tell in words how the weights are stored."""
+        """Return in words how the weights are stored."""
         if self.weights_memory is not None:
             return "as given"
         rest = name_of(self.weights_dtype)
@@ -215,7 +221,7 @@ DEFAULT_BUDGET = 1024
 _MOST_ROWS = 2**31 - 1
 """As many as `kvkeep.engine.swapping.MOST_HOST_ROWS`; the bytes of more need not fit into a float."""
 
-_MOST_BYTES = 2**63 - 1
+_MOST_BYTES = 2**63 - 1  # torch counts bytes in 64 bits
 
 STAGED_ROWS = 2
 """Rows that are on their way, see `kvkeep.engine.host_copies.COPIES`."""
@@ -246,7 +252,10 @@ class Plan:
     products: Mapping[int, float] = field(default_factory=dict)
 
     def tokens_per_s(self, one: Cost, rows: int) -> float | None:
-        """Return a step's tokens per second with one kind of cache; an upper limit if its products were not timed."""
+        """Return a step's tokens per second with one kind of cache; ``None`` if the bandwidth is unknown.
+
+        It is an upper limit if the step's products were not timed.
+        """
         return None if self.bandwidth is None else one.tokens_per_s(rows, self.bandwidth, self.products.get(rows))
 
     @property
@@ -256,7 +265,9 @@ class Plan:
 
     @property
     def staged_bytes(self) -> int:
-        """Return the bytes of a CUDA device for rows that are being swapped to or from main memory."""
+        """Return the bytes on a CUDA device for rows that are being swapped to or from main memory; 0 without
+        swapping.
+        """
         return STAGED_ROWS * self.bounded.row_bytes if self.host_rows else 0
 
 
@@ -280,7 +291,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
     bandwidth: float | None = None,
     host_rows: int = 0,
 ) -> Plan:
-    """Plan a model's memory and speed before it is loaded; no weights and no tokenizer are read.
+    """Return a plan of a model's memory and speed before it is loaded; no weights and no tokenizer are read.
 
     Args:
         model: a hub name, a folder or a config.json, or the `outline` of one; the embedded model by default.
@@ -337,10 +348,10 @@ def plan(  # noqa: PLR0913  each decides about bytes
 
 
 def _check_tokens(**numbers: int | None) -> None:
-    """Refuse numbers of tokens below 1.
+    """Refuse numbers of tokens below 1. ``None`` is no number.
 
     Raises:
-        InputError: there is one.
+        InputError: there is such a number.
     """
     for name, tokens in numbers.items():
         if tokens is not None and tokens < 1:
@@ -353,7 +364,7 @@ def _check_machine(
     """Refuse numbers that no machine has.
 
     Raises:
-        InputError: there is one.
+        InputError: there is such a number.
     """
     if type(host_rows) is not int or host_rows < 0:
         raise InputError(f"host_rows={host_rows!r:.40} is no number of sequences that wait in main memory: 0 or more.")
@@ -369,7 +380,8 @@ def _check_machine(
 
 
 def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
-    """Return the budget of rows of ``tokens`` tokens: all if the policy never evicts, else ≤ `DEFAULT_BUDGET`.
+    """Return the default budget for rows of ``tokens`` tokens: all if the policy never evicts, else ≤
+    `DEFAULT_BUDGET`.
 
     Args:
         policy: the eviction policy.
@@ -378,11 +390,16 @@ def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -
     """
     if not policy.evicts:
         return tokens
-    return min(DEFAULT_BUDGET, max(tokens, *(sum(map(int, one.protected(tokens))) for one in (policy, *others))))
+    protected = (sum(map(int, each.protected(tokens))) for each in (policy, *others))
+    return min(DEFAULT_BUDGET, max(tokens, *protected))
 
 
 def _context(found: Outline, asked: int | None) -> int:
-    """Return the tokens of a row: the given number, or the length that the model was trained for."""
+    """Return the tokens of a row: the given number, or the length that the model was trained for.
+
+    Raises:
+        InputError: there is no length, or it is beyond the model's learned positions.
+    """
     context = asked or found.trained_length
     if context is None:
         raise InputError(f"{found.name} does not say what length it was trained for; give `context`, in tokens.")
@@ -395,7 +412,12 @@ def _context(found: Outline, asked: int | None) -> int:
 
 
 def _budget(budget: int | None, keep_ratio: float | None, policy: Policy, context: int) -> int:
-    """Return the budget in tokens."""
+    """Return the budget in tokens: the given one, the share of the context, or the default.
+
+    Raises:
+        InputError: both arguments are given.
+        BudgetError: the budget is out of range, or too small for a policy that never evicts.
+    """
     if budget is not None and keep_ratio is not None:
         raise InputError("`budget` and `keep_ratio` were both given; one of them says how much to keep.")
     if keep_ratio is not None:
@@ -412,7 +434,11 @@ def _budget(budget: int | None, keep_ratio: float | None, policy: Policy, contex
 
 
 def _check_rows(made: Plan) -> None:
-    """Refuse a plan without a row, with a remedy."""
+    """Refuse a plan for less than one row, or into whose memory not one row fits. The error has a remedy.
+
+    Raises:
+        InputError: there is no row.
+    """
     if made.rows is not None and made.rows < 1:
         most = "" if made.memory is None else f"; {max(0, made.bounded.most_rows(made.memory))} would fit"
         raise InputError(f"rows={made.rows} asks for nothing: give 1 or more{most}.")
@@ -422,7 +448,7 @@ def _check_rows(made: Plan) -> None:
 
 
 def _too_large(made: Plan, memory: int) -> str:
-    """Explain that not one row fits into the memory, and name values that would fit."""
+    """Return the error message about a memory into which not one row fits, with values that would fit."""
     setting, weights, need = made.setting, made.bounded.weight_bytes, made.bounded.peak_bytes(1)
     row = f"{spec(setting.policy)} with a budget of {setting.budget}"
     in_dtype = f"the weights take {show_bytes(weights)} {setting.weights_format}"
@@ -433,7 +459,7 @@ def _too_large(made: Plan, memory: int) -> str:
     smaller_budget = _largest(range(setting.policy.least, setting.budget), memory, lambda n: replace(setting, budget=n))
     shorter_chunk = _largest(range(1, setting.chunk), memory, lambda n: replace(setting, chunk=n))
     ways = [f"`budget={n}`" for n in smaller_budget] + [f"`prefill_chunk={n}`" for n in shorter_chunk]
-    ways.append(f"`memory={-(-need // 10**6) * 10**6}`")
+    ways.append(f"`memory={-(-need // 10**6) * 10**6}`")  # rounded up, so that it is enough
     return (
         f"Not one row fits into the `memory` of {show_bytes(memory)}: {in_dtype}, a row of {row} "
         f"{show_bytes(made.bounded.row_bytes)}, and a step with {setting.chunk} prompt tokens works in "
@@ -442,7 +468,7 @@ def _too_large(made: Plan, memory: int) -> str:
 
 
 def _largest(numbers: range, memory: int, change: Callable[[int], Setting]) -> list[int]:
-    """Find the largest of the numbers with which one row fits, if there is one."""
+    """Return the largest of the numbers with which one row fits, as a list of one; ``[]`` if there is none."""
     try:
         fitting = bisect.bisect_left(numbers, True, key=lambda n: change(n).bounded().peak_bytes(1) > memory)
     except BudgetError:  # the policy, or how the budget is spread, has no use for so small a budget

@@ -110,7 +110,7 @@ def available() -> bool:
 
 
 def check() -> None:
-    """Draw an empty picture, to tell a broken installation from numbers that cannot be drawn.
+    """Draw an empty picture, to tell a broken installation from numbers that cannot be drawn. Nothing is written.
 
     Raises:
         InputError: the installation is broken.
@@ -165,7 +165,7 @@ def picture(fill: Callable[[Any], object], panels: int = 1) -> bytes:
 
 
 def _charts() -> ModuleType:
-    """Import `kvkeep.plots.charts`, and matplotlib with it, whatever ``MPLBACKEND`` says.
+    """Import `kvkeep.plots.charts`, and matplotlib with it, whatever ``MPLBACKEND`` says; return the module.
 
     Pictures are drawn with Agg, but matplotlib cannot be imported if the variable names a backend that does not exist.
 

@@ -64,14 +64,17 @@ _SHEET_STYLE: Any = {
 
 
 def line_charts(panels: Sequence[Panel]) -> Figure:
-    """Draw panels side by side, at most `COLUMNS` in a row, without a window and without global state."""
+    """Draw panels side by side, at most `COLUMNS` in a row, and return the figure.
+
+    There is no window and no global state.
+    """
     rows = math.ceil(len(panels) / COLUMNS)
     columns = math.ceil(len(panels) / rows)
     width, height = PANEL_INCHES
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
     legend = Legend.of(names, columns * width)
     notes = [_note(panel) for panel in panels]
-    tall = height + 0.15 * max(note.count("\n") for note in notes)
+    tall = height + 0.15 * max(note.count("\n") for note in notes)  # inches for each line of a note
     figure = Figure(figsize=(columns * width, rows * tall + legend.height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, number + 1) for number in range(len(panels))]
@@ -106,8 +109,8 @@ class Legend:
 
     @staticmethod
     def of(names: Sequence[str], width: float) -> Legend:
-        """Make the legend of a picture ``width`` inches wide."""
-        letters = int((width - HANDLE_INCHES - 0.3) / LETTER_INCHES)
+        """Return the legend of a picture ``width`` inches wide."""
+        letters = int((width - HANDLE_INCHES - 0.3) / LETTER_INCHES)  # 0.3: the legend's margins, here and below
         labels = ["\n".join(_broken(plain(name), letters)) for name in names]
         widest = max(len(line) for label in labels for line in label.split("\n"))
         fit = int((width - 0.3) / (HANDLE_INCHES + LETTER_INCHES * widest))
@@ -126,7 +129,7 @@ def plain(text: str) -> str:
 
 
 def _broken(name: str, letters: int) -> list[str]:
-    """Break a long name into lines, at spaces and after commas where that is possible."""
+    """Return a long name as lines, broken at spaces and after commas where that is possible."""
     return [line.replace(", ", ",") for line in wrap(name.replace(",", ", "), letters)] or [""]
 
 
@@ -181,7 +184,7 @@ def _nudged(axes: Axes, panel: Panel, place: int) -> Transform:
 
 
 def _bar(axes: Axes, series: Series, colour: str) -> list[Artist]:
-    """Draw the interval at each place as a bar with caps."""
+    """Draw the interval at each place as a bar with caps, and return what was drawn."""
     low, high = zip(*series.interval, strict=True)
     found: list[Artist] = [axes.vlines(series.x, low, high, color=colour, linewidth=1.0, zorder=1.5)]
     for ends in (low, high):
@@ -205,7 +208,7 @@ def _scale(axes: Axes, panel: Panel) -> None:
 
 
 def sheet(fill: Callable[[Any], object], panels: int = 1) -> bytes:
-    """Draw a PNG file with pairs of axes one below the other.
+    """Return a PNG file with pairs of axes one below the other.
 
     Args:
         fill: draws on the axes: one pair, or a tuple of ``panels`` pairs from top to bottom.
@@ -234,11 +237,11 @@ _LINE_INCHES = (0.02, 0.15)
 _MOST_LABELS = 12
 _MOST_NUMBERS = 48
 """Lines of a map with numbers in its cells, at most."""
-_STEPS = (1, 2, 5)
+_STEPS = (1, 2, 5)  # between labels, times powers of ten
 
 
 def heat_map(maps: Sequence[Heat]) -> Figure:
-    """Draw maps with one scale, side by side, or one below the other if one is wide.
+    """Draw maps with one scale, side by side, or one below the other if one is wide; return the figure.
 
     Numbers stand in the cells of a small map, so colour is not needed; a bar of colours stands beside a large one.
     """
@@ -273,7 +276,7 @@ def _draw(axes: Axes, one: Heat) -> None:
     for y, line in enumerate(one.values):
         for x, value in enumerate(line):
             if not math.isnan(value):
-                colour = "black" if value > 55 else "white"
+                colour = "black" if value > 55 else "white"  # cividis grows lighter with the value
                 axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=7)
 
 

@@ -39,11 +39,11 @@ class BurstPolicy(Policy):
 
     @property
     def words(self) -> int:
-        """Number of floats that hold the bits."""
+        """Return the number of floats that hold the bits."""
         return -(-(LONGEST if self.window is None else self.window) // BITS)
 
     def sizes(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
-        """Return ``(window, recent, drop)`` under a budget."""
+        """Return window, recent tokens and tokens of a burst, ``(window, recent, drop)``, under a budget."""
         half = between(1, budget // 2, None)
         drop = half if self.drop is None else self.drop
         window = between(1, smaller(half, drop), LONGEST) if self.window is None else self.window
@@ -73,7 +73,7 @@ class BurstPolicy(Policy):
             )
 
     def _needed(self, budget: int, pins: Spans) -> int:
-        """Room for a window of rows after each burst as well: the rows of one window are never needed for the next."""
+        """Return the slots needed for pinned and protected tokens, with room for a window of rows after each burst."""
         return super()._needed(budget, pins) + int(self.sizes(budget)[0]) - 1
 
     def stays(self, view: View, state: State) -> Budget:
@@ -105,7 +105,9 @@ class BurstPolicy(Policy):
         return (stay + (window - _flat(view.budget) - 1)).clamp(min=0)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Set the bits of the new rows. Add to both masses, or restart them at a row of this step."""
+        """Return the state with the bits of the new rows set, and both masses added to, or restarted at a row of
+        this step.
+        """
         window, due = _flat(self.sizes(view.budget)[0]), self.due(view)
         bits = self._new_bits(view)
         found = _of_one_row(report, bits, due) if view.is_decode else report.sums
@@ -123,7 +125,7 @@ class BurstPolicy(Policy):
         return {name: word for name, word, is_set in bits if is_set}
 
     def low(self, view: View, state: State) -> Int[Tensor, "B Hk S"]:
-        """Count the window's rows that found each token insignificant."""
+        """Return for each token in how many of the window's rows it was insignificant."""
         window = column(self.sizes(view.budget)[0], view.seen)
         bits = ring_span(view.seen - window, view.seen, self.words)[:, :, None, None].unbind(dim=1)
         counts = [ones(state[name].int() & mine) for name, mine in zip(word_names(self.words), bits, strict=True)]
@@ -131,7 +133,7 @@ class BurstPolicy(Policy):
 
 
 def held(view: View) -> Int[Tensor, " B"]:
-    """Count the tokens that each head of a row holds, new ones included. All heads hold equally many."""
+    """Return how many tokens each head of a row holds, new ones included. All heads hold equally many."""
     return (view.positions[:, 0] >= 0).sum(dim=-1)
 
 

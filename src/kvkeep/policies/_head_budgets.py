@@ -27,7 +27,7 @@ PROFILE = "profile"
 
 
 def under(policy: Policy, rule: str | None) -> Policy:
-    """Return the policy with a rule by which its heads share their budget.
+    """Return a copy of the policy with a rule by which its heads share their budget; the policy itself for ``None``.
 
     Args:
         policy: the policy.
@@ -42,13 +42,15 @@ def under(policy: Policy, rule: str | None) -> Policy:
     name, share = parsed(rule)
     if name != "uniform":
         _check(policy)
+    # `spreads` is no option of the policy, so `dataclasses.replace` does not know it
     found = copy.copy(policy)
     object.__setattr__(found, "spreads", _SHARING[name](share) if name in _SHARING else None)
     return found
 
 
 def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Policy:
-    """Return the policy with the heads that a profile limits to first and newest tokens; ``None`` limits none.
+    """Return the policy with the heads that a profile limits to first and newest tokens; ``None`` for no profile
+    limits none.
 
     Args:
         policy: the policy.
@@ -57,6 +59,7 @@ def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Po
     """
     near = None
     if profile is not None and any(map(any, limited := profile.limited())):
+        # what the policy protects must fit into a head that keeps the ends only
         slots = max(policy.least, profile.least)
         near = NearHeads(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)
     if policy.near == near:
@@ -98,7 +101,7 @@ def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) 
         split: the model is split over processes.
 
     Raises:
-        UnsupportedOperationError: one of these is so.
+        UnsupportedOperationError: one of the four arguments is true.
     """
     reasons = {
         "a model all of whose layers have sliding windows: these keep budgets of their own, so there is nothing to "
@@ -125,7 +128,7 @@ def _check(policy: Policy) -> None:
     """Refuse a policy to which budgets per head mean nothing.
 
     Raises:
-        UnsupportedOperationError: the policy is one.
+        UnsupportedOperationError: budgets per head mean nothing to the policy.
     """
     if why := refusal(policy):
         raise UnsupportedOperationError(
@@ -134,7 +137,7 @@ def _check(policy: Policy) -> None:
 
 
 def average(view: View, budget: Budget | None = None) -> Int[Tensor, "B 1"]:
-    """Return the mean budget of each row's heads, or the mean of another number that follows from budgets."""
+    """Return the mean budget of each row's heads over all processes, or the mean of ``budget`` in place of it."""
     budget, (B, Hk, _) = view.budget if budget is None else budget, view.positions.shape
     each = table(budget, view.seen)
     if isinstance(budget, int):
@@ -168,9 +171,13 @@ _SHARING = {"ada": ada, "global": across}
 
 
 def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
-    """Return each head's budget. Protected tokens are not shared out. Equal if there is nothing to choose."""
+    """Return each head's budget by Ada-KV's rule. Protected tokens are not shared out.
+
+    Rows that read no prompt keep their budgets; budgets are equal if there is nothing to choose.
+    """
     now, mean = table(view.budget, view.seen).expand(view.positions.shape[:2]), average(view)
     base, tokens = _older(policy, view, mean)
+    # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
     own, Hk = (alpha * base.double() + 1e-9).long(), tokens.shape[1]
     best = _among_the_best(view, score, tokens, base * Hk)
     share = ranking.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
@@ -202,7 +209,7 @@ def _among_the_best(
 def _ceilings(
     alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"], heads: int
 ) -> Int[Tensor, "B Hk"]:
-    """Upper limits of what `_heads` gives to some of the heads, before the others are known.
+    """Return upper limits of what `_heads` gives to some of the heads, before the others are known.
 
     Tokens of other heads can only take places among the best. So a head gets at most the share that it would get now,
     and two slots more by rounding. All tokens that are counted among the best now are within the limit, too, because

@@ -33,7 +33,7 @@ class Leverages(Policy):
 
     @property
     def unrotates(self) -> bool:
-        """Unless ``rotated=true``."""
+        """Return whether keys are compared before their rotation, as they are without ``rotated=true``."""
         return not self.rotated
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
@@ -41,7 +41,9 @@ class Leverages(Policy):
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add the keys of a prompt's new tokens (Chan et al., 1979)."""
+        """Return the state with the keys of a prompt's new tokens added to mean and scatter (Chan et al., 1979);
+        unchanged for other tokens.
+        """
         if view.phase is not Phase.PREFILL:
             return state
         number, mean, scatter = self._added(view)
@@ -67,13 +69,14 @@ class Leverages(Policy):
                     return mean.new_full(mean.shape[:2], new.shape[2]), mean, centred.mT @ centred
         counts = counts & keys.isfinite().all(dim=-1)
         number, weights = counts.sum(dim=-1).float(), counts.float()[:, :, None]
+        # a weight of 0 does not remove NaN from a product
         keys = keys.nan_to_num(0.0, 0.0, 0.0)
         mean = (weights @ keys).squeeze(2) / number.clamp(min=1.0)[..., None]
         centred = (keys - mean[:, :, None]).mul_(weights.mT)
         return number, mean, centred.mT @ centred
 
     def later(self, view: View) -> Float[Tensor, "B Hk S"]:
-        """Return the score while tokens are generated."""
+        """Return the score for generated tokens: chosen tokens stay, and the oldest others go first."""
         return slide(view, self.protected(view.budget)[1])
 
     def leverage(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
@@ -96,6 +99,7 @@ def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor
     one = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     sums = wide.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
     factor, fails = torch.linalg.cholesky_ex(wide + ridge * one)
+    # on a device the question would wait for it, so both factors are computed there
     if not fails.is_cpu or bool(fails.any()):
         safe, _ = torch.linalg.cholesky_ex(wide + (ridge + _ROUNDING * sums + torch.finfo(torch.float32).tiny) * one)
         factor = torch.where((fails == 0)[..., None, None], factor, safe)

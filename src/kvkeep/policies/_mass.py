@@ -34,7 +34,7 @@ class HeavyHitters(Policy):
         return self.sinks, budget // 2 if self.recent is None else self.recent
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add this step's mass."""
+        """Return the state with this step's mass added."""
         return {"mass": state["mass"] + report.mass}
 
 
@@ -62,7 +62,7 @@ class Pattern(Policy):
         return Mass() if self.h2 else Nothing()
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add this step's mass, if heavy hitters have a share."""
+        """Return the state with this step's mass added; unchanged if heavy hitters have no share."""
         return {"mass": state["mass"] + report.mass} if self.h2 else state
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
@@ -80,6 +80,7 @@ class Pattern(Policy):
     def _members(self, view: View, state: State) -> Bool[Tensor, "B Hk S"]:
         """Return which slots belong to the pattern or to the heavy hitters."""
         budget = column(view.budget, view.seen)[:, None, None]
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         heavy = torch.minimum((self.h2 * budget.double() + 1e-9).long(), budget - 1)
         share = budget - heavy
         local = self.local(view, share) & (view.positions >= 0)

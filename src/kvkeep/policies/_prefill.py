@@ -48,11 +48,17 @@ class PrefillOnly(Policy):
 
     @cached_property
     def grows(self) -> Growth | None:  # type: ignore[override]  # depends on an option
-        """Generated tokens are refused once there is no room, under ``decode=grow``."""
+        """Return the rule that refuses generated tokens once there is no room, under ``decode=grow``; else ``None``."""
         return Growth(self.room) if self.decode == "grow" else None
 
     def check(self, budget: int) -> None:
-        """Refuse a budget without space for the protected tokens, the room and a choice."""
+        """Refuse a budget without space for protected tokens, room and a choice; and ``room`` without
+        ``decode=grow``.
+
+        Raises:
+            BudgetError: the budget is too small.
+            PolicyError: ``room`` is given without ``decode=grow``.
+        """
         super().check(budget)
         if self.room and not self.grows:
             raise PolicyError(f"room={self.room} is only of use with decode=grow, where slots are left free.")
@@ -73,12 +79,14 @@ class PrefillOnly(Policy):
         return Mass(rows=counted, decay=self.fading, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Rate a prompt; add the mass of a generated token's row."""
+        """Return the state: the rating of a prompt's tokens, or the mass of a generated token's row added to it."""
         added = state["score"] + report.mass
         return {"score": added if view.is_decode else torch.where(_prompts(view), self.rate(view, report.mass), added)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the result of `choose` in a prompt; later the rating, or an order that keeps the chosen tokens."""
+        """Return the result of `choose` in a prompt; for generated tokens the rating, or with ``decode=local`` an
+        order by age.
+        """
         later = self._later(view, state)
         return later if view.is_decode else torch.where(_prompts(view), self.choose(view, state), later)
 
@@ -191,7 +199,10 @@ class WorstCase(PrefillOnly):
         return Worst(rows=self.window * view.reads.long(), before=view.seen - self.window, kernel=self.kernel)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Rate a prompt; add the mass of a generated token's row."""
+        """Return the state: the rating of a prompt's tokens and their sizes, or a generated token's mass added.
+
+        Probes change nothing.
+        """
         if view.phase is not Phase.PREFILL:
             return state if view.phase is Phase.PROBE else state | super().observe(state, view, report)
         size, reads = self._sizes(state, view), view.reads[:, None, None]
@@ -200,6 +211,7 @@ class WorstCase(PrefillOnly):
         older = self._older(view)
         number = older.sum(dim=-1, keepdim=True).clamp(min=1)
         worst = worst.maximum(worst.sum(dim=-1, keepdim=True) / number) * size
+        # 1 puts chosen tokens above all others, whose mass times their share of sizes is at most 1
         rating = torch.where(found > 0, 1.0 + found, worst).masked_fill(~older, 0.0)
         return {"score": torch.where(reads, rating, state["score"]), "size": size}
 

@@ -63,10 +63,10 @@ def read(path: str, layer: int) -> Means:
 
 @functools.lru_cache(maxsize=4)
 def heads_of(path: str) -> dict[tuple[int, int], Means]:
-    """Read all heads of a calibration file, by layer and query head.
+    """Return the means of all heads in a calibration file, by layer and query head.
 
     Raises:
-        PolicyError: the file cannot be read, or is none of TriAttention's.
+        PolicyError: the file cannot be read, or is no calibration of TriAttention's.
     """
     if not Path(path).expanduser().is_file():
         raise PolicyError(f"calibration={path}: there is no such file. Leave it out for the prompt's own queries.")
@@ -81,6 +81,7 @@ def heads_of(path: str) -> dict[tuple[int, int], Means]:
             layer, head = (int(part) for part in name.removeprefix("layer").split("_head"))
             real, imaginary, length = (entry[key].float() for key in ("q_mean_real", "q_mean_imag", "q_abs_mean"))
             query = torch.cat([real, imaginary])
+            # see `Means`: the second half of the dims belongs to the same pairs
             excess = torch.cat([length - torch.hypot(real, imaginary), torch.zeros_like(length)])
             if not (query.isfinite().all() and excess.isfinite().all()):
                 raise ValueError
@@ -113,13 +114,18 @@ class MeanQueries(Rounds):
         return True
 
     def check(self, budget: int) -> None:
-        """Refuse a small budget, and a file that is no calibration."""
+        """Refuse a budget that is too small, and a file that is no calibration.
+
+        Raises:
+            BudgetError: the budget is too small.
+            PolicyError: the file is no calibration.
+        """
         super().check(budget)
         if self.calibration is not None:
             heads_of(self.calibration)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add a prompt's queries to their mean."""
+        """Return the state with a prompt's queries added to their mean; unchanged for generated tokens."""
         if view.queries is None:
             return state
         queries, positions = view.queries
@@ -131,6 +137,7 @@ class MeanQueries(Rounds):
         weight = 1.0 / total.clamp(min=1.0)[..., None]
 
         def mean(before: Tensor, new: Tensor) -> Tensor:
+            # NaN would stay in the mean for ever
             added = new.masked_fill(~counts, 0.0).nan_to_num(0.0, 0.0, 0.0).sum(dim=(2, 3))
             after: Tensor = before + (added - before * number[..., None]) * weight
             return after
@@ -183,7 +190,9 @@ def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B 
 
 
 def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
-    """Return keys turned as unrotated queries meet them, averaged over positions so far ahead of the next one."""
+    """Return the keys as unrotated queries ``ahead`` positions after the next token would see them, averaged over
+    ``ahead``.
+    """
     if view.rotation is None:
         return view.keys.float()
     far = view.seen[:, None, None] - (0 if view.turned else view.positions)

@@ -23,7 +23,9 @@ class Rounds(Policy):
     buffer: int = option(128, "tokens that go at once; at most half of the budget", within=(1, math.inf))
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """Return the budget where it holds all tokens; otherwise it less the buffer, but all protected tokens."""
+        """Return how many tokens stay: the budget if it holds all tokens; else the budget less the buffer, but all
+        protected ones.
+        """
         sinks, recent = self.protected(view.budget)
         held = (view.positions >= 0).sum(dim=-1)
         budget, gone, shielded = (
@@ -55,10 +57,14 @@ class NewestRows(Rounds):
         return Mass() if view.is_decode else RowMasses(rows=self.window, places=self.window)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Replace the masses of the oldest rows; elsewhere than on a CPU it costs less to ask for all of them."""
+        """Return the state with the masses of the oldest rows replaced by those of this step's rows.
+
+        Probes change nothing.
+        """
         if view.phase is Phase.PROBE:
             return state
         places = torch.arange(self.window, device=view.seen.device)
+        # the mass of row r lies in place r mod window, so these places belong to the newest rows
         fresh = (view.seen[:, None] - 1 - places) % self.window < view.new[:, None]
         changes = _bursts._are_set(fresh.long())
         found = {
@@ -69,7 +75,7 @@ class NewestRows(Rounds):
         return state | found
 
     def mass(self, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the mass of the newest rows together."""
+        """Return the mass of the newest rows, summed."""
         return torch.stack([state[name] for name in self.slots]).sum(dim=0)
 
 
@@ -82,18 +88,14 @@ BLOCK_BYTES = 2**23
 def redundancy(
     keys: Float[Tensor, "B Hk S D"], positions: Int[Tensor, "B Hk S"], threshold: float
 ) -> Float[Tensor, "B Hk S"]:
-    """Return a softmax over each head's tokens of the mean cosine of a token's key with all keys.
-
-    Of all keys whose cosine with a key is above the threshold, the newest gets nothing from it, nor does the key
-    itself. So of many keys that are alike, the newest one counts as the least redundant. A key that is no number gets
-    NaN.
-    """
+    """Return a softmax over each head's tokens of the mean cosine of a token's key with all keys."""
     there = positions >= 0
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     broken = ~unit.isfinite().all(dim=-1)
     unit = unit.masked_fill((broken | ~there)[..., None], 0.0)
     total = torch.zeros(positions.shape, dtype=unit.dtype, device=unit.device)
     S, places = positions.shape[-1], torch.arange(positions.shape[-1], device=positions.device)
+    # a head never has the cosines of all pairs in memory
     rows = max(1, BLOCK_BYTES // (unit.element_size() * positions.numel()))
     for start in range(0, S, rows):
         cosines = unit[:, :, start : start + rows] @ unit.mT

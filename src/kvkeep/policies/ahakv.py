@@ -47,7 +47,7 @@ class AhaKV(Policy):
         return Mass(rows=max(1, self.recent) if self.recent_accumulation else -1, gain=gain)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Sum up a prompt's mass and weight it; add the mass of a generated token's row."""
+        """Return the state: a prompt's mass, summed and weighted by values; or a generated token's mass added."""
         prompts = view.reads[:, None, None]
         raw = report.mass + state["raw"].masked_fill(prompts & self.recent_accumulation, 0.0)
         use = self.value_prior and not view.is_decode

@@ -90,7 +90,7 @@ class NearHeads:
     slots: int
 
     def score(self, view: View, own: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Return the policy's score; in the limited heads, the order of positions, with the first ones on top."""
+        """Return the policy's score; in the limited heads, the positions, with the first ``sinks`` tokens on top."""
         if not any(self.heads[view.layer]):
             return own
         near = view.heads.mine(marks(self.heads[view.layer], own.device)[None]) & (
@@ -296,7 +296,7 @@ class Policy(Abilities, abc.ABC):
         """Refuse a budget that is smaller than the number of protected tokens.
 
         Raises:
-            BudgetError: the budget is too small. The message names the smallest one that would do.
+            BudgetError: the budget is too small. The message names the smallest budget that would do.
         """
         sinks, recent = self.protected(budget)
         if sinks + recent > budget:
@@ -308,11 +308,14 @@ class Policy(Abilities, abc.ABC):
     def check_pins(self, budget: int, pins: Spans) -> None:
         """Refuse pins that do not fit into a budget beside the tokens that the policy protects.
 
+        A policy that does not evict has no such limit.
+
         Raises:
-            BudgetError: they do not. The message names the smallest budget that would do.
+            BudgetError: the pins do not fit. The message names the smallest budget that would do.
         """
         if not self.evicts or not pins or (needed := self._needed(budget, pins)) <= budget:
             return
+        # a larger budget may protect more tokens, so the smallest one that is enough has to be searched for
         least, tries = needed, 0
         while (more := self._needed(least, pins)) > least and tries < _TRIES:
             least, tries = more, tries + 1
@@ -345,7 +348,7 @@ class Policy(Abilities, abc.ABC):
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Return the worth of each slot in float32: higher = keep. Only the order matters.
 
-        Empty and protected slots may get any value. The cache overrides it.
+        The scores of empty and protected slots are ignored.
         """
 
 
@@ -365,7 +368,7 @@ def _is_a(value: object, kind: object) -> bool:
 
 
 def kind_name(kind: object) -> str:
-    """Describe an option's declared type in words."""
+    """Return an option's declared type in words."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(kind_name(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

@@ -38,11 +38,13 @@ class Blend(Leverages):
         return Mass(rows=self.window * view.reads.long())
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add the keys of a prompt, and replace the mass."""
+        """Return the state with a prompt's keys added and the mass replaced; unchanged for generated tokens."""
         return super().observe(state, view, report) | ({} if view.is_decode else {"mass": report.mass})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the leverage in a prompt, with the tokens that its end attends to on top; later an order."""
+        """Return the leverage in a prompt, with tokens that its end attends to on top; for generated tokens an order
+        by age.
+        """
         if view.is_decode:
             return self.later(view)
         last = view.seen[:, None] - table(self.protected(view.budget)[1], view.seen)
@@ -50,6 +52,7 @@ class Blend(Leverages):
         protected = ((view.positions >= 0) & ~free).sum(dim=-1)
         room = (table(view.budget, view.seen) - protected).clamp(min=0)
         pooled = ranking.pooled(state["mass"], view.positions, free, kernel=self.kernel, kind="max").nan_to_num()
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         number = (self.share * room.double() + 1e-9).long()
         attended = ranking.keep(pooled, view.positions.masked_fill(~free, EMPTY), number)
         return self.leverage(view, state).masked_fill(attended, torch.inf)

@@ -42,12 +42,13 @@ class ExpectedAttention(Policy):
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return ``(p + epsilon) · ‖v‖`` in a prompt; afterwards an order that keeps the chosen tokens."""
+        """Return ``(p + epsilon) · ‖v‖`` in a prompt; for generated tokens an order that keeps the chosen tokens."""
         if view.queries is None:
             return slide(view, self.protected(view.budget)[1])
         keys = met(view, torch.arange(self.future, device=view.keys.device))
         scale = 1.0 / math.sqrt(keys.shape[-1])
         mean, spread = moments(view.queries, keys.shape[1], self.sinks)
+        # the mean of exp(x) over a normal x: half of the variance is added to the mean of x
         logits = scale * mean @ keys.mT + 0.5 * scale**2 * ((keys[:, :, None] @ spread) * keys[:, :, None]).sum(dim=-1)
         shown = (view.positions >= self.sinks)[:, :, None]
         share = logits.masked_fill(~shown, torch.finfo(torch.float32).min).softmax(dim=-1).mean(dim=2)

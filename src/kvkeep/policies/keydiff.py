@@ -39,7 +39,7 @@ class KeyDiff(Policy):
 
     @property
     def unrotates(self) -> bool:
-        """Under ``rotated=false``."""
+        """Return whether keys are compared before their rotation, as they are under ``rotated=false``."""
         return not self.rotated
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
@@ -47,7 +47,7 @@ class KeyDiff(Policy):
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Minus the cosine between a key and the mean of the unit keys."""
+        """Return minus the cosine between a key and the mean of the unit keys."""
         keys = view.keys if self.rotated else view.unrotated
         unit = torch.nn.functional.normalize(keys.float(), dim=-1)
         unit = unit * (view.positions >= 0)[..., None]

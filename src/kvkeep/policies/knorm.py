@@ -36,6 +36,6 @@ class KNorm(Policy):
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Minus the norm of the key, which rotation does not change."""
+        """Return minus the norm of the key, which rotation does not change."""
         norm: Tensor = torch.linalg.vector_norm(view.keys.float(), dim=-1)
         return -norm

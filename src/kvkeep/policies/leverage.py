@@ -23,5 +23,5 @@ class Leverage(Leverages):
     """Leverage of a key, ``xᵀ (XᵀX + ridge)⁻¹ x``, where X are the centred keys of the prompt so far."""
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the leverage in a prompt; afterwards an order that keeps the chosen tokens."""
+        """Return the leverage in a prompt; for generated tokens an order that keeps the chosen tokens."""
         return self.later(view) if view.is_decode else self.leverage(view, state)

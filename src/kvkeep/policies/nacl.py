@@ -51,6 +51,7 @@ class NACL(PrefillOnly):
         """Return a score that puts the best tokens first, then samples others from the softmax with Gumbel noise."""
         sinks, recent = self.protected(view.budget)
         free = average(view, (self.grows.stays(view) if self.grows else view.budget) - sinks - recent)
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         best = free - (self.random * free.double() + 1e-9).long()
         fixed = (view.positions < sinks) | (view.positions >= (view.seen[:, None] - recent)[:, :, None])
         top = ranking.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best)

@@ -9,7 +9,6 @@ Built-in policies are the modules of `kvkeep.policies`. Third-party policies com
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -22,7 +21,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 from kvkeep import policies as _builtin
-from kvkeep.errors import PolicyError, one_line
+from kvkeep.errors import PolicyError, closest, one_line
 from kvkeep.policies.base import Policy
 
 ENTRY_POINT_GROUP = "kvkeep.policies"
@@ -85,7 +84,8 @@ def name_of(policy: Policy | type[Policy]) -> str:
 
 
 def parse(text: str) -> Policy:
-    """Build a policy from ``name`` or ``name:option=value,option=value``; the name may be ``module:Class``.
+    """Return the policy that ``name`` or ``name:option=value,option=value`` describes; the name may be
+    ``module:Class``.
 
     The first word after the name may be a preset instead of an option.
 
@@ -145,10 +145,10 @@ def _is_policy(value: object) -> bool:
 
 
 def _import(module: str) -> types.ModuleType:
-    """Import a module, also from the current directory, as ``python -m`` does.
+    """Import a module, also from the current directory as ``python -m`` does, and return it.
 
     Raises:
-        PolicyError: there is no such module, or it fails.
+        PolicyError: there is no such module, or its import fails.
     """
     before = sys.path[:]
     if not sys.flags.safe_path:
@@ -162,6 +162,7 @@ def _import(module: str) -> types.ModuleType:
         hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else _did_you_mean(module, available())
         raise PolicyError(f"There is no policy and no module {module!r}.{hint}") from None
     finally:
+        # what the module itself has put on the path stays
         if sys.path[:1] == [""] and sys.path[1:] == before:
             sys.path[:] = before
 
@@ -210,7 +211,9 @@ def spec(policy: Policy) -> str:
 
 
 def describe(name: str) -> str:
-    """Describe in one line the tokens that a policy keeps, with the first line of its module's docstring."""
+    """Return one line about the tokens that a policy keeps: the first line of its module's docstring, or an empty
+    text.
+    """
     doc = inspect.getdoc(importlib.import_module(class_of(name).__module__)) or ""
     return doc.splitlines()[0] if doc else ""
 
@@ -222,13 +225,19 @@ _MOST_SHOWN = 20
 def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
     names = list(known)
     by_lower_case = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)
-    hint = f" Did you mean {by_lower_case[close[0]]!r}?" if close else ""
+    close = closest(wrong.lower(), by_lower_case)
+    hint = f" Did you mean {by_lower_case[close]!r}?" if close else ""
     return hint if hint and len(names) > _MOST_SHOWN else f"{hint} Known: {', '.join(names) or 'none'}."
 
 
 def _convert(text: str, kind: object, where: str) -> object:
-    """Convert the text of an option to its declared type: int, float, bool, a choice, or any of these or None."""
+    """Return the value of an option's text: int, float, bool, a choice or text.
+
+    ``none`` is ``None`` if the option may be.
+
+    Raises:
+        PolicyError: the text is no such value.
+    """
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         if text.lower() == "none":
             return None

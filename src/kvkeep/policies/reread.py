@@ -37,11 +37,13 @@ class Reread(Policy):
         return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Take the larger of a token's score and of that in this chunk."""
+        """Return the larger of a token's score so far and of its share in this chunk; unchanged for generated
+        tokens.
+        """
         if view.phase is not Phase.PREFILL:
             return state
         return {"again": torch.maximum(state["again"], report.sums["again"].to(state["again"].dtype))}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the largest share in a prompt; afterwards an order that keeps the chosen tokens."""
+        """Return the largest share in a prompt; for generated tokens an order that keeps the chosen tokens."""
         return slide(view, self.protected(view.budget)[1]) if view.is_decode else state["again"]

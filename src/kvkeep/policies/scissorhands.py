@@ -49,6 +49,8 @@ class Scissorhands(BurstPolicy):
         return LowRows(window, self.theta, live, words=self.words, last=view.seen - 1, due=self.due(view))
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Score tokens highest that few rows found insignificant. The larger mass, or the older token, breaks ties."""
+        """Return a score that is highest for tokens that few rows found insignificant; the larger mass, or the older
+        token, breaks ties.
+        """
         second = -view.positions.float() if self.literal_ties else state["mass"]
         return ranking.ranks(second, view.positions).float() - self.low(view, state) * view.positions.shape[-1]

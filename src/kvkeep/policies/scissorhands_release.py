@@ -43,11 +43,11 @@ class ScissorhandsRelease(Policy):
         return LastHit(quantile=self.quantile)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Remember the newest hit."""
+        """Return the state with the newest hit of each token."""
         return {"hit": state["hit"].maximum(report.hit)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """Count the tokens hit within the window or protected, once the text has outgrown the budget."""
+        """Return how many tokens are hit within the window or protected; the budget until the text has outgrown it."""
         recent, floor = self.protected(view.budget)[1], (view.seen - self.window)[:, None, None]
         kept = (state["hit"] > floor) | ranking.protects(view.positions, view.seen, recent=recent, pins=view.pins)
         return when_outgrown(view, (kept & (view.positions >= 0)).sum(dim=-1))

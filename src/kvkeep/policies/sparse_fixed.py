@@ -33,7 +33,10 @@ class SparseFixed(Pattern):
         return view.positions // block == (view.seen[:, None, None] - 1) // block
 
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """Return which slots lie at a block's end. By default, these fill half of the share at the prompt's end."""
+        """Return which slots are among the last ``summary`` positions of a block, which is half of the share long.
+
+        Without ``summary`` so many are taken of each block that, at the prompt's end, they fill half of the share.
+        """
         block = (share // 2).clamp(min=1)
         n = torch.maximum(view.prompt[:, None, None], share)
         fitting = (share * block / (2 * n)).round().long().clamp(min=1)

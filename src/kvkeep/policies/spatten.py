@@ -36,7 +36,7 @@ class SpAtten(Policy):
 
     @property
     def defaults(self) -> Defaults:  # type: ignore[override]  # depends on an option
-        """Equal layer budgets, or a falling line."""
+        """Return equal layer budgets, or with ``delta`` budgets that fall along a line."""
         return Defaults(layer_budget=f"taper:{self.delta}" if self.delta else "uniform")
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
@@ -44,7 +44,7 @@ class SpAtten(Policy):
         return 0, self.recent
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add this layer's mass in all heads to the sum over all earlier layers and steps."""
+        """Return the state: this layer's mass in all heads, added to the sum over all earlier layers and steps."""
         past = state["importance"][:, 0] if view.earlier is None else view.earlier.state["importance"]
         return {"importance": (past + view.heads.all(report.mass).sum(dim=1))[:, None].expand_as(report.mass)}
 
@@ -60,5 +60,5 @@ class SpAtten(Policy):
 
 
 def _alive(view: View) -> Bool[Tensor, "B S"]:
-    """Tell whether the layer before holds each token; in the first layer, whether there is one."""
+    """Return whether the layer before holds each token; in the first layer, whether the slot holds a token."""
     return view.positions[:, 0] >= 0 if view.earlier is None else view.earlier.alive

@@ -39,12 +39,15 @@ class TopK(Policy):
         return MassAndLast(last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Replace the row; add to the mass."""
+        """Return the state with the newest row's mass in place of the last one's, and the mass of all rows added to."""
         return {"last": report.sums["last"], "mass": state["mass"] + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Return the rank in the newest row. The best tokens of both shares rank before all others."""
+        """Return the mass in the newest row; with ``h2``, its rank, with the best tokens of both shares above all
+        others.
+        """
         budget = average(view)
+        # 1e-9: a product such as 0.29 * 100 lies just below the whole number that is meant
         heavy = (self.h2 * budget.double() + 1e-9).long()
         best = ranking.keep(state["last"], view.positions, budget - heavy)
         best |= ranking.keep(state["mass"], view.positions, heavy)

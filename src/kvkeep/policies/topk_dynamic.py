@@ -35,7 +35,9 @@ class TopKDynamic(Policy):
 
     @cached_property
     def focuses(self) -> Focus | None:  # type: ignore[override]  # depends on an option
-        """Return the share of the older tokens that attention is limited to; ``None`` if that is all of them."""
+        """Return the rule that limits attention to a share of the older tokens; ``None`` if the share is all of
+        them.
+        """
         return Focus(TopKDynamic.top) if self.share < 1.0 else None
 
     def top(self, view: View) -> Top:

@@ -44,7 +44,7 @@ class TOVA(Policy):
         return not self.per_head
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Replace the state by the last row, averaged over the heads unless ``per_head``."""
+        """Return the state: the last row's attention, averaged over the heads unless ``per_head``."""
         if self.per_head:
             return {"last": report.mass}
         return {"last": view.heads.all(report.mass).mean(dim=1, keepdim=True).expand_as(report.mass)}

@@ -29,10 +29,10 @@ class LostClusterError(InputError):
 
 
 def check_alive(ray: Any) -> None:
-    """Refuse to wait for a cluster that has gone away.
+    """Raise an error if the cluster has gone away, so that nobody waits for it in vain.
 
     Raises:
-        LostClusterError: nothing answers at its address.
+        LostClusterError: nothing answers at the cluster's address.
     """
     address = str(ray.get_runtime_context().gcs_address)
     host, _, port = address.rpartition(":")
@@ -47,7 +47,7 @@ def check_alive(ray: Any) -> None:
 
 @contextmanager
 def left(ray: Any) -> Iterator[None]:
-    """Leave the Ray cluster when the block ends, unless the cluster has gone away."""
+    """Leave the Ray cluster when the context ends, unless the cluster has gone away."""
     try:
         yield
     except LostClusterError:
@@ -64,17 +64,20 @@ OBJECT_STORE = 128 * 2**20
 """Bytes of the object store of a cluster on this machine alone. Lines and answers are small, so little lies there."""
 PACKAGES = ("torch", "transformers")
 """Packages whose version changes tokens in their last digits."""
+# how Ray says why a worker has died
 _DETAIL = re.compile(r"Worker exit detail: (.+?)\.(?: |$)", re.DOTALL)
 _SETTINGS = 4  # the type of the frame with which both sides begin
 _ANSWER_S = 5.0
+"""Seconds in which the head node must answer."""
 _SCOUT_S = 120.0
+"""Seconds in which a node must describe itself: it may have to start a process that imports torch."""
 
 
 def need_ray() -> Any:
-    """Import Ray and return its package.
+    """Import Ray, and return its package.
 
     Raises:
-        InputError: it is not installed.
+        InputError: Ray is not installed.
     """
     try:
         import ray
@@ -132,9 +135,9 @@ class Node:
 
 @contextmanager
 def joined(address: str | None, *, cpus: int) -> Iterator[None]:
-    """Join a cluster for the time of this block: the one at an address, or one on this machine alone.
+    """Join a cluster while the context lasts: the one at an address, or one on this machine alone.
 
-    If this process has joined one already, it is that, and it stays.
+    If this process has joined a cluster already, use that one, and leave it joined.
 
     Args:
         address: ``host:port`` of a running cluster, or ``auto`` for the one of this machine. Without one, that of the
@@ -142,7 +145,7 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
         cpus: CPU cores that a cluster of this machine alone gives away.
 
     Raises:
-        InputError: Ray is not installed, or no cluster answers there.
+        InputError: Ray is not installed, or no cluster answers at the address.
     """
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 attempts of Ray take a quarter of an hour
     ray = need_ray()
@@ -171,10 +174,10 @@ def _meant(address: str | None) -> str:
 
 
 def check_ray(address: str | None) -> None:
-    """Refuse what is known before any work of a command: a missing package, an address at which nothing answers.
+    """Refuse a missing package, or an address at which nothing answers, before a command does any work.
 
     Raises:
-        InputError: Ray is not installed, the address is no ``host:port``, or nothing answers there.
+        InputError: Ray is not installed, the address is no ``host:port``, or nothing answers at the address.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")  # Ray reports deaths on standard output, beside results
     need_ray()
@@ -205,22 +208,24 @@ def check_ray(address: str | None) -> None:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """Return whether a server speaks HTTP/2 (RFC 9113, 3.4), as Ray's does. Ray itself would ask for minutes."""
+    """Return whether a server speaks HTTP/2 (RFC 9113, 3.4), as Ray's does. Ray itself would try for minutes."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)))
     try:
         answer = connection.recv(9)
-    except OSError:
+    except OSError:  # it says nothing, or ends the connection
         return False
     return len(answer) >= 4 and answer[3] == _SETTINGS
 
 
 def own_cpus(workers: int, threads: int | None) -> int:
-    """Return the CPU cores per worker of a cluster on this machine alone: its threads, or an equal share."""
+    """Return the CPU cores of each worker of a cluster on this machine alone: its threads, or an equal share of the
+    cores.
+    """
     return threads or max(1, cores() // workers)
 
 
 def share(nodes: Sequence[Node], workers: int) -> int:
-    """Return the most CPU cores that each of some workers can have; 1 if there are too few for that."""
+    """Return the most CPU cores that each of so many workers can have; 1 if the nodes have too few."""
     most = max((node.cpus for node in nodes), default=1)
     fits = (cpus for cpus in range(most, 1, -1) if sum(node.cpus // cpus for node in nodes) >= workers)
     return next(fits, 1)
@@ -239,7 +244,7 @@ def scout() -> dict[str, Any]:
 
 
 def nodes() -> list[Node]:
-    """Query every machine of the cluster, and return them all.
+    """Return every machine of the cluster, with what it has, after a call to each.
 
     Raises:
         InputError: a machine has no kvkeep that can be imported, or does not answer.
@@ -264,6 +269,7 @@ def nodes() -> list[Node]:
                 f"The node {name} cannot run kvkeep: {last_words(error)}. Install kvkeep {__version__} with "
                 f"the extra '{EXTRA}' on every node: {pip_install(EXTRA)}."
             ) from error
+        # 2**62: the system does not tell what is free
         memory = min(int(resources.get("memory", 0)), said["free"] if said["free"] is not None else 2**62)
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         machines.append(Node(name, cpus, gpus, memory, said["versions"]))
@@ -295,7 +301,7 @@ def check_room(
     option: str = "ray_workers",
     less: str = "`max_rows`, `budget` or `threads`",
 ) -> None:
-    """Refuse more workers than fit, and say how many would.
+    """Refuse more workers than fit into the cluster; the error says how many would.
 
     Args:
         machines: the machines of the cluster.
@@ -306,7 +312,7 @@ def check_room(
         less: what makes a worker smaller.
 
     Raises:
-        InputError: they do not fit.
+        InputError: the workers do not fit.
     """
     fits = sum(node.fits(need) for node in machines)
     if fits >= workers:
@@ -329,7 +335,7 @@ def _memory(node: Node, need: Need) -> str:
 
 
 def last_words(error: BaseException) -> str:
-    """Return the reason of a Ray error in one line; such an error is long and begins with a traceback."""
+    """Return the reason of a Ray error in one line. Such errors are long and begin with a traceback."""
     text = str(getattr(error, "cause", None) or error)
     if detail := _DETAIL.search(text):
         return f"its process ended ({' '.join(detail[1].split()):.120})"

@@ -48,13 +48,13 @@ class ModelRecipe:
     allow_pickle: bool = False
 
     def load(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Writer:
-        """Load the model in this process.
+        """Load the model in this process, set the number of threads, and return the model with its tokenizer.
 
         Args:
             check: refuses a checkpoint before its weights are read.
 
         Raises:
-            KVKeepError: it cannot be used here.
+            KVKeepError: the model cannot be used here.
         """
         with quiet():
             checkpoint = find(self.model or embedded(), allow_pickle=self.allow_pickle)
@@ -88,10 +88,12 @@ def _count(number: int, noun: str) -> str:
 def running(
     make: Callable[[], WorkerPool[F]], size: int, *, threads: int | None, address: str | None, stopped: Stopped
 ) -> Iterator[WorkerPool[F]]:
-    """Join the cluster, start the workers, and end them after the block. The user may have stopped them before.
+    """Join the cluster, start the workers, and yield their pool; end the workers with the context.
+
+    If the user has stopped the job before, the workers may not have begun.
 
     Args:
-        make: makes the workers' pool, once the cluster has been joined.
+        make: returns the workers' pool, once the cluster has been joined.
         size: the number of workers.
         threads: of each worker; by default as many as there are processors for it.
         address: of a running cluster; by default one is started here.
@@ -120,7 +122,7 @@ class Outcome:
     stopped: bool = False
 
     def take(self, answer: WorkResult, write: Write) -> None:
-        """Write a result, or note why there is none. The pool gives one answer for each piece."""
+        """Write a result, or store why a piece has none. The pool gives one answer for each piece."""
         if answer.refused:
             self.refusal = self.refusal or str(answer.reason)
         elif answer.whole is None:
@@ -129,7 +131,9 @@ class Outcome:
             self.refusal = refusal
 
     def check(self, unfinished: Callable[[Mapping[int, str]], str]) -> None:
-        """Fail if pieces have no result, unless the user has stopped the job: then the others may have none either.
+        """Raise an error if pieces have no result.
+
+        Do nothing if the user has stopped the job: other pieces have none either.
 
         Args:
             unfinished: returns the message for pieces that have failed.
@@ -152,7 +156,9 @@ def run_pieces(
     told: Sequence[Any] = (),
     on_failure: Callable[[WorkResult], object] = lambda answer: None,
 ) -> Outcome:
-    """Run pieces until all have an answer, one is refused, or the user wants to stop; write each result as it comes.
+    """Run pieces until each has an answer, one is refused, or the user stops; write each result as it comes.
+
+    Return what has become of the pieces.
 
     Args:
         pool: the workers, which have begun.

@@ -35,7 +35,7 @@ def generate(
     batch_size: int = 256,
     **options: Any,
 ) -> Any:
-    """Continue the prompts of a dataset of Ray, as a stage of a pipeline; nothing runs before the dataset is read.
+    """Return a dataset of Ray whose prompts are continued, as a lazy stage: nothing runs before the dataset is read.
 
     A row has a ``prompt`` (a text) or ``messages``, and perhaps ``options`` as in a batch job's line, a structure or a
     text in JSON. It gets a column ``completion``: a structure of ``text``, ``finish_reason``, ``prompt_tokens``,
@@ -100,7 +100,11 @@ class Stage:
         self._sampling, self._raw = sampling, raw
 
     def __call__(self, batch: Any) -> Any:
-        """Complete each row of an Arrow table, and return the table with a column ``completion``."""
+        """Complete each row of an Arrow table, and return the table with a column ``completion``.
+
+        Raises:
+            InputError: the table has a column ``completion`` already.
+        """
         import pyarrow
 
         if COMPLETION in batch.column_names:
@@ -112,7 +116,7 @@ class Stage:
         return batch.append_column(COMPLETION, pyarrow.array(answers, pyarrow.struct(list(kinds.items()))))
 
     def _begun(self, row: Mapping[str, Any]) -> Any:
-        """Submit a row's request, and return a handle for its results, or the reason why it cannot run."""
+        """Queue a row's request, and return a future of its results; or the reason why the row cannot run, as text."""
         try:
             line = InputLine(1, "", {}, _request(row, self._sampling, raw=self._raw))
         except (KVKeepError, ValueError) as error:
@@ -121,10 +125,10 @@ class Stage:
 
 
 def _request(row: Mapping[str, Any], sampling: SamplingParams, *, raw: bool) -> Request:
-    """Build the request of a row.
+    """Return the request of a row.
 
     Raises:
-        InputError: it has no prompt, or a wrong option.
+        InputError: the row has no prompt, or a wrong option.
     """
     prompt, messages, options = (bare(row.get(name)) for name in _READ)
     if (prompt is None) == (messages is None):
@@ -146,7 +150,7 @@ def _sequence(*content: Any) -> int:
 
 
 def _completion(answer: list[Result] | str) -> dict[str, Any]:
-    """Return the fields of a row's completion. All rows have the same fields, as Arrow requires."""
+    """Return the fields of a row's completion, or of its error. All rows have the same fields, as Arrow requires."""
     if isinstance(answer, str):
         return {**dict.fromkeys((*_TEXTS, *_NUMBERS)), "error": answer}
     (result,) = answer

@@ -12,12 +12,12 @@ from typing import Any
 
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError, KVKeepError, pip_install
-from kvkeep.models import threads
-from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.load import quiet
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.parameters import GRACE
 from kvkeep.scale import EXTRA, ray_serve_replicas
 from kvkeep.scale.cluster import need_ray
+from kvkeep.scale.driver import ModelRecipe
 from kvkeep.scale.ray_serve_replicas import ReplicaFacts
 from kvkeep.server.app import make_app, use_threads
 from kvkeep.server.model import ServedModel, tool_use_of
@@ -36,23 +36,15 @@ class ReplicaRecipe:
     """What a replica is made from. It travels to the replica's process, so it is small.
 
     Attributes:
-        model: a hub name or a folder that every node has; ``None``: the embedded model.
+        model: the model; every node has its folder.
         settings: of the application; its ``session_dir`` is the folder that all replicas share.
         engine: options of the engine, without ``session_dir``.
-        dtype, device, load_in: how weights are read.
-        threads: of torch.
-        allow_pickle: whether weights may be read from pickles.
         tool_form: how the model calls tools.
     """
 
-    model: str | None
+    model: ModelRecipe
     settings: ServerSettings
     engine: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "auto"
-    device: str = "auto"
-    load_in: str | None = None
-    threads: int | None = None
-    allow_pickle: bool = False
     tool_form: str = "auto"
 
 
@@ -79,20 +71,21 @@ class Replica:
             self._leases = SharedFolder(Path(settings.session_dir).expanduser(), f"replica-{self._name}")
             settings = dataclasses.replace(settings, session_dir=str(self._leases.own))
         with quiet():
-            checkpoint = find(recipe.model or embedded(), allow_pickle=recipe.allow_pickle)
-            model = read_weights(checkpoint, recipe.dtype, recipe.device, load_in=recipe.load_in)
-            threads.use(model, recipe.threads)
-            self._weights = fingerprint(model)
+            writer = recipe.model.load()
+            checkpoint = writer.checkpoint
+            self._weights = fingerprint(writer.model)
             options = {**recipe.engine, "session_dir": settings.session_dir}
-            self._engine = Engine(model, checkpoint.tokenizer, **options)
+            self._engine = Engine(writer.model, checkpoint.tokenizer, **options)
         served = ServedModel(self._engine, checkpoint, tool_use=tool_use_of(checkpoint, recipe.tool_form))
         self._app = make_app(served, settings, leases=self._leases)
         settle()
-        if self._leases is not None and name is None:
+        if self._leases is not None and name is None:  # Ray Serve has made it, and tells when it is about to end
             self._handover = Handover(self._app.state.sessions, _staying(self._name))
 
     async def ask(self, to: str, request: Received) -> AsyncGenerator[Any, None]:
-        """Yield the messages of an answer; ``None`` alone if the request is for another replica, which has ended.
+        """Yield the messages of an answer.
+
+        If the request is for another replica, which has ended, yield ``None`` alone.
 
         Args:
             to: the replica that the router has chosen.
@@ -112,7 +105,7 @@ class Replica:
             await messages.aclose()
 
     async def holds(self, to: str, kind: str, owner: str, name: str) -> bool:
-        """Return whether this replica holds a session or an answer."""
+        """Return whether this replica holds a session or an answer; ``False`` if another replica is meant."""
         holder = self._app.state.sessions if kind == SESSION else self._app.state.responses
         return to == self._name and bool(holder.holds(owner, name))
 
@@ -125,7 +118,7 @@ class Replica:
         return {"rows": self._engine.rows}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Ray Serve tells `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
+        """Return the numbers that Ray Serve passes to `kvkeep.scale.ray_serve_replicas.by_free_rows`."""
         return {"rows": self._engine.rows, "busy": self._engine.n_running + self._engine.n_waiting}
 
     def __del__(self) -> None:
@@ -147,7 +140,7 @@ def _own_name() -> str:
 
 
 def _staying(name: str) -> Callable[[], bool]:
-    """Tells whether this replica takes requests.
+    """Return a function that tells whether this replica still takes requests.
 
     Ray Serve tells a replica that it is about to end only after its last answer. But it tells all routers at once, and
     a handle has one. As long as Ray Serve has not told of the replica, the replica is starting.
@@ -175,15 +168,18 @@ OLDEST = (2, 60)
 """The version of Ray whose routers, numbers of replicas and policies this module knows."""
 _MOST_AT_ONCE = 10**6  # the application itself bounds its queue
 _LOOK_S, _TOLD_S = 0.2, 2.0
+"""Seconds between looks at whether a replica has ended its requests, and between its reports."""
 _UP_S = 5.0
+"""Seconds for which replicas must be too few before another one is started."""
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+"""Of a replica: threads of torch that spin while they wait would take the cores from the server's own."""
 
 
 def need_serve() -> Any:
-    """Import Ray Serve and return its package.
+    """Import Ray Serve, and return its package.
 
     Raises:
-        InputError: it is not installed, or is too old.
+        InputError: Ray Serve is not installed, or is too old.
     """
     ray = need_ray()
     try:
@@ -208,7 +204,7 @@ def application(
     resources: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Any:
-    """Build a Ray Serve application with OpenAI's API: ``serve.run(application("a model", replicas=2))``.
+    """Return a Ray Serve application with OpenAI's API: ``serve.run(application("a model", replicas=2))``.
 
     Its ingress is the router. Keys of clients are part of the application, and so in the memory of the cluster.
 
@@ -235,7 +231,7 @@ def application(
     )
     device = "cuda" if (resources or {}).get("num_gpus") else "cpu"
     engines = deployment(replicas, resources={"num_cpus": 1, **(resources or {})}).bind(
-        ReplicaRecipe(model=model, settings=own, engine=engine, dtype=dtype, device=device)
+        ReplicaRecipe(model=ModelRecipe(model=model, dtype=dtype, device=device), settings=own, engine=engine)
     )
     prefixes = bool(engine.get("prefix_memory"))
 
@@ -254,7 +250,7 @@ def deployment(
     resources: Mapping[str, Any],
     grace_s: float = GRACE.default,
 ) -> Any:
-    """Build the deployment of replicas, to be bound to a `kvkeep.scale.ray_serve.ReplicaRecipe`.
+    """Return the deployment of replicas, to be bound to a `kvkeep.scale.ray_serve.ReplicaRecipe`.
 
     Args:
         replicas: their number, or the least and the most of them.
@@ -281,7 +277,7 @@ def deployment(
     return serve.deployment(Replica).options(
         name=ENGINES,
         max_ongoing_requests=_MOST_AT_ONCE,
-        max_constructor_retry_count=1,
+        max_constructor_retry_count=1,  # a model that cannot be loaded is not loaded again and again
         graceful_shutdown_timeout_s=grace_s,
         graceful_shutdown_wait_loop_s=_LOOK_S,
         request_router_config=router,
@@ -291,7 +287,7 @@ def deployment(
 
 
 def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
-    """Build the router, in the process of its deployment."""
+    """Return the router's application. It is called in the process of the router's deployment."""
     from ray import serve
 
     from kvkeep.scale.ray_serve_router import RayReplicas
@@ -301,7 +297,7 @@ def _door(settings: ServerSettings, *, prefixes: bool) -> Any:
     router = make_router(replicas, settings, prefixes=prefixes)
 
     async def unprefixed(scope: Any, receive: Any, send: Any) -> None:
-        """Take the application's own prefix off the path, which replicas do not have."""
+        """Pass a request to the router without the application's own path prefix, which replicas do not have."""
         if scope["type"] == "http" and not replicas.here():
             await replicas.facts()
         prefix = scope.get("root_path", "")

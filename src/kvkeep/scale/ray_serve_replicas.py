@@ -35,17 +35,17 @@ _KNOWN: dict[str, Mapping[str, int]] = {}
 
 
 def note(place: str, replicas: Mapping[str, int]) -> None:
-    """Note the replicas of a deployment, and the rows of each; 0 where they are not known yet."""
+    """Store the replicas of a deployment, with the rows of each; 0 for a number not known yet."""
     _KNOWN[place] = dict(replicas)
 
 
 def drop(place: str, replica: str) -> None:
-    """Note that a replica has ended."""
+    """Remove a replica that has ended from those of its deployment."""
     _KNOWN[place] = {name: rows for name, rows in of(place).items() if name != replica}
 
 
 def of(place: str) -> Mapping[str, int]:
-    """Return the replicas of a deployment, and the rows of each."""
+    """Return the replicas of a deployment, with the rows of each; empty if none are known."""
     return _KNOWN.get(place, {})
 
 

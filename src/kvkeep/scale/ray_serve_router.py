@@ -28,18 +28,18 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
         self._place = str(deployment_id)
 
     def update_replicas(self, replicas: Any) -> None:
-        """Note the replicas that run."""
+        """Store which replicas run, with their rows, in this process."""
         super().update_replicas(replicas)
         rows = {replica.replica_id.unique_id: int(replica.routing_stats.get("rows", 0)) for replica in replicas}
         ray_serve_replicas.note(self._place, rows)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Note that a replica has ended, before Ray Serve tells it."""
+        """Remove a replica that has ended, before Ray Serve reports it."""
         super().on_replica_actor_died(replica_id)
         ray_serve_replicas.drop(self._place, replica_id.unique_id)
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
-        """Return the replica that the request names, or all replicas."""
+        """Return the replica that the request names; all replicas if it names none, or one that is not there."""
         wanted = pending_request.metadata.multiplexed_model_id if pending_request else ""
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
         return [named or candidate_replicas]
@@ -48,6 +48,7 @@ class ByName(RequestRouter):  # type: ignore[misc]  # Ray has no types here
 # How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve.
 
 _STARTING_S = 0.1
+"""Seconds between two looks at whether a replica is there."""
 
 
 class RayReplicas:
@@ -62,14 +63,14 @@ class RayReplicas:
         self._ended: set[str] = set()
 
     async def facts(self) -> list[ReplicaFacts]:
-        """Return the facts of all replicas, as soon as Ray Serve has told of one."""
+        """Return the facts of all replicas. Wait until Ray Serve has told this process of one."""
         await self._handle.facts.remote()
         while not self.here():
             await asyncio.sleep(_STARTING_S)
         return list(await asyncio.gather(*(self._send(replica, "facts") for replica in self.here())))
 
     def here(self) -> Mapping[str, int]:
-        """Return the replicas that take requests, and the rows of each."""
+        """Return the replicas that take requests, with the rows of each."""
         told = ray_serve_replicas.of(self._place)
         self._ended &= told.keys()
         return {name: rows for name, rows in told.items() if name not in self._ended}
@@ -94,13 +95,13 @@ class RayReplicas:
                 self._ended.add(replica)
             raise LostError(replica) from error
         finally:
-            messages.cancel()
+            messages.cancel()  # a client that has gone away needs no more tokens
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Return whether a replica holds a session or an answer.
+        """Ask a replica, without blocking the loop, whether it holds a session or an answer.
 
         Raises:
-            LostError: it has ended.
+            LostError: the replica has ended, or Ray reports any other error.
         """
         try:
             return bool(await self._send(replica, "holds", replica, kind, owner, name))
@@ -108,10 +109,9 @@ class RayReplicas:
             raise LostError(replica) from error
 
     def _send(self, replica: str, method: str, *args: object, stream: bool = False) -> Any:
-        """Call a method of a replica. The call has a number of its own.
+        """Call a method of a replica, and return the pending answer.
 
-        Ray Serve takes the number of a call from the request that it belongs to, and confuses calls of one request that
-        are under way at once.
+        The call gets a context, and so an id, of its own.
         """
         called = getattr(self._handle.options(multiplexed_model_id=replica, stream=stream), method)
         return contextvars.Context().run(called.remote, *args)

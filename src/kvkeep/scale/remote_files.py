@@ -45,19 +45,19 @@ def is_parquet(name: str) -> bool:
 
 
 def is_within(name: str, source: str) -> bool:
-    """Return whether a file would be a part of an input, which is a folder."""
+    """Return whether a file lies in the folder that is the input."""
     return name.lower().endswith((*_PARQUET, *_LINES)) and _plain(name).startswith(f"{_plain(source).rstrip('/')}/")
 
 
 def _plain(name: str) -> str:
-    """Return a local path with its links resolved; another address stays as it is."""
+    """Return a local path with its links resolved. An address with another scheme is returned unchanged."""
     local = unquote(name.removeprefix(_LOCAL)) if name.startswith(_LOCAL) else name
     return name if is_address(local) else Path(os.path.realpath(local)).as_posix()
 
 
 @contextmanager
 def as_lines(source: str) -> Iterator[Path]:
-    """Copy the lines of an input to a local JSONL file, which exists for the time of this block.
+    """Copy the lines of an input to a local JSONL file, and yield its path; the file is removed with the context.
 
     A row of Parquet becomes a line: its columns in their order, without those that are null. The files of a folder
     are read in the order of their names.
@@ -90,7 +90,11 @@ def as_lines(source: str) -> Iterator[Path]:
 
 
 def _files(system: Any, path: str, source: str) -> list[str]:
-    """Return the file, or the files of a folder in the order of their names."""
+    """Return the file at a path, or the files of a folder in the order of their names.
+
+    Raises:
+        InputError: there is no such file, or the folder has none that can be read.
+    """
     from pyarrow import fs
 
     info = system.get_file_info(path)
@@ -106,7 +110,7 @@ def _files(system: Any, path: str, source: str) -> list[str]:
 
 
 def _copy(system: Any, name: str, target: IO[bytes]) -> None:
-    """Append the lines of a file."""
+    """Append the lines of a file to ``target``; rows of Parquet become lines of JSON."""
     if not is_parquet(name):
         with system.open_input_stream(name) as stream:
             shutil.copyfileobj(stream, target)
@@ -121,7 +125,7 @@ def _copy(system: Any, name: str, target: IO[bytes]) -> None:
 
 
 def line_of(row: dict[str, Any], name: str) -> bytes:
-    """Write a row as a line of JSON, without fields that are null.
+    """Return a row as a line of JSON, without fields that are null.
 
     Raises:
         InputError: JSON has no form for a value.
@@ -133,7 +137,7 @@ def line_of(row: dict[str, Any], name: str) -> bytes:
 
 
 def bare(value: Any) -> Any:
-    """Drop null fields from a value's objects, as a column of structures has every field in every row."""
+    """Return a value whose objects have no null fields. A column of structures has every field in every row."""
     if isinstance(value, dict):
         return {key: bare(part) for key, part in value.items() if part is not None}
     return [bare(part) for part in value] if isinstance(value, list) else value
@@ -195,7 +199,7 @@ class Destination:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the local folder to this job, and begin with what an earlier run has published.
+        """Lock the local folder while the context lasts, and begin with what an earlier run has published.
 
         At the end the folder is removed, unless it holds more than what is published.
 
@@ -218,13 +222,13 @@ class Destination:
                     self._folder.rmdir()
 
     def publish(self, *, complete: bool) -> None:
-        """Write what was collected to the destination.
+        """Write everything collected so far to the destination, in place of what is there.
 
         Args:
             complete: whether the job has ended, so that nothing more is needed here.
 
         Raises:
-            InputError: that fails. The local file stays.
+            InputError: the destination cannot be written. The local file stays.
         """
         lines: io.BufferedIOBase
         with self._explained("is no table", f"All completions are in {self.path}, as JSONL."):
@@ -239,20 +243,27 @@ class Destination:
             self._published = self._size()
 
     def _check(self) -> None:
-        """See whether the destination can be written."""
+        """Check that the destination can be written, by an empty file beside it that is removed again.
+
+        Raises:
+            InputError: the destination cannot be written.
+        """
         with self._explained("cannot be written"):
             self._put(io.BytesIO())
             self._system.delete_file(self._part)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the local folder. Another job may remove it at its end, just before it is locked here."""
+        """Make and lock the local folder while the context lasts.
+
+        Another job may remove the folder at its end, just before it is locked here; then try again.
+        """
         while True:
             with self._explained(f"needs the folder {self._folder}, which cannot be written"):
                 self._folder.mkdir(parents=is_address(self.target), exist_ok=True)
                 try:
                     before, lock = self._folder.stat(), Lock(self._folder, self.target)
-                except FileNotFoundError:
+                except FileNotFoundError:  # removed since it was made
                     continue
             with lock:
                 if self._folder.is_dir() and os.path.samestat(before, self._folder.stat()):
@@ -297,7 +308,7 @@ class Destination:
         return isinstance(self._system, fs.LocalFileSystem)
 
     def _put(self, lines: io.BufferedIOBase) -> None:
-        """Write beside the destination. A local disk has it all before the file gets its name."""
+        """Write a file beside the destination, and on a local disk sync it. The caller then gives it its name."""
         with self._system.open_output_stream(self._part) as stream:
             shutil.copyfileobj(lines, stream)
         if self._is_local:
@@ -306,18 +317,18 @@ class Destination:
 
     @contextmanager
     def _explained(self, what: str, kept: str = "") -> Iterator[None]:
-        """Turn whatever a file system raises into an `InputError`: no rights, no network, no such bucket."""
+        """Raise an `InputError` in place of any error of a file system: no rights, no network, no such bucket."""
         try:
             yield
         except InputError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever a file system of pyarrow raises
             reason = one_line(error).rstrip(".")
             raise InputError(f"The output {self.target} {what}: {reason:.300}. {kept}".rstrip()) from error
 
 
 def as_parquet(path: Path) -> bytes:
-    """Write a job's output lines as rows of a Parquet file, with fields as columns. Texts and dates stay texts.
+    """Return a job's output lines as a Parquet file, with fields as columns. Texts and dates stay texts.
 
     Raises:
         ValueError: a field has values that are no column.
@@ -339,7 +350,7 @@ def as_parquet(path: Path) -> bytes:
 
 
 def _row(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert a line to a row. Its options become JSON text, since lines may give them in several types."""
+    """Return a line as a row of a table. Its options become JSON text, since lines may give them in several types."""
     completion = fields.get(COMPLETION)
     if isinstance(completion, dict) and "options" in completion:
         fields = {**fields, COMPLETION: {**completion, "options": json.dumps(completion["options"])}}
@@ -348,7 +359,7 @@ def _row(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """Drop empty objects from a value, since Parquet has no form for them. In a list they become null."""
+    """Return a value without empty objects, for which Parquet has no form. In a list they become null."""
     if isinstance(value, dict):
         return {key: filled for key, part in value.items() if (filled := _filled(part)) != {}}
     if isinstance(value, list):

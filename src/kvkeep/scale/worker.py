@@ -54,7 +54,7 @@ class Make(Protocol):
     """Loads a model and makes an engine, in the process of a worker. It travels there, so it is small."""
 
     def __call__(self, like: Layout | None) -> Built:
-        """Make the engine.
+        """Load the model, make the engine, and return both.
 
         Args:
             like: how another worker has laid out the weights; ``None`` for a choice by speed.
@@ -90,7 +90,7 @@ class LineWorker:
         self._loop: Loop | None = None
 
     def begin(self, like: Layout | None) -> EngineFacts | str:
-        """Load the model and make the engine; return facts, or the message of an error.
+        """Load the model, make the engine and start its thread; return facts, or the message of an error.
 
         Args:
             like: how another worker has laid out the weights; ``None`` for a choice by speed.
@@ -105,17 +105,17 @@ class LineWorker:
         return EngineFacts(built.weights, built.layout, platform.node(), os.getpid(), engine.rows, engine.row_bytes)
 
     def judge(self, shapes: Sequence[Shape]) -> list[str | None]:
-        """Tell why the engine refuses requests of each shape; ``None`` where it does not."""
+        """Return for each shape why the engine refuses such requests; ``None`` where it accepts them."""
         built = self._built
         assert built is not None
         return [problem(shape, built.engine, built.memory) for shape in shapes]
 
     async def run(self, number: int, raw: bytes, made_by: Mapping[str, Any]) -> WorkResult:
-        """Run a line to its end.
+        """Run a line to its end, and return its output line, or the reason why it has none.
 
         Args:
-            number: its number in the input.
-            raw: its bytes.
+            number: the line's number in the input.
+            raw: the line's bytes.
             made_by: the settings of the job, which are written beside the completion.
         """
         built, loop = self._built, self._loop
@@ -146,7 +146,7 @@ class _Task:
     results: dict[int, Result] = field(default_factory=dict)
 
     def end(self, place: int, result: Result) -> None:
-        """Note the result of a request; the last one ends the line."""
+        """Store the result of a request. With the last one, give the future all results, or the reason of a failure."""
         self.results[place] = result
         if len(self.results) < len(self.line.requests):
             return
@@ -168,18 +168,18 @@ class Loop(threading.Thread):
         self._running: dict[int, tuple[_Task, int]] = {}
 
     def put(self, line: InputLine) -> Future[list[Result] | str]:
-        """Queue a line, from any thread; the future takes its results, or the reason why it failed."""
+        """Queue a line, from any thread, and return a future of its results, or of the reason why it failed."""
         task = _Task(line)
         self._inbox.put(task)
         return task.future
 
     def run(self) -> None:
-        """Feed the engine and step it. An error of the engine itself reaches all lines that are in it."""
+        """Queue lines and step the engine, for ever. An error of the engine itself ends all lines that are in it."""
         while True:
             self._feed()
             try:
                 events = self._engine.step()
-            except BaseException as error:
+            except BaseException as error:  # the thread goes on, and the lines' callers get the error
                 self._give_up(error)
                 continue
             for event in events:
@@ -188,11 +188,11 @@ class Loop(threading.Thread):
                     task.end(place, event.result)
 
     def _feed(self) -> None:
-        """Take lines while the engine has room for more; wait for one if nothing runs."""
+        """Hand waiting lines to the engine while it has room for more; wait for a line if nothing runs."""
         while not self._running or self._engine.has_room:
             try:
                 task = self._inbox.get(block=not self._running)
-            except queue.Empty:
+            except queue.Empty:  # the engine goes on with the lines that it has
                 return
             self._begin(task)
 
@@ -204,7 +204,7 @@ class Loop(threading.Thread):
             for number in numbers:
                 self._engine.cancel(number)
             task.future.set_result(reason_of(error))
-        except BaseException as error:
+        except BaseException as error:  # raised where the line's result is awaited
             task.future.set_exception(error)
         else:
             self._running |= {number: (task, place) for place, number in enumerate(numbers)}
@@ -233,7 +233,7 @@ class PieceRunner(Protocol):
     """A model and what is done with it, such as `kvkeep.evals.run.CellRunner`."""
 
     def about(self) -> dict[str, Any]:
-        """Describe the model as ``run.json`` records it, ``weights`` and ``dtype`` included."""
+        """Return the model's properties as ``run.json`` records them, ``weights`` and ``dtype`` included."""
 
     def run(self, piece: Any) -> Any:
         """Run a piece of work and return its result.
@@ -248,7 +248,7 @@ class MakeModelWorker(Protocol):
     """Loads a model in the process of a worker. It travels there, so it is small."""
 
     def __call__(self) -> PieceRunner:
-        """Load the model.
+        """Load the model, and return what runs pieces on it.
 
         Raises:
             KVKeepError: the model cannot be used there.
@@ -291,7 +291,10 @@ class ModelWorker:
         return ModelFacts(about["weights"], (False, False), platform.node(), os.getpid(), about)
 
     def run(self, number: int, piece: Any) -> WorkResult:
-        """Run a piece. What fails here would fail in every worker, so it is no reason to start another one."""
+        """Run a piece, and return its result.
+
+        Any error refuses the piece, and the job ends: it would occur in every worker.
+        """
         assert self._runner is not None
         try:
             return WorkResult(number, whole=self._runner.run(piece))

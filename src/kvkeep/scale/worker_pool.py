@@ -114,21 +114,27 @@ class Pieces:
         self._died_alone: Counter[int] = Counter()
 
     def take(self, place: int) -> Item | None:
-        """Return a piece for a worker; pieces of dead workers come first. Suspects, which run alone, are left out."""
+        """Return a piece for a worker, one of a dead worker first; ``None`` if none is left.
+
+        Suspects, which run alone, are left out.
+        """
         return self._again.popleft() if self._again else self._source(place)
 
     def suspect(self) -> Item | None:
-        """Return a piece that has to run alone."""
+        """Return a piece that has to run alone; ``None`` if there is none."""
         return self._suspects.popleft() if self._suspects else None
 
     def any_left(self, place: int) -> bool:
-        """Return whether a piece waits. To find out, a new piece may be fetched for the worker."""
+        """Return whether a piece waits. A new one may be fetched for the worker to find out."""
         if not self._again and not self._suspects and (item := self._source(place)) is not None:
             self._again.append(item)
         return bool(self._again or self._suspects)
 
     def give_back(self, item: Item, *, alone: bool) -> WorkResult | None:
-        """Queue a piece of a dead worker again; the answer of one that has failed, as it killed workers all alone."""
+        """Queue a piece of a dead worker again, and return ``None``.
+
+        A piece that has killed workers all alone is not queued: return its answer, a failure.
+        """
         number = item[0]
         self._died[number] += 1
         self._died_alone[number] += alone
@@ -169,11 +175,13 @@ class WorkerSlot:
     patience_s: float = 0.0
 
     def hear(self) -> None:
-        """Note that the worker lives."""
+        """Record that the worker answered now, and reset the time after which its silence is reported."""
         self.heard, self.patience_s = time.monotonic(), self.most_s
 
     def silence(self, piece: str) -> str | None:
-        """Return a warning about a worker that has been silent for long; the wait doubles after each warning.
+        """Return a warning about a worker with work that is silent for too long; else ``None``.
+
+        The time until the next warning doubles.
 
         Args:
             piece: a word for a piece of its work.
@@ -193,7 +201,7 @@ Take: TypeAlias = Callable[[WorkResult], object]
 
 DEATHS = 3
 """Deaths of a worker without an answer in between, after which its place stays empty."""
-_PATIENCE_S = 0.5
+_PATIENCE_S = 0.5  # of a wait, after which Ctrl-C and silent workers are looked at
 _SLOW = 40  # waits without a worker, after which the user is told
 _LOST = 8  # waits without a worker, after which the cluster is asked for
 
@@ -226,6 +234,7 @@ class WorkerPool(Generic[F]):
         self._ray, self._kind, self._make, self._like, self._tell = need_ray(), kind, make, like, tell
         options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": kind.at_once}
         options |= {"memory": need.memory} if need.memory else {}
+        # the pool replaces workers itself: it has to know which piece a worker died at
         self._remote = self._ray.remote(kind.worker).options(**options, max_restarts=0, max_task_retries=0)
         self._slots = [WorkerSlot(number, kind.patience_s) for number in range(1, size + 1)]
         self._pieces = Pieces(lambda slot: None)
@@ -240,7 +249,7 @@ class WorkerPool(Generic[F]):
         return self._facts
 
     def begin(self, stopped: Stopped = lambda: False) -> None:
-        """Start all workers and wait until they can work, unless the user wants to stop.
+        """Start all workers, and wait until they can work; return early if the user stops the job.
 
         Raises:
             InputError: a worker cannot make its tools, dies, or has other weights than the others.
@@ -250,7 +259,11 @@ class WorkerPool(Generic[F]):
         self._await(others, stopped)  # they lay out the weights as the first one has
 
     def _await(self, slots: Sequence[WorkerSlot], stopped: Stopped) -> None:
-        """Start workers and wait until they can work."""
+        """Start workers, and wait until they can work; return early if the user stops the job.
+
+        Raises:
+            InputError: a worker died, or cannot work.
+        """
         if stopped():
             return
         for slot in slots:
@@ -264,7 +277,7 @@ class WorkerPool(Generic[F]):
             for slot in [slot for slot in waiting if slot.starting in ready]:
                 try:
                     problem = self._welcome(slot, self._ray.get(slot.starting))
-                except Exception as error:
+                except Exception as error:  # whatever Ray raises for a process that has ended
                     raise InputError(f"Worker {slot.number} died while it began: {last_words(error)}.") from error
                 if problem:
                     raise InputError(problem)
@@ -273,12 +286,12 @@ class WorkerPool(Generic[F]):
         """Call a method of the first worker, which must be idle, and return the result.
 
         Raises:
-            InputError: it dies.
+            InputError: the worker dies.
         """
         first = self._slots[0]
         try:
             return self._ray.get(getattr(first.handle, what).remote(*arguments))
-        except Exception as error:
+        except Exception as error:  # whatever Ray raises for a process that has ended
             raise InputError(
                 f"Worker {first.number} died while it checked {self._kind.piece}s: {last_words(error)}."
             ) from error
@@ -290,7 +303,7 @@ class WorkerPool(Generic[F]):
         take: Take,
         stopped: Stopped = lambda: False,
     ) -> None:
-        """Run pieces to their ends, or until the user wants to stop.
+        """Run pieces until each has an answer, or the user stops the job.
 
         Args:
             source: gives the pieces as workers become free.
@@ -316,13 +329,16 @@ class WorkerPool(Generic[F]):
                 )
             starting = [slot.starting for slot in self._slots if slot.starting is not None]
             ready, rest = self._ray.wait(running + starting, timeout=_PATIENCE_S)
+            # the first wait returns one answer; the others that are there are taken at once
             more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0) if ready and rest else ([], [])
             waits = 0 if running or ready else waits + 1
             self._tell_of(waits)
             self._collect({*ready, *more}, take)
 
     def _tell_of(self, waits: int) -> None:
-        """Say that nothing comes, after so many waits in which no worker ran, or from workers that have work.
+        """Tell the user that no worker runs, after so many waits, or that workers with work are silent.
+
+        Now and then, check that the cluster is still there.
 
         Raises:
             LostClusterError: the cluster has gone away.
@@ -359,7 +375,10 @@ class WorkerPool(Generic[F]):
         slot.running.clear()
 
     def _welcome(self, slot: WorkerSlot, said: F | str) -> str | None:
-        """Take the facts of a new worker; return what is wrong with it."""
+        """Store the facts of a new worker, which can work now.
+
+        Return what is wrong with it, and do not let it work; ``None`` if nothing is.
+        """
         if isinstance(said, str):
             return said
         known = self._facts = self._facts or said
@@ -372,7 +391,10 @@ class WorkerPool(Generic[F]):
         return None
 
     def _feed(self, told: Sequence[Any]) -> None:
-        """Hand pieces to the workers with the fewest, as long as one has less than it should have."""
+        """Hand pieces to the workers with the fewest, until each has as many as it should have or no piece is left.
+
+        A suspect goes to a worker without any other piece.
+        """
         most = self._kind.ahead(self.facts)
         while free := [
             slot
@@ -382,7 +404,7 @@ class WorkerPool(Generic[F]):
             slot = min(free, key=lambda slot: len(slot.running))
             item = self._pieces.take(slot.number)
             if item is None and not slot.running and (item := self._pieces.suspect()) is not None:
-                slot.alone = True
+                slot.alone = True  # if the worker dies now, it is clear which piece did it
             if item is None:
                 return
             if not slot.running:
@@ -390,14 +412,14 @@ class WorkerPool(Generic[F]):
             slot.running[slot.handle.run.remote(*item, *told)] = item
 
     def _collect(self, ready: set[Any], take: Take) -> None:
-        """Take what has come: answers, facts of new workers, deaths."""
+        """Handle what has arrived: answers, facts of new workers, and deaths."""
         for slot in self._slots:
             for reference in [call for call in (slot.starting, *slot.running) if call is not None and call in ready]:
                 if reference is not slot.starting and reference not in slot.running:
                     break  # its worker was found dead before
                 try:
                     said = self._ray.get(reference)
-                except Exception as error:
+                except Exception as error:  # whatever Ray raises for a process that has ended
                     self._replace(slot, last_words(error), take)
                     break
                 if reference is slot.starting:
@@ -411,7 +433,7 @@ class WorkerPool(Generic[F]):
                     take(said)
 
     def _replace(self, slot: WorkerSlot, reason: str, take: Take) -> None:
-        """Start a worker in place of a dead one, and give its pieces back."""
+        """Queue the pieces of a dead worker again, and start another worker, unless this place had too many deaths."""
         lost, alone, self._last = list(slot.running.values()), slot.alone, reason
         finished = self._finished(slot, take)
         self._dismiss(slot)
@@ -419,7 +441,7 @@ class WorkerPool(Generic[F]):
         for item in lost:
             if (failed := self._pieces.give_back(item, alone=alone)) is not None:
                 take(failed)
-        slot.deaths += 0 if alone else 1
+        slot.deaths += 0 if alone else 1  # a piece that ran alone is to blame, not the place
         again = f"; {len(lost)} of its {self._kind.piece}s run again" if lost else ""
         if slot.deaths >= DEATHS:
             self._tell(f"worker {slot.number} is given up after {DEATHS} deaths without an answer{again}: {reason}")
@@ -428,7 +450,7 @@ class WorkerPool(Generic[F]):
         self._hire(slot)
 
     def _finished(self, slot: WorkerSlot, take: Take) -> set[int]:
-        """Take the answers that a worker gave before it died; return their numbers."""
+        """Handle the answers that a worker gave before it died, and return their pieces' numbers."""
         finished = set()
         ready = self._ray.wait(list(slot.running), num_returns=len(slot.running), timeout=0)[0] if slot.running else []
         for reference in ready:

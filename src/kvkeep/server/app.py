@@ -83,7 +83,7 @@ def make_app(
 def _counted(
     served: ServedModel, queue: RequestQueue, sessions: SessionRegistry, settings: ServerSettings
 ) -> tuple[RateLimits, Metrics]:
-    """Make the limits of keys and the metrics, and have the metrics told of what ends and what is refused."""
+    """Return the limits of keys and the metrics. The metrics listen to the queue and to the limits."""
     limits = RateLimits(settings.key_requests, settings.key_tokens)
     metrics = Metrics(served.engine, settings.name, sessions)
     queue.ended.append(metrics.note)
@@ -93,7 +93,7 @@ def _counted(
 
 
 def _add_generation(app: FastAPI, generate: GenerateRoutes, responses: ResponsesRoutes) -> None:
-    """Add the routes that write text."""
+    """Add the routes of chats, completions and responses."""
     _add(app, "POST", "/v1/chat/completions", generate.chat, ChatBody)
     _add(app, "POST", "/v1/completions", generate.completion, CompletionBody)
     _add(app, "POST", "/v1/responses", responses.respond, ResponseBody)
@@ -102,7 +102,7 @@ def _add_generation(app: FastAPI, generate: GenerateRoutes, responses: Responses
 
 
 def _add_info(app: FastAPI, info: InfoRoutes, metrics: Metrics) -> None:
-    """Add the routes that write no text."""
+    """Add the routes of metrics, health, version, models and the tokenizer."""
     _add(app, "GET", "/metrics", metrics.show)
     _add(app, "GET", "/health", info.health)
     _add(app, "GET", "/version", info.version)
@@ -135,12 +135,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def use_threads() -> None:
-    """Give the running loop the threads in which an application works."""
+    """Set the running loop's default executor to the threads in which an application works."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "kvkeep-web"))
 
 
 def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | None = None) -> None:
-    """Add a route; its body is described in the OpenAPI document."""
+    """Add a route. The schema of its body, if it has one, is shown in the OpenAPI document."""
     extra: dict[str, Any] = {}
     if body is not None:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -153,7 +153,7 @@ def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | 
 
 
 def _inlined(schema: Any, name: str, part: object) -> Any:
-    """Return a schema with a part put in place of each reference to it."""
+    """Return a JSON schema in which each reference to the definition ``name`` is replaced by ``part``."""
     if isinstance(schema, dict):
         if schema.get("$ref") == f"#/components/schemas/{name}":
             return part

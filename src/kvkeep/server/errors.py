@@ -17,6 +17,7 @@ _KINDS = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
+# words of the engine's messages, whose classes do not tell these cases from others
 _TOO_LONG = ("has learned positions for", "This server takes")
 _BUSY = "wait to be compiled already"
 _LONGEST = 500
@@ -60,7 +61,10 @@ class GoneError(Exception):
 
 
 def refusal_of(error: KVKeepError) -> RefusalError:
-    """Return the refusal for an error in the request, with its message as a sentence."""
+    """Return the refusal for an error in the request, with its message as a sentence.
+
+    Its status is 429 if the engine is busy, otherwise 400.
+    """
     text = str(error)
     sentence = text[:1].upper() + text[1:]
     if not sentence.endswith((".", "!", "?")):
@@ -74,10 +78,11 @@ def refusal_of(error: KVKeepError) -> RefusalError:
 
 @contextmanager
 def in_words_of(form: str | None) -> Iterator[None]:
-    """Refuse the form of an answer by the name that its parameter has in the body.
+    """Where a refusal is raised in the body for the form of an answer, name it by the parameter that the client has
+    used.
 
     Args:
-        form: the parameter.
+        form: the client's name for the form; ``None`` renames nothing.
     """
     try:
         yield
@@ -88,16 +93,16 @@ def in_words_of(form: str | None) -> Iterator[None]:
 
 
 def unknown(name: str, value: str, remedy: str) -> RefusalError:
-    """Return the refusal for something that does not exist."""
+    """Return the refusal with status 404 for something that does not exist."""
     return RefusalError(404, f"There is no {name} {value[:80]!r}. {remedy}", code=f"{name}_not_found".replace(" ", "_"))
 
 
 def parameter(name: str, reason: str) -> RefusalError:
-    """Return the refusal for a bad parameter."""
+    """Return the refusal with status 400 for a bad parameter."""
     return refusal_of(ParameterError(name, reason))
 
 
 def _argument(text: str) -> str | None:
-    """Return the parameter of kvkeep that a message begins with, such as ``guard=7``, or ``None``."""
+    """Return the parameter of kvkeep that a message begins with, such as ``guard`` of ``guard=7``; else ``None``."""
     name, found, _ = text.partition("=")
     return name if found and name.isidentifier() else None

@@ -75,11 +75,14 @@ class _Choice:
         self._length = 0
 
     def first(self, text: str = "") -> dict[str, Any]:
-        """Return the choice that names the role, or the prompt that is echoed."""
+        """Return the choice that comes first: in a chat the role, else the echoed prompt."""
         return self._choice({"role": "assistant", "content": ""} if self._chat else text)
 
     def next(self, event: Event) -> list[dict[str, Any]]:
-        """Return the choices of an event, one for each chunk; none if the event has nothing to send."""
+        """Return the choices of an event, one for each chunk; an empty list if the event completes no text.
+
+        Log-probabilities of held-back text are sent with the next choice.
+        """
         self._length += len(event.text)
         if self._scored and event.logprob and not (event.result and event.result.end_token):
             self._scored.add(event.logprob)
@@ -93,7 +96,7 @@ class _Choice:
         return [*(self._choice(delta) for delta in first), self._choice(last, reason, self._ready(event))]
 
     def _deltas(self, event: Event) -> list[Any]:
-        """Return what an event adds to the text, or to content and calls."""
+        """Return what an event adds: strings of text, or in a chat deltas with content and tool calls."""
         if self._calls is None:
             return [{"content": event.text} if self._chat else event.text] if event.text else []
         ended = () if event.result is None else self._calls.end()
@@ -112,7 +115,7 @@ class _Choice:
         if tokens and self._texts:
             content, columns = logprobs.content, logprobs.columns
             scores = (
-                {"content": content(tokens, self._texts), "refusal": None}
+                {"content": content(tokens, self._texts), "refusal": None}  # OpenAI's schema requires the key
                 if self._chat
                 else columns(tokens, self._texts)
             )
@@ -123,15 +126,18 @@ class _Choice:
 async def answer_chunks(
     parsed: ParsedRequest, run: Run, *, model: str, texts: TokenTexts, prompts: list[str], with_usage: bool
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """Yield the chunks of an answer; the first one is empty and says that the request has a row.
+    """Yield the chunks of an answer. The first one is empty, for `begun`, and means that the request has a row.
 
     Args:
         parsed: the request that is answered.
         run: the events of its requests to the engine.
         model: the model's name.
         texts: decodes tokens.
-        prompts: texts that are echoed, one for each request; or none.
+        prompts: texts that are echoed, one for each request; empty: no echo.
         with_usage: whether the last chunk has the numbers of tokens.
+
+    Raises:
+        RefusalError: see `RequestQueue.run`.
     """
     head = AnswerHead(parsed, model)
     more: dict[str, Any] = {"usage": None} if with_usage else {}
@@ -173,7 +179,7 @@ class GenerateRoutes:
         self._served, self._queue, self._sessions, self._settings = served, queue, sessions, settings
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation, or the next turn of a session."""
+        """Answer a conversation, or the next turn of a session if the body names one."""
         body = await body_of(request, ChatBody, self._settings)
         self._settings.check_model(body.model)
         if (name := body.session_id) is None:
@@ -187,7 +193,7 @@ class GenerateRoutes:
         return await self._answer(request, body, parsed, streams, after=lambda: in_thread(lambda: sessions.ran(entry)))
 
     async def completion(self, request: Request) -> Response:
-        """Continue texts."""
+        """Answer a request to continue texts."""
         body = await body_of(request, CompletionBody, self._settings)
         self._settings.check_model(body.model)
         parsed = await in_thread(lambda: parse_request(COMPLETIONS, body, self._served, self._settings))
@@ -202,14 +208,17 @@ class GenerateRoutes:
         *,
         after: After | None = None,
     ) -> Response:
-        """Run a body's requests, and answer at once or chunk by chunk.
+        """Run a body's requests, and return the whole answer, or a stream if the body asks for one.
 
         Args:
             request: the HTTP request.
             body: its body.
             parsed: the requests of the body.
             streams: the events of these requests; by default the engine's.
-            after: is done when they have ended well.
+            after: is awaited when the requests have ended well.
+
+        Raises:
+            RefusalError: the body asks for a stream of an echo with log-probabilities.
         """
         streams = streams or [self._served.engine.astream(each) for each in parsed.requests]
         if not body.stream:
@@ -234,7 +243,7 @@ class GenerateRoutes:
         return EventStream(request, ready, ping_s=self._settings.ping_s, write_s=self._settings.read_timeout_s)
 
     def _whole(self, parsed: ParsedRequest, results: list[Result]) -> dict[str, Any]:
-        """Return the body of an answer that is sent at once."""
+        """Return the body of an answer that is not streamed, with usage and echoes."""
         if parsed.scores_only:  # the engine has drawn a token, and none was asked for
             nothing: dict[str, Any] = {"token_ids": (), "text": "", "logprobs": (), "finish_reason": "length"}
             results = [dataclasses.replace(result, **nothing) for result in results]
@@ -251,7 +260,7 @@ class GenerateRoutes:
         return {**answer, "usage": usage_of(results, parameters.n)}
 
     def _echoes(self, parsed: ParsedRequest) -> list[str]:
-        """Return the text of each request's prompt, if prompts are echoed."""
+        """Return the text of each request's prompt; an empty list unless the body asks for echoes."""
         if not parsed.echo:
             return []
         texts = [

@@ -38,7 +38,9 @@ class InfoRoutes:
 
     @property
     def _longest(self) -> int | None:
-        """Return the most tokens that a prompt and its answer may have together."""
+        """Return the most tokens of a prompt and its answer together: the server's limit, or the model's; ``None``:
+        unknown.
+        """
         return self._settings.max_model_len or self._served.max_model_len
 
     async def models(self, request: Request) -> Response:
@@ -46,14 +48,17 @@ class InfoRoutes:
         return reply({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """Describe the model."""
+        """Answer with the entry of the model that a path names; refuse another name."""
         name = request.path_params["name"]
         if name != self._settings.name:
             raise unknown("model", name, f"This server runs {self._settings.name}.")
         return reply(self._card())
 
     async def health(self, request: Request) -> Response:
-        """Say whether the server lives, and whether it takes requests; how many conversations fit at once."""
+        """Answer with the state of the server and its rows; the status is 503 while the server drains.
+
+        With ``?check=live`` the status is 200 even then.
+        """
         engine = self._served.engine
         ready = not self._queue.draining
         state = {
@@ -67,11 +72,11 @@ class InfoRoutes:
         return reply(state, 200 if ready or live else 503)  # a server that drains is alive, but wants no requests
 
     async def version(self, request: Request) -> Response:
-        """Say the version of kvkeep."""
+        """Answer with the version of kvkeep."""
         return reply({"version": __version__})
 
     async def tokenize(self, request: Request) -> Response:
-        """Turn a text or a conversation into tokens."""
+        """Answer with the tokens of a text or a conversation."""
         body = await body_of(request, TokenizeBody, self._settings)
         ids = await in_thread(lambda: self._ids(body))
         return reply(
@@ -83,13 +88,13 @@ class InfoRoutes:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """Turn tokens into a text."""
+        """Answer with the text of tokens."""
         body = await body_of(request, DetokenizeBody, self._settings)
         text = await in_thread(lambda: self._served.text_of(self._served.known(body.tokens)))
         return reply({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """Describe the tokenizer, as far as clients that count tokens need it."""
+        """Answer with the tokenizer's class, size and special tokens, as clients that count tokens need them."""
         tokenizer = self._served.checkpoint.tokenizer
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         texts: dict[str, Any] = {name: _plain(getattr(tokenizer, name, None)) for name in names}
@@ -143,12 +148,12 @@ _HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Add the routes of the page."""
+    """Add the routes of the page's files."""
     for path in PAGE_FILES:
         app.add_api_route(path, _show, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
 
 
 async def _show(request: Request) -> Response:
-    """Answer with a file of the page."""
+    """Answer with the file of the page that the path names."""
     name, kind = PAGE_FILES[request.url.path]
     return Response(files("kvkeep.server").joinpath("assets", name).read_bytes(), headers=_HEADERS, media_type=kind)

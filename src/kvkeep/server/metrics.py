@@ -102,11 +102,11 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     async def show(self, request: Request) -> Response:
-        """Answer with all numbers."""
+        """Answer with all metrics in Prometheus's text format."""
         return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def note(self, result: Result) -> None:
-        """Count a request that has ended."""
+        """Add a finished request to the counters and histograms. Times that the result does not have are left out."""
         new = len(result.token_ids)
         self._prompt.labels(self._name).inc(result.prompt_tokens)
         self._new.labels(self._name).inc(new)
@@ -166,7 +166,7 @@ class _Gauges(Collector):
         self._read, self._model = read, model
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the current metrics as Prometheus families."""
+        """Yield the gauges, read now, as Prometheus families."""
         for name, text, value in self._read():
             family = GaugeMetricFamily(name, text, labels=(_LABEL,))
             family.add_metric((self._model,), value)

@@ -34,7 +34,10 @@ class AuthMiddleware:
         self._open = (*OPEN, *PAGE_FILES) if settings.page else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Check the key and its limits, pass the request on or answer with a refusal, and log the request.
+
+        Whatever is not HTTP is passed on at once.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -58,7 +61,7 @@ class AuthMiddleware:
             await self._app(scope, receive, watched)
         except RefusalError as refusal:
             await refused(refusal)(scope, receive, watched)
-        except Exception as error:
+        except Exception as error:  # a defect; the client learns no more than its name
             log.exception("%s %s failed.", scope["method"], _shown(scope))
             if not status:  # an answer that has begun cannot become another one
                 failure = RefusalError(500, f"The server failed: {type(error).__name__}. Its log says more.")
@@ -70,7 +73,9 @@ class AuthMiddleware:
             _note(scope, owner, status, time.perf_counter() - start)
 
     def _begun(self, scope: Scope, owner: str) -> Meter | None:
-        """Return a meter for a request that counts from now on. A request that a router sent has its own meter.
+        """Return the meter of a request whose tokens count for its key.
+
+        Return ``None`` for other requests, and for one from a router, which has its own meter.
 
         Raises:
             RefusalError: the key has used all that it may.
@@ -82,10 +87,11 @@ class AuthMiddleware:
 
 
 def _check_path(scope: Scope) -> None:
-    """Refuse a line break at a path's end: patterns of routes match before it, and the paths that count do not.
+    """Refuse a path that ends with a line break: patterns of routes would match it, and the exact paths that count
+    would not.
 
     Raises:
-        RefusalError: there is one.
+        RefusalError: the path ends with a line break.
     """
     if scope["path"].endswith("\n"):
         raise RefusalError(
@@ -94,7 +100,10 @@ def _check_path(scope: Scope) -> None:
 
 
 def _note(scope: Scope, owner: str, status: int, seconds: float) -> None:
-    """Log a request: who, what, how it ended. Paths are shown without characters that could fake a line."""
+    """Log a request: client, owner, path, status and seconds.
+
+    Characters that could fake a log line are taken out of the path.
+    """
     client: Any = scope.get("client") or ("-",)
     log.info("%s %s %s %s %d %.3fs", client[0], owner, scope["method"], _shown(scope), status, seconds)
 

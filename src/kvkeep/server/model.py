@@ -38,7 +38,7 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the number of positions that the model was trained for."""
+        """Return the number of positions that the model was trained for; ``None`` if unknown."""
         return self.checkpoint.trained_length
 
     @property
@@ -55,7 +55,7 @@ class ServedModel:
     def encode(
         self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = (), raw: bool = False, bounded: bool = True
     ) -> list[int]:
-        """Return the token ids of a prompt.
+        """Return the token ids of a prompt. A single message without a chat template is encoded as its text.
 
         Args:
             prompt: a text, token ids, or messages.
@@ -81,10 +81,12 @@ class ServedModel:
         return chat
 
     def _check_length(self, prompt: Prompt) -> None:
-        """Refuse a text of more characters than all tokens that are taken could have. Tokenizing it takes seconds.
+        """Refuse a text with more characters than ``longest`` tokens could have, before the slow tokenizer sees it.
+
+        Without a limit check nothing; token ids count as no text.
 
         Raises:
-            InputError: it is that long.
+            InputError: the text is that long.
         """
         if self.longest is None:
             return
@@ -101,10 +103,10 @@ class ServedModel:
             )
 
     def known(self, ids: Sequence[int]) -> list[int]:
-        """Token ids, after a check that the model has all of them.
+        """Return token ids as a list, after a check that each is in the model's vocabulary.
 
         Raises:
-            InputError: it does not have one.
+            InputError: a token is not in the vocabulary.
         """
         size = self.vocabulary
         wrong = next((token for token in ids if not 0 <= token < size), None)
@@ -113,7 +115,7 @@ class ServedModel:
         return list(ids)
 
     def text_of(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Return the text of tokens."""
+        """Return the text of tokens, with special tokens unless ``special`` is false."""
         return str(self.checkpoint.tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     @functools.cached_property
@@ -128,6 +130,7 @@ AUTO = "auto"
 _NAME = "kvkeep_probe"
 _FUNCTION = {"name": _NAME, "description": "A probe.", "parameters": {"type": "object", "properties": {}}}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
+# Mistral's templates refuse an id that has not nine letters and digits
 _CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": _NAME, "arguments": {"probe": 1}}}
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 _CALLED: list[dict[str, Any]] = [
@@ -142,7 +145,7 @@ def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
 
     Args:
         checkpoint: its tokenizer has the chat template.
-        name: the form, one of `TOOL_FORMS`, or ``auto``: the one that the template writes calls in, or else Hermes'.
+        name: the form, one of `TOOL_FORMS`, or ``auto``: the form in which the template writes calls, or else Hermes'.
 
     Raises:
         InputError: there is no such form.
@@ -156,23 +159,25 @@ def tool_use_of(checkpoint: Checkpoint, name: str = AUTO) -> ToolUse:
 
 
 def _filled(checkpoint: Checkpoint, messages: list[dict[str, Any]]) -> str:
-    """Return the text of a conversation with a tool, or nothing if the template refuses it."""
+    """Return the text of a conversation with a tool; empty without a template, or if the template refuses it."""
     if checkpoint.tokenizer.chat_template is None:
         return ""
     try:
         return fill(checkpoint.tokenizer, messages, _TOOLS)
-    except InputError:
+    except InputError:  # a template that fails with tools has no form for them
         return ""
 
 
 def _writes(form: ToolForm, text: str) -> bool:
-    """Tell whether a template has written the probe's tool call in a form."""
+    """Return whether the text has the probe's tool call, written in a form."""
     marks = [form.mark] if form.needs_mark else [""]
     return any(f"{mark}{begin}{_NAME}{form.middle}{{" in text for mark in marks for begin in form.opens)
 
 
 def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
-    """Return the token of a form's mark, if it is a special token and occurs once in an answer."""
+    """Return the id of the special token that is a form's mark; ``None`` if it is none, or occurs several times in an
+    answer.
+    """
     if form.next is not None and form.mark in form.next:
         return None
     added = getattr(checkpoint.tokenizer, "added_tokens_decoder", {})

@@ -23,7 +23,7 @@ class Meter(Protocol):
         """Count tokens that were read or written."""
 
     def end(self) -> None:
-        """Note that the request does not wait or run any more. Further calls do nothing."""
+        """Stop counting the request as waiting or running. Further calls do nothing."""
 
 
 class RateLimits:
@@ -60,18 +60,18 @@ class RateLimits:
         return _Counted(self, owner)
 
     def spend(self, owner: str, tokens: int) -> None:
-        """Count tokens of a key."""
+        """Add tokens to those that a key has used; do nothing without a limit."""
         if self._tokens is not None:
             self._spent[owner] = self._used(owner) + tokens, self._clock()
 
     def end(self, owner: str) -> None:
-        """Count a request less."""
+        """Count one request of a key less as waiting or running."""
         self._active[owner] -= 1
         if not self._active[owner]:
             del self._active[owner]
 
     def _refusal(self, owner: str) -> RefusalError | None:
-        """Return why a key may not begin a request now, or ``None`` if it may."""
+        """Return the refusal with which a key may not begin a request now; ``None`` if it may."""
         if self._requests is not None and self._active.get(owner, 0) >= self._requests:
             return _refused(f"This key has {self._requests} requests running, the most that it may.", "key_requests", 1)
         if self._tokens is not None and (over := self._used(owner) - self._tokens) >= 0:
@@ -80,7 +80,7 @@ class RateLimits:
         return None
 
     def _used(self, owner: str) -> float:
-        """Return the tokens that count against a key now. They are forgotten evenly within a minute."""
+        """Return the tokens that count against a key now. Used tokens drop out evenly over a minute."""
         used, when = self._spent.get(owner, (0.0, 0.0))
         return max(0.0, used - (self._clock() - when) * (self._tokens or 0) / 60)
 
@@ -112,7 +112,7 @@ class Spending:
         self._told: defaultdict[int, int] = defaultdict(int)
 
     def note(self, place: int, event: Event) -> None:
-        """Count what an event has brought."""
+        """Count the tokens of an event. The last event of a request corrects the sum to the result's tokens."""
         new = event.read_tokens + (event.token_id is not None)
         if event.result is not None:
             new = _all(event.result) - self._told[place]
@@ -121,7 +121,7 @@ class Spending:
 
 
 def _all(result: Result) -> int:
-    """Return the number of tokens that a request has read and written."""
+    """Return the tokens that a request has read and written, without those from a cache."""
     return result.prompt_tokens - result.cached_tokens + len(result.token_ids)
 
 

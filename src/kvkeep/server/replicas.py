@@ -35,7 +35,7 @@ class Replicas(Protocol):
     """The replicas of a server."""
 
     def here(self) -> Mapping[str, int]:
-        """Return the replicas that take requests, and the rows of each (0 where they are not known yet)."""
+        """Return the replicas that take requests, each with its number of rows (0 while that is not known)."""
 
     def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
         """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
@@ -45,10 +45,10 @@ class Replicas(Protocol):
         """
 
     async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Tell whether a replica holds a session or an answer.
+        """Ask a replica whether it holds the session or the answer (``kind``) of an owner with a name.
 
         Raises:
-            LostError: it has ended.
+            LostError: the replica has ended.
         """
 
 
@@ -94,7 +94,7 @@ class Received:
 
 USED = "kvkeep.used"
 """The type of a message, and the name in other messages, for what a request has used since the last one."""
-_MOST_UNTOLD = 16
+_MOST_UNTOLD = 16  # tokens; each message between processes costs time
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Away:
         self._untold = Used(self._untold.tokens, ended=True)
 
     def send(self, message: Message) -> None:
-        """Send a message, with all that was not told yet."""
+        """Send a message, together with the use that was not reported yet."""
         if self._untold != Used():
             message, self._untold = {**message, USED: self._untold}, Used()
         self._put(message)
@@ -163,7 +163,7 @@ async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, Non
 
 
 def headers_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers to forward with a request, whose body is whole and whose connection is another one."""
+    """Return the headers to forward with a request: names in lower case, without those about the connection."""
     dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in dropped)
 
@@ -198,11 +198,13 @@ class PlacementRequest:
 
 
 def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> PlacementRequest:
-    """Return the needs of a request as its path and body show. The replica reports what is wrong with a body.
+    """Return what a request needs of its replica, as its path and body show.
+
+    Whatever is wrong with the body is ignored here; the replica reports it.
 
     Args:
         method, path, body: of the request.
-        prefixes: whether beginnings of prompts are wanted.
+        prefixes: whether to compute fingerprints of the prompt's beginnings.
     """
     parts = [part[:_LONGEST] for part in path.strip("/").split("/")]
     fresh = _text(body, "id")
@@ -236,7 +238,7 @@ def beginnings(body: Mapping[str, Any]) -> list[bytes]:
 
 
 def _written(prompt: object) -> str:
-    """Return a prompt as JSON, without those parts of a list that no beginning reaches."""
+    """Return a prompt as JSON, without the messages of a list that lie behind the longest beginning."""
     text = ""
     for message in prompt if isinstance(prompt, list) else [prompt]:
         text += f"{json.dumps(message)}, "
@@ -246,13 +248,13 @@ def _written(prompt: object) -> str:
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
-    """Return the name in a body's field, or ``None`` if no replica accepts it as a name."""
+    """Return a body's field if it is a short text, as names are; else ``None``."""
     value = body.get(name)
     return value if isinstance(value, str) and len(value) <= _LONGEST else None
 
 
 def _rows(body: Mapping[str, Any]) -> int:
-    """Return the number of rows that a body asks for: one for each choice of each prompt."""
+    """Return the number of rows that a body asks for: one for each choice of each prompt. A bad ``n`` counts as 1."""
     n, prompt = body.get("n"), body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     return prompts * n if isinstance(n, int) and 0 < n <= 128 else prompts
@@ -273,7 +275,10 @@ class Places:
         self._count = itertools.count(1)
 
     def find(self, key: Key, here: Mapping[str, int]) -> str | None:
-        """Return the replica that is known to hold something, if it still runs."""
+        """Return the replica that is known to hold something; ``None`` if it is unknown or has ended.
+
+        This counts as a use.
+        """
         holder = self._known.get(key)
         if holder is None or holder not in here:
             return None
@@ -281,19 +286,19 @@ class Places:
         return holder
 
     def note(self, key: Any, replica: str) -> None:
-        """Remember the replica that holds something."""
+        """Store which replica holds something, and drop the entries that were not used for longest."""
         self._known[key] = replica
         self._known.move_to_end(key)
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
     def forget(self, key: Key) -> None:
-        """Forget the replica that was thought to hold something."""
+        """Drop the entry of the replica that was thought to hold something, if there is one."""
         self._known.pop(key, None)
 
     @contextmanager
     def made(self, key: Key, replica: str) -> Iterator[bool]:
-        """Keep a name for a replica while it makes something; ``False`` if another one is making it."""
+        """Reserve a name for a replica while it makes a session. Yield ``False`` if another replica is making it."""
         mine = self._makers.setdefault(key, replica) == replica
         self._making[key] += mine
         try:
@@ -304,7 +309,11 @@ class Places:
                 del self._making[key], self._makers[key]
 
     def choose(self, wish: PlacementRequest, here: Mapping[str, int]) -> str:
-        """Choose a replica for a request that can run anywhere: a warm one with a free row, or the emptiest one."""
+        """Choose a replica for a request that can run anywhere: one with its prompt's beginning and a free row, else
+        the emptiest.
+
+        The replica is stored as the holder of the prompt's beginnings.
+        """
         emptiest = min(here, key=lambda name: (self.busy[name] / max(1, here[name]), self._turn.get(name, 0)))
         warm = next((name for key in wish.beginnings if (name := self._known.get(key)) in here), None)
         chosen = warm if warm is not None and self.busy[warm] < max(1, here[warm]) else emptiest
@@ -315,7 +324,7 @@ class Places:
 
     @contextmanager
     def taken(self, replica: str, rows: int) -> Iterator[None]:
-        """Count the rows of a request while it runs."""
+        """Count rows of a replica as busy until the context ends."""
         self.busy[replica] += rows
         try:
             yield

@@ -69,7 +69,7 @@ class ParsedRequest:
 
 
 def parse_request(url: str, body: Generating, served: BodyEncoder, settings: ServerSettings) -> ParsedRequest:
-    """The requests of a body. Tokenizing may take time, so this belongs into a thread.
+    """Return a body of a chat or a completion as requests. Tokenizing takes time, so call it in a thread.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or a prompt cannot be encoded.
@@ -92,7 +92,7 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
 
 
 def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, *, before: int) -> ParsedRequest:
-    """The turn of a session: its messages continue the conversation.
+    """Return a chat's body as the turn of a session, whose messages continue the conversation.
 
     Args:
         body: the body.
@@ -101,7 +101,7 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
         before: tokens of the conversation so far.
 
     Raises:
-        KVKeepError: a parameter cannot be honoured.
+        KVKeepError: a parameter cannot be honoured, or belongs to the session and not to a turn.
     """
     parameters, *_ = _read(CHAT, body, served, tells=not before)
     if parameters.n != 1:
@@ -116,7 +116,13 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
 
 
 def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True) -> tuple[ParsedBody, bool, bool]:
-    """Read a body as OpenAI's parameters. Also return whether it echoes prompts, and whether it asks only that."""
+    """Read a body as OpenAI's parameters.
+
+    Also return whether the answer echoes prompts, and whether no new token is asked for.
+
+    Raises:
+        ParameterError: ``stream_options`` are given without ``stream``, or a parameter cannot be honoured.
+    """
     fields = body.openai_fields()
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     scores_only = echo and body.max_tokens == 0
@@ -128,13 +134,15 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
 
 
 def sampling_of(parameters: ParsedBody, settings: ServerSettings) -> SamplingParams:
-    """Return how to sample where a body does not say: as in OpenAI's API, with a seed of its own."""
+    """Return the sampling parameters for what a body does not say: OpenAI's defaults, and a random seed."""
     most = settings.max_new_tokens if parameters.url == CHAT or parameters.unbounded else _FEW
     return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 
 def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settings: ServerSettings) -> SamplingParams:
-    """Return the sampling parameters, with no more new tokens than the model has positions for.
+    """Return the sampling parameters with ``max_new_tokens`` reduced to the positions left after the prompt.
+
+    Without a limit of the server, return them as they are.
 
     Raises:
         InputError: the prompt is too long, or more new tokens are asked for than there are positions.
@@ -151,10 +159,11 @@ def fitted(sampling: SamplingParams, parameters: ParsedBody, tokens: int, settin
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
-    """Return kvkeep's own fields of a body as options of a request.
+    """Return kvkeep's own fields of a body (budget or ``keep_ratio``, pins, guard) as options of a request; check its
+    policy.
 
     Raises:
-        KVKeepError: one is out of range.
+        KVKeepError: a field is out of range, or ``keep_ratio`` and ``budget`` are both given.
     """
     options: dict[str, Any] = {}
     if body.policy is not None:
@@ -171,7 +180,7 @@ def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def make_request(parameters: ParsedBody, defaults: SamplingParams, wishes: Mapping[str, Any]) -> Request:
-    """One request of a body.
+    """Return one request of a body. ``wishes`` replace options that the body's parameters give.
 
     Raises:
         KVKeepError: an option is out of range, in the words of the body.
@@ -221,7 +230,7 @@ def sampling_request(
 
 
 def _conversation(parameters: ParsedBody) -> dict[str, Any]:
-    """Return the messages of a turn, and the tools that the chat template describes."""
+    """Return the messages of a turn, and the tools that the chat template describes, as options of a request."""
     return {"messages": parameters.prompts[0], "tools": parameters.described}
 
 

@@ -26,7 +26,7 @@ Run: TypeAlias = "AsyncGenerator[tuple[int, Event] | None, None]"
 _T = TypeVar("_T")
 _LOOK_S = 0.02
 """Seconds between two looks at whether a request has got a row."""
-_LONGEST_RETRY_S = 60
+_LONGEST_RETRY_S = 60  # that a refusal names
 
 
 class RequestQueue:
@@ -52,7 +52,9 @@ class RequestQueue:
         self._seconds = 1.0  # that a request took, as a moving mean
 
     async def run(self, streams: Sequence[AsyncEvents], meter: Meter) -> Run:
-        """Run requests together, and yield their events. Whoever closes the generator cancels them.
+        """Run requests together: yield ``None`` once the first has a row, then each event with its request's index.
+
+        Whoever closes the generator cancels the requests.
 
         Args:
             streams: the requests.
@@ -89,7 +91,7 @@ class RequestQueue:
                 meter.end()
 
     async def results(self, streams: Sequence[AsyncEvents], meter: Meter) -> list[Result]:
-        """Run requests together, and return their results.
+        """Run requests together to their ends, and return their results in order.
 
         Raises:
             RefusalError: see `run`.
@@ -106,7 +108,7 @@ class RequestQueue:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell of a refusal."""
+        """Call the listeners in ``refused`` with a refusal that the body raises, and raise it again."""
         try:
             yield
         except RefusalError as refusal:
@@ -116,10 +118,10 @@ class RequestQueue:
 
     @contextmanager
     def _admitted(self, count: int) -> Iterator[None]:
-        """A place in the queue for some requests.
+        """Count requests as active while the context lasts, and measure how long they take.
 
         Raises:
-            RefusalError: there is none.
+            RefusalError: the queue is full, the requests are too many, or the server drains.
         """
         room = self._engine.rows + self._settings.max_queue
         if self.draining:
@@ -136,19 +138,24 @@ class RequestQueue:
             yield
         finally:
             self.active -= count
-            self._seconds += (time.monotonic() - start - self._seconds) / 8
+            self._seconds += (time.monotonic() - start - self._seconds) / 8  # a mean in which the last ones count most
 
     def _busy(self, why: str) -> RefusalError:
-        """Return the refusal for a request that finds the queue full, with an estimate of when it may be retried."""
+        """Return the refusal for a full queue, with an estimate of when to retry."""
         turns = max(1, self.active - self._engine.rows) / max(1, self._engine.rows)
         wait = min(_LONGEST_RETRY_S, max(1, math.ceil(turns * self._seconds)))
         message = f"{why} Try again in {wait} s."
         return RefusalError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
 
     async def _started(self, streams: Sequence[AsyncEvents], events: asyncio.Queue[Arrival]) -> list[tuple[int, Event]]:
-        """Wait until the first request has a row, or an event is there; return the event."""
+        """Wait until the first request has a row or an event is there; return that event in a list, which else is
+        empty.
+
+        Raises:
+            RefusalError: no row was free in time, or the event is a failure.
+        """
         limit = time.monotonic() + self._settings.queue_timeout_s
-        pause, first = _LOOK_S / 16, streams[0]
+        pause, first = _LOOK_S / 16, streams[0]  # doubled below, since most requests get a row at once
         while events.empty() and (first.number is None or self._engine.waits(first.number)):
             if time.monotonic() > limit:
                 raise self._busy(f"No row was free within {self._settings.queue_timeout_s:g} s.")
@@ -159,10 +166,10 @@ class RequestQueue:
         return [] if events.empty() else [_opened(streams, events.get_nowait())]
 
     def _end(self, result: Result) -> None:
-        """Count a request that has ended.
+        """Call the listeners in ``ended`` with a result, and refuse one that failed or was cancelled.
 
         Raises:
-            RefusalError: it has failed.
+            RefusalError: the request has failed or was cancelled.
         """
         for listener in self.ended:
             listener(result)
@@ -177,7 +184,7 @@ class RequestQueue:
 
 
 def _left(events: asyncio.Queue[Arrival]) -> Iterator[tuple[int, Event]]:
-    """Yield the events that are still in a queue."""
+    """Yield the events that are still in a queue, without waiting. Failures are dropped."""
     while not events.empty():
         index, event = events.get_nowait()
         if isinstance(event, Event):
@@ -185,7 +192,7 @@ def _left(events: asyncio.Queue[Arrival]) -> Iterator[tuple[int, Event]]:
 
 
 async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]) -> None:
-    """Send the events of one request to a queue, or the reason why there are none."""
+    """Queue a request of the engine, whose events then go to ``events``. A failure to queue it goes there as well."""
 
     def sink(event: Event | BaseException) -> None:
         events.put_nowait((index, event))
@@ -194,15 +201,15 @@ async def _begin(index: int, stream: AsyncEvents, events: asyncio.Queue[Arrival]
         await stream.begin(sink)
     except asyncio.CancelledError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # raised by whoever takes it out of the queue
         sink(error)
 
 
 def _opened(streams: Sequence[AsyncEvents], arrival: Arrival) -> tuple[int, Event]:
-    """Return the request index and the event of an entry that was taken out of a queue.
+    """Return the request index and the event of an entry that was taken out of a queue; raise a failure.
 
     Raises:
-        BaseException: it is a failure; one of kvkeep is a refusal.
+        BaseException: the entry is a failure; a `KVKeepError` becomes a `RefusalError`.
     """
     index, event = arrival
     if isinstance(event, RefusalError):
@@ -219,20 +226,20 @@ def _late(limit: float) -> RefusalError:
 
 
 async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEvents]) -> None:
-    """Cancel what still runs. Rows are free at the engine's next step."""
+    """Cancel the tasks and requests that still run. Their rows are free at the engine's next step."""
     for task in tasks:
         task.cancel()
     for stream in streams:
         await stream.aclose()
-    with suppress(asyncio.CancelledError):
+    with suppress(asyncio.CancelledError):  # of the caller, who is ending as well
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def in_thread(work: Callable[[], _T]) -> _T:
-    """Do some work that takes time in a thread.
+    """Call a function that takes time in a thread, and return its result.
 
     Raises:
-        RefusalError: the work refuses the request.
+        RefusalError: the function raised a `KVKeepError`.
     """
     try:
         return await asyncio.to_thread(work)

@@ -36,7 +36,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 def parse_response_body(
     body: ResponseBody, served: ServedModel, settings: ServerSettings, *, before: int | None
 ) -> tuple[ParsedBody, Request]:
-    """A body as a chat's, and its request.
+    """Return a body of ``/v1/responses`` as a chat's parameters, and its request.
 
     Args:
         body: the body.
@@ -59,7 +59,11 @@ def parse_response_body(
 
 
 def _form(body: ResponseBody) -> dict[str, Any]:
-    """Return the format of the answer, under a chat's name."""
+    """Return the body's output format as fields with a chat's names; empty if it names none.
+
+    Raises:
+        ParameterError: the format is no JSON object.
+    """
     given = (body.text or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise ParameterError("text.format", 'is no JSON object such as {"type": "text"}')
@@ -68,7 +72,11 @@ def _form(body: ResponseBody) -> dict[str, Any]:
 
 
 def _tools(body: ResponseBody) -> dict[str, Any]:
-    """Return the tools in a chat's form, which has functions inside of tools."""
+    """Return the body's tools in a chat's form, which nests functions inside of tools.
+
+    Raises:
+        ParameterError: a tool is no function.
+    """
     tools = []
     for place, tool in enumerate(body.tools or []):
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -81,7 +89,11 @@ def _tools(body: ResponseBody) -> dict[str, Any]:
 
 
 def _messages(given: list[Any]) -> list[dict[str, Any]]:
-    """Return an input's messages in a chat's form, as their parts have other names here."""
+    """Return an input's items as chat messages. Calls of tools that follow each other become one message.
+
+    Raises:
+        InputError: there is no item, or an item is of an unknown form.
+    """
     if not given:
         raise InputError("The input has no message.")
     messages: list[dict[str, Any]] = []
@@ -95,7 +107,11 @@ def _messages(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
-    """Return one item of an input as a chat message."""
+    """Return one item of an input (a message, a tool call or its result) as a chat message.
+
+    Raises:
+        ParameterError: the item has another form.
+    """
     kind = given.get("type", "message") if isinstance(given, dict) else None
     if kind == "function_call":
         function = {part: given.get(part) for part in ("name", "arguments")}
@@ -110,7 +126,11 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _content(name: str, content: object, field: str) -> str:
-    """Return the text of a message or of a tool's result, which may come in parts."""
+    """Return the text of a message or of a tool's result, joined from its parts if it has some.
+
+    Raises:
+        ParameterError: the content is neither a text nor a list of parts.
+    """
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ParameterError(f"{name}.{field}", "is no text and no list of parts")
@@ -139,23 +159,23 @@ class MessageItem:
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """Yield the events before the item's first text."""
+        """Yield the events that open the item, before its first text."""
         yield _event("response.output_item.added", self.place, item={**self.shown("in_progress"), "content": []})
         yield self._part("response.content_part.added", part=_output_text(""))
 
     def more(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the events of some added text."""
+        """Add text to the item, and yield the events of it."""
         self.text += text
         yield self._part("response.output_text.delta", delta=text, logprobs=[])
 
     def end(self, status: str) -> Iterator[dict[str, Any]]:
-        """Yield the events after the item's last text."""
+        """Yield the events that close the item with a status."""
         yield self._part("response.output_text.done", text=self.text, logprobs=[])
         yield self._part("response.content_part.done", part=_output_text(self.text))
         yield _event("response.output_item.done", self.place, item=self.shown(status))
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Return the whole item."""
+        """Return the item as the API shows it, with its text so far."""
         return {
             "id": self.id,
             "type": "message",
@@ -179,22 +199,22 @@ class ToolCallItem:
     id: str = field(default_factory=lambda: f"fc_{secrets.token_hex(16)}")
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """Yield the event before the call's arguments."""
+        """Yield the event that opens the call, before its arguments."""
         yield _event("response.output_item.added", self.place, item=self.shown("in_progress"))
 
     def more(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the event of a part of the call's arguments."""
+        """Add a part of the call's arguments, and yield its event."""
         self.text += text
         yield _event("response.function_call_arguments.delta", self.place, item_id=self.id, delta=text)
 
     def end(self, status: str) -> Iterator[dict[str, Any]]:
-        """Yield the events after the call's arguments."""
+        """Yield the events that close the call with a status."""
         fields = {"item_id": self.id, "name": self.name, "arguments": self.text}
         yield _event("response.function_call_arguments.done", self.place, **fields)
         yield _event("response.output_item.done", self.place, item=self.shown(status))
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Return the whole item."""
+        """Return the call as the API shows it, with its arguments so far."""
         about = {"id": self.id, "type": "function_call", "status": status}
         return {**about, "call_id": self.call_id, "name": self.name, "arguments": self.text}
 
@@ -236,7 +256,10 @@ class ResponseStream:
             yield self._numbered({"type": kind, "response": self._whole("in_progress", [])})
 
     def more(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Yield the events of a token."""
+        """Yield the events of a token: added text and tool calls.
+
+        An answer without any gets an empty message at its end.
+        """
         for delta in self._deltas(event):
             if "content" in delta:
                 yield from self._text(delta["content"])
@@ -260,14 +283,14 @@ class ResponseStream:
         yield from map(self._numbered, self._items[-1].more(text))
 
     def _begun(self, item: MessageItem | ToolCallItem) -> Iterator[dict[str, Any]]:
-        """Yield the events between two items. An item is complete when another one begins."""
+        """Close the item before, if there is one, and open another; yield the events of both."""
         if self._items:
             yield from map(self._numbered, self._items[-1].end("completed"))
         self._items.append(item)
         yield from map(self._numbered, item.begin())
 
     def end(self, result: Result) -> Iterator[dict[str, Any]]:
-        """Yield the events after the last token."""
+        """Yield the events that close the last item and the answer."""
         yield from map(self._numbered, self._items[-1].end(_status(result)))
         kind = "response.completed" if result.finish_reason == "stop" else "response.incomplete"
         yield self._numbered({"type": kind, "response": self.body(result)})
@@ -344,7 +367,7 @@ class ResponsesRoutes:
         return self._stored.holds(owner, name)
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Answer, and keep the answer so that it can be continued."""
+        """Answer a body, and store the answer so that it can be continued, unless the body says no."""
         body = await body_of(request, ResponseBody, self._settings)
         self._settings.check_model(body.model)
         previous: Session | None = None
@@ -363,11 +386,11 @@ class ResponsesRoutes:
         return EventStream(request, ready, ping_s=ping_s, write_s=write_s, done=False, named=True)
 
     async def look(self, request: HttpRequest) -> Response:
-        """Show an answer again."""
+        """Answer with a stored answer; refuse an unknown id."""
         return reply(self._find(owner_of(request), request.path_params["name"]).answer)
 
     async def remove(self, request: HttpRequest) -> Response:
-        """Forget an answer."""
+        """Forget a stored answer, and close its session; refuse an unknown id."""
         owner, name = owner_of(request), request.path_params["name"]
         entry = self._find(owner, name)
         self._stored.remove(owner, name)
@@ -375,22 +398,25 @@ class ResponsesRoutes:
         return reply({"id": name, "object": "response", "deleted": True})
 
     def _find(self, owner: str, name: str) -> ServerSession:
-        """Return an owner's answer.
+        """Return the stored answer of an owner.
 
         Raises:
-            RefusalError: there is none.
+            RefusalError: there is no such answer, or no more.
         """
         if (entry := self._stored.find(owner, name)) is None:
             raise unknown("response", name, "It was never stored, or has been dropped since. Send the conversation.")
         return entry
 
     def _parsed(self, body: ResponseBody, previous: Session | None) -> tuple[ParsedBody, Request]:
-        """Return a body as a chat's, and its request."""
+        """Return a body as a chat's parameters, and its request.
+
+        ``previous`` is the session that it continues, if any.
+        """
         before = None if previous is None else len(previous.token_ids)
         return parse_response_body(body, self._served, self._settings, before=before)
 
     def _begin(self, body: ResponseBody, previous: Session | None) -> Session:
-        """Open a session for an answer: a copy of the previous answer's, or a new one."""
+        """Open a session for an answer: a copy of the previous answer's session, or a new one."""
         engine = self._served.engine
         if previous is None:
             return engine.session(policy=body.policy, budget=body.budget)
@@ -400,7 +426,10 @@ class ResponsesRoutes:
     async def _chunks(
         self, request: HttpRequest, session: Session, turn: Request, answer: ResponseStream
     ) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Yield the events of an answer, after an empty one."""
+        """Run a turn, and yield the events of its answer, after an empty chunk for `begun`.
+
+        Store the answer at its end if it is to be stored; otherwise close the session.
+        """
         stored = False
         run = self._queue.run([session.asend(turn)], meter_of(request))
         try:
@@ -424,7 +453,7 @@ class ResponsesRoutes:
                 await in_thread(session.close)
 
     async def _store(self, owner: str, answer: ResponseStream, session: Session, result: Result) -> None:
-        """Keep an answer and its session, and end the sessions of answers that are dropped for it."""
+        """Store an answer and its session, and close the sessions of the oldest answers beyond the limit."""
         self._stored.add(owner, answer.name, ServerSession(answer.name, session, answer.body(result)))
         for dropped in self._stored.trim():
             await in_thread(dropped.session.close)

@@ -38,7 +38,7 @@ from kvkeep.server.replicas import (
     headers_of,
     wish_of,
 )
-from kvkeep.server.schemas import received
+from kvkeep.server.schemas import LARGE, received
 from kvkeep.server.session_leases import HELD
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import DONE, answer_to, ends, failed, owner_of, reply, unless_gone
@@ -69,11 +69,11 @@ class Relay:
         self.begun = self.ended = False
 
     async def run(self, messages: AsyncGenerator[Message, None], *, unless: str | None) -> bool:
-        """Send an answer on; ``False`` if nothing was sent because it has a header.
+        """Pass an answer on to the client; return ``False``, with nothing sent, if it has the header ``unless``.
 
         Args:
             messages: of the answer.
-            unless: the header.
+            unless: the name of the header; ``None``: pass every answer on.
 
         Raises:
             GoneError: the client does not take what is sent.
@@ -96,7 +96,12 @@ class Relay:
         return True
 
     async def broken(self, refusal: RefusalError) -> bool:
-        """End an answer that breaks off, with an error as the last event; ``False`` if nothing of it was sent."""
+        """End an answer that breaks off, with an error as its last event; return ``False`` if nothing of the answer was
+        sent.
+
+        Raises:
+            GoneError: the answer is no stream, so that no error can be added; the connection ends.
+        """
         if not self.begun:
             return False
         assert self._start is not None
@@ -107,7 +112,7 @@ class Relay:
         return True
 
     def _count(self, used: Used | None) -> None:
-        """Tell the meter of what a message says of the use."""
+        """Report the tokens of a message, and the request's end, to the meter, if there is one."""
         if self._meter is None or used is None:
             return
         self._meter.spend(used.tokens)
@@ -155,6 +160,7 @@ def metrics(answers: Mapping[str, str], own: str) -> str:
         family, heads = "", list[str]()
         for line in text.splitlines():
             if line.startswith("#"):
+                # "# HELP name text", then "# TYPE name kind"
                 heads = [*heads, line] if heads and line.split(" ", 3)[2] == family else [line]
                 family = line.split(" ", 3)[2]
                 continue
@@ -166,7 +172,7 @@ def metrics(answers: Mapping[str, str], own: str) -> str:
 
 
 def _labelled(sample: str, replica: str) -> str:
-    """Add a ``replica`` label to a sample."""
+    """Return a line of Prometheus's text format with the label ``replica`` added."""
     end = min(place for place in (sample.find("{"), sample.find(" ")) if place >= 0)
     name, rest = sample[:end], sample[end:]
     return f'{name}{{replica="{replica}"' + (f",{rest[1:]}" if rest[0] == "{" else f"}}{rest}")
@@ -209,7 +215,7 @@ class Router:
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer a request: sum up health, metrics and sessions of all replicas, or pass it to one replica."""
         request = Request(scope, receive)
         sums = {"/health": self._health, "/metrics": self._metrics, "/v1/sessions": self._sessions}
         if request.method in ("GET", "HEAD") and (summed := sums.get(scope["path"])) is not None:
@@ -234,7 +240,13 @@ class Router:
                 raise
 
     async def _answer(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
-        """Let a replica answer. One that ends with the request, or hangs, is an error for the client."""
+        """Pass a request to a replica and its answer back.
+
+        If the replica dies or hangs, end the answer with an error.
+
+        Raises:
+            RefusalError: the replica died or hangs, and nothing of the answer was sent.
+        """
         limit = self._settings.request_timeout_s + _LATE_S
         try:
             async with asyncio.timeout(limit):
@@ -245,7 +257,9 @@ class Router:
                 raise refusal from error
 
     async def _tried(self, owner: str, forwarded: Received, wish: PlacementRequest, relay: Relay) -> None:
-        """Let a replica answer. One that ends before it has the request is replaced, and a held session waited for.
+        """Pass a request to a replica and its answer back.
+
+        If the replica ends before it has the request, try another one; if another server still holds the session, wait.
 
         Raises:
             LostError: the replica has ended with the request or broken its answer off, or several have ended before
@@ -271,7 +285,7 @@ class Router:
 
     @asynccontextmanager
     async def _taken(self, owner: str, wish: PlacementRequest, replica: str) -> AsyncIterator[None]:
-        """Keep for a replica what a request takes there: rows, and the name of the session that it makes.
+        """Count the rows of a request as busy on a replica, and reserve the name of the session that it makes.
 
         Raises:
             RefusalError: another replica has a session of this name, or is making it.
@@ -289,19 +303,19 @@ class Router:
                 yield
 
     async def _wish(self, forwarded: Received) -> PlacementRequest:
-        """Return what a request needs of its replica."""
+        """Return what a request needs of its replica. A body that cannot be read counts as ``{}``."""
         try:
-            many = len(forwarded.body) > 2**18
+            many = len(forwarded.body) > LARGE
             body = await asyncio.to_thread(decoded, forwarded.body) if many else decoded(forwarded.body or b"{}")
         except (ValueError, RecursionError, InputError):
             body = {}  # its replica says what is wrong
         return wish_of(forwarded.method, forwarded.path, body, prefixes=self._prefixes)
 
     async def _place(self, owner: str, wish: PlacementRequest) -> str:
-        """Choose the replica for a request.
+        """Return the replica for a request: the holder of the session or answer that it continues, or any.
 
         Raises:
-            RefusalError: there is none.
+            RefusalError: no replica takes requests.
         """
         here = self._here()
         if wish.held is None:
@@ -314,7 +328,10 @@ class Router:
         return holder
 
     async def _holder(self, kind: str, owner: str, name: str) -> str | None:
-        """The replica that holds something. All are forwarded if it is not known."""
+        """Return the replica that holds a session or an answer; ``None`` if none does.
+
+        If the holder is not known, ask all replicas, and store which one holds it.
+        """
         key = (kind, owner, name)
         if (holder := self._places.find(key, self._here())) is not None:
             return holder
@@ -327,7 +344,7 @@ class Router:
         return holder
 
     async def _elsewhere(self, key: tuple[str, str, str], replica: str) -> bool:
-        """Tell whether another replica holds something now, as the router's knowledge may be out of date."""
+        """Ask whether a replica other than this one holds something now. The router's own entry may be out of date."""
         other = await self._holder(*key)
         return other is not None and other != replica and await self._holds(other, key)
 
@@ -335,37 +352,37 @@ class Router:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await self._replicas.holds(replica, *key)
-        except (LostError, TimeoutError):
+        except (LostError, TimeoutError):  # what it holds will be looked for again
             return False
 
     def _here(self) -> Mapping[str, int]:
-        """Return the replicas that take requests.
+        """Return the replicas that take requests, each with its rows.
 
         Raises:
-            RefusalError: there are none.
+            RefusalError: no replica takes requests.
         """
         if not (here := self._replicas.here()):
             raise RefusalError(503, "No replica of the model runs now. Try again in 5 s.", headers={"Retry-After": "5"})
         return here
 
     async def _health(self, request: Request) -> Response:
-        """Sum the rows of all replicas up."""
+        """Answer with the health of all replicas and the sums of their rows."""
         forwarded = await _received(request, self._settings)
         answers = await self._all(replace(forwarded, method="GET", query=b"check=live"))
         body, status = health({replica: json.loads(raw) for replica, raw in answers.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)
 
     async def _metrics(self, request: Request) -> Response:
-        """Show the metrics of all replicas, each by its name."""
+        """Answer with the metrics of all replicas and of the router, labelled by replica."""
         answers = await self._all(replace(await _received(request, self._settings), method="GET"))
         text = metrics({replica: raw.decode() for replica, raw in answers.items()}, self.refusals.text())
         return Response(text, headers={"Content-Type": _METRICS})
 
     async def _sessions(self, request: Request) -> Response:
-        """Answer with the sessions of a key on all replicas.
+        """Answer with the sessions of a key on all replicas that answer.
 
         Raises:
-            RefusalError: no replica says which it has.
+            RefusalError: no replica answers.
         """
         self._here()
         if not (answers := await self._all(replace(await _received(request, self._settings), method="GET"))):
@@ -375,7 +392,7 @@ class Router:
         return reply(sessions({replica: json.loads(raw) for replica, raw in answers.items()}))
 
     async def _all(self, forwarded: Received) -> dict[str, bytes]:
-        """Ask all replicas the same; return the bodies of those that answer."""
+        """Send the same request to all replicas, and return the bodies of those that answer well."""
         here = list(self._replicas.here())
         bodies = await asyncio.gather(*(self._body(replica, forwarded) for replica in here))
         return {replica: body for replica, body in zip(here, bodies, strict=True) if body is not None}
@@ -398,7 +415,7 @@ class Router:
 def make_router(
     replicas: Replicas, settings: ServerSettings, origins: Sequence[str] = (), *, prefixes: bool = False
 ) -> FastAPI:
-    """The application that sends requests to replicas.
+    """Return the application that sends requests to replicas.
 
     Args:
         replicas: the replicas.
@@ -420,7 +437,11 @@ def make_router(
 
 
 async def _received(request: Request, settings: ServerSettings) -> Received:
-    """Return the request in the form in which it is forwarded to a replica."""
+    """Read a request with its body, and return it in the form in which it is forwarded to a replica.
+
+    Raises:
+        RefusalError: the body is too large, or comes too slowly.
+    """
     client = request.client
     return Received(
         method=request.method,

@@ -25,6 +25,7 @@ from kvkeep.parameters import GRACE, HOST, PORT, READ_TIMEOUT
 
 _MOST_HEADER_BYTES = 2**16
 _SWITCH_S = 0.001
+"""Seconds after which a thread that computes lets another one run: clients wait while the engine's thread steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class ServerAddress:
     read_timeout_s: float = READ_TIMEOUT.default
 
     def url(self, port: int) -> str:
-        """Return the address as a URL, or as the path of a unix socket."""
+        """Return the address as a URL with this port, or the path of the unix socket."""
         if self.unix_socket is not None:
             return f"unix:{self.unix_socket}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -65,8 +66,8 @@ def listen(place: ServerAddress) -> socket.socket:
         if place.unix_socket is not None:
             return _unix(place.unix_socket)
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-        made = socket.create_server((place.host, place.port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
+        made = socket.create_server((place.host, place.port), family=family, backlog=2048)  # as uvicorn's own
+    except (OSError, OverflowError) as error:  # an OverflowError: no port has such a number
         why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]  # Python adds the address there
         if place.unix_socket is not None:
             raise InputError(f"`unix_socket={place.unix_socket}` cannot be used: {why}. Give another.") from error
@@ -99,16 +100,16 @@ def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
-        except OSError:
+        except OSError:  # nobody listens
             return False
     return True
 
 
 def check_tls(place: ServerAddress) -> None:
-    """Refuse files that are no certificate or key.
+    """Refuse files that are no certificate and key in PEM. Without both there is nothing to check.
 
     Raises:
-        InputError: one is missing, cannot be read, or does not belong to the other.
+        InputError: a file is missing, cannot be read, or does not belong to the other file.
     """
     import ssl
 
@@ -125,7 +126,7 @@ def check_tls(place: ServerAddress) -> None:
 
 
 def settle() -> None:
-    """Prepare a process that serves until it ends, so that its threads do not stop each other for long.
+    """Tune a process that serves until it ends: fewer collections of garbage, faster switches between threads.
 
     The objects that are there now are left out of later collections of garbage, and the engine's thread gets the
     interpreter back from the web's thread after a millisecond.
@@ -168,13 +169,15 @@ class HttpServer(uvicorn.Server):
         self._app, self._begun, self.interrupted = app, started, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to listen, and call ``started``."""
         await super().startup(sockets)
         self._begun()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:  # uvicorn would raise them again at the end
-        """Take the signals that end a server."""
+        """Handle SIGINT and SIGTERM with `handle_exit` while the context lasts; in other threads than the main one do
+        nothing.
+        """
         taken = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         before = {number: signal.signal(number, self.handle_exit) for number in taken}
         try:
@@ -184,7 +187,7 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end, or end at once."""
+        """Begin to drain: refuse new requests, and end when running ones have ended. A second Ctrl-C ends at once."""
         self._app.state.queue.draining = True
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.interrupted = self.interrupted or sig == signal.SIGINT
@@ -210,7 +213,7 @@ class _Http(H11Protocol):
         self._forget()
 
     def _watch(self) -> None:
-        """Begin to wait for a head, or stop when it is there."""
+        """Start the timer for a request's head, or stop it when the head is there."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._timer is None:

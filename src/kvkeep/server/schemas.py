@@ -92,7 +92,7 @@ def _within(least: int | float, most: int | float | None = None, description: st
 
 
 def _described(parameter: Parameter, description: str | None = None) -> Any:
-    """A number that may be left out, with the range of a parameter."""
+    """Return a field for an optional number, described with the range of a parameter."""
     return _within(parameter.least or 0, parameter.most, description)
 
 
@@ -144,7 +144,7 @@ class Generating(Body):
     guard: float | None = _described(parameters.GUARD, "The largest share of attention that the prompt's cut may lose.")
 
     def openai_fields(self) -> dict[str, Any]:
-        """Return the fields that `kvkeep.openai.requests.read` knows."""
+        """Return the fields of the body that are set, without kvkeep's own, for `kvkeep.openai.requests.read`."""
         return self.model_dump(exclude_none=True, exclude={"keep_ratio", "pins", "guard", "session_id"})
 
 
@@ -253,13 +253,14 @@ class ResponseBody(Body):
 # Bodies of requests: bounded in size and time, strict JSON, and checked by their schema.
 
 _B = TypeVar("_B", bound=Body)
-_LARGE = 2**18
+LARGE = 2**18
 """Bytes of a body that is parsed in a thread of its own, so that other clients do not wait."""
 _ALIKE = 0.8
+"""Similarity to a name of kvkeep from which an unknown field is refused: fields of other servers are less alike."""
 
 
 async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *, empty: bool = False) -> _B:
-    """Read the body of a request.
+    """Read the body of a request, and return it as an object of its schema.
 
     Args:
         request: the request.
@@ -274,7 +275,7 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
     if empty and not raw.strip():
         raw = b"{}"
     # a large body is parsed in a thread, since other clients' streams stand still meanwhile
-    fields = _fields(raw) if len(raw) < _LARGE else await asyncio.to_thread(_fields, raw)
+    fields = _fields(raw) if len(raw) < LARGE else await asyncio.to_thread(_fields, raw)
     for name in fields.keys() - kind.model_fields.keys():  # clients may send more, but not a misspelt name of kvkeep
         if alike := difflib.get_close_matches(name[:80], kind.own, 1, _ALIKE):
             raise parameter(name[:80], f"is unknown; did you mean {alike[0]}?")
@@ -285,10 +286,10 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
 
 
 async def received(request: Request, settings: ServerSettings) -> bytes:
-    """Read the bytes of a body.
+    """Return the bytes of a request's body.
 
     Raises:
-        RefusalError: it is too large, or comes too slowly.
+        RefusalError: the body is too large, or comes too slowly.
     """
     most, parts, size = settings.max_body_bytes, [], 0
     declared = request.headers.get("content-length", "0")
@@ -313,7 +314,11 @@ async def received(request: Request, settings: ServerSettings) -> bytes:
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object, or refuse it with status 400."""
+    """Return a body as a JSON object, or refuse it with status 400.
+
+    Raises:
+        RefusalError: the body cannot be read as a JSON object.
+    """
     try:
         return decoded(raw)
     except json.JSONDecodeError as error:
@@ -328,7 +333,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> RefusalError:
-    """Return the refusal for the first mistake that a schema has found."""
+    """Return the refusal for the first mistake that a schema's validation has found."""
     mistake = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = [part for part in mistake["loc"] if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")[:80]
@@ -339,7 +344,7 @@ def _first(error: ValidationError) -> RefusalError:
 
 
 def check_policy(name: str) -> None:
-    """Refuse a policy that is not registered: a client must not name modules of the server's machine.
+    """Refuse a policy that is not registered: a client must not name Python modules of the server's machine.
 
     Raises:
         PolicyError: there is no such policy, or an option of it is unknown.

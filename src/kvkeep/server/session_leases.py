@@ -36,13 +36,13 @@ class Leases(Protocol):
         """Return whether other servers take over sessions from their files."""
 
     def take(self, name: str) -> bool:
-        """Take the right to hold a session; ``False`` if another server has it.
+        """Take the lease of a session; return ``False`` if another server has it.
 
         The session's file, if there is one, is in this server's folder afterwards.
         """
 
     def give(self, name: str) -> None:
-        """Give the right up."""
+        """Give the lease of a session up."""
 
     def names(self) -> Iterator[str]:
         """Yield the names of the sessions that have a file in any server's folder."""
@@ -54,14 +54,14 @@ class LocalLeases:
     shared = False
 
     def take(self, name: str) -> bool:
-        """Do nothing: every session is its own."""
+        """Return ``True``: no other server uses the folder."""
         return True
 
     def give(self, name: str) -> None:
-        """Do nothing."""
+        """Do nothing, since no other server uses the folder."""
 
     def names(self) -> Iterator[str]:
-        """Return no names, since the engine knows all of them."""
+        """Return an empty iterator, since the engine knows the names of all files."""
         return iter(())
 
 
@@ -91,7 +91,8 @@ class SharedFolder:
             self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
             with ExitStack() as stack:
                 stack.callback(self._file.close)
-                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")  # while this server lives, its folder stays
+                # while this server lives, its folder stays; no session has a name with a slash
+                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")
                 self.own.mkdir(exist_ok=True)
                 stack.pop_all()  # all went well, so the file stays open
         except OSError as error:
@@ -102,17 +103,19 @@ class SharedFolder:
         self._keep_single_servers_out()
 
     def take(self, name: str) -> bool:
-        """Take the right to hold a session, and its file; ``False`` if another server has it.
+        """Take the lease of a session, and move its file here; return ``False`` if another server has the lease.
+
+        Return ``True`` at once if this server has it already.
 
         Raises:
-            RefusalError: it cannot be locked, or its file cannot be moved.
+            RefusalError: the lease cannot be locked, or the session's file cannot be moved.
         """
         if name in self._held:
             return True
         try:
             self._check_file()
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, name)
-        except (BlockingIOError, PermissionError):
+        except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that another process has
             return False
         except OSError as error:
             raise RefusalError(500, f"The session cannot be locked: {error.strerror or error}.") from error
@@ -126,7 +129,7 @@ class SharedFolder:
         return True
 
     def give(self, name: str) -> None:
-        """Give the right up."""
+        """Give the lease of a session up; do nothing if this server does not have it."""
         if name in self._held:
             self._held.discard(name)
             self._lock(fcntl.LOCK_UN, name)
@@ -148,14 +151,14 @@ class SharedFolder:
                         yield entry.name.removesuffix(SUFFIX)
 
     def close(self) -> None:
-        """Give all rights up, and remove this server's folder if nothing is left in it."""
+        """Give all leases up, and remove this server's folder if nothing is left in it."""
         self._file.close()
         self._single.release()
-        with suppress(OSError):
+        with suppress(OSError):  # files are left
             self.own.rmdir()
 
     def _check_file(self) -> None:
-        """Check that the locks of this server are those that others see.
+        """Check that this server's lock file is still the one that others open.
 
         Raises:
             RefusalError: the file of locks was removed or replaced.
@@ -170,23 +173,30 @@ class SharedFolder:
         )
 
     def _lock(self, kind: int, name: str) -> None:
-        """Lock the byte of a name, or unlock it. Names share a byte once in 2**62."""
+        """Lock or unlock the byte that stands for a name. Two names share a byte once in 2**62.
+
+        Raises:
+            OSError: another process has the lock, or the file system fails.
+        """
         place = int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") >> 2
         fcntl.lockf(self._file, kind, 1, place)
 
     def _fetch(self, file: str) -> None:
-        """Move a session's file into the own folder. The caller has its lease."""
+        """Move a session's file from another server's folder into this one's; do nothing if there is no such file.
+
+        The caller has the session's lease.
+        """
         if (self.own / file).exists():
             return
         for folder in self._folders():
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # it is in another folder, or nowhere yet
                 (folder / file).replace(self.own / file)
                 sync_folder(self.own)
                 self._clear(folder)
                 return
 
     def _clear(self, folder: Path) -> None:
-        """Remove the folder of a server that has ended, if nothing is left in it."""
+        """Remove the folder of a server that has ended, if no file is left in it. The shared folder itself stays."""
         if folder == self._root:
             return
         with suppress(OSError):  # its server lives, or files are left
@@ -202,10 +212,10 @@ class SharedFolder:
             return [self._root, *(self._root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))]
 
     def _keep_single_servers_out(self) -> None:
-        """Hold the folder, so that no engine takes it for itself; see `kvkeep.engine.session_store`.
+        """Lock the shared folder against engines that would use it alone, see `kvkeep.engine.session_store`.
 
         Raises:
-            InputError: one has it.
+            InputError: such an engine uses the folder.
         """
         try:
             self._single = Lock(self._root, str(self._root), shared=True)
@@ -218,6 +228,6 @@ class SharedFolder:
 
 
 def elsewhere(name: str) -> RefusalError:
-    """Return the refusal for a session that another server holds. The router then waits and asks again."""
+    """Return the refusal, with status 503, for a session that another server holds. A router waits and asks again."""
     message = f"Another replica holds the session {name}, and is about to end. Try again in 1 s."
     return RefusalError(503, message, code="session_elsewhere", headers={"Retry-After": "1", HELD: "1"})

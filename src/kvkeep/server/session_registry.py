@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.session import Session
+from kvkeep.engine.session import MOST_STATE_BYTES, Session, TurnStates
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
@@ -29,10 +29,6 @@ from kvkeep.snapshot.snapshot import Snapshot
 
 log = logging.getLogger("kvkeep.access")
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
-_MOST_STATES = 9
-"""States that a session can go back to, the present one included."""
-_MOST_BYTES = 2**30
-"""Bytes of the states to which all sessions can go back."""
 _AGAIN_S = 1.0
 """Seconds between two attempts to write a session that could not be written."""
 
@@ -51,24 +47,19 @@ class ServerSession:
         session: the engine's session.
         answer: the answer of ``/v1/responses`` with which it ends; ``None`` for a session that a client has named.
         created: seconds since 1970 at which it was opened.
-        states: its memory after its last turns, oldest first.
-        beginning: the settings with which it began, if all of its turns can be taken back.
+        states: its memories after its last turns.
+        beginning: the settings with which a client has made it, if it was made here.
     """
 
     id: str
     session: Session
     answer: Mapping[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
+    states: TurnStates = field(default_factory=TurnStates)
     beginning: Mapping[str, Any] | None = None
     _users: set[threading.Event] = field(default_factory=set)
     _unwritten: bool = False
     _not_before: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the states that the session can go back to."""
-        return sum(state.nbytes for state in self.states)
 
     @property
     def used(self) -> bool:
@@ -76,7 +67,7 @@ class ServerSession:
         return any(not ended.is_set() for ended in self._users)
 
     def use(self, until: threading.Event) -> None:
-        """Note that a request uses it.
+        """Count the session as in use until a request ends.
 
         Args:
             until: is set when the request ends.
@@ -84,37 +75,40 @@ class ServerSession:
         self._users = {ended for ended in self._users if not ended.is_set()} | {until}
 
     def note(self) -> None:
-        """Remember the present state, to which the session can go back later; without a turn there is none."""
+        """Append the present state to those that the session can go back to.
+
+        Append nothing without a turn, or if the memory cannot be read.
+        """
         if not self.session.token_ids:
             return
-        if len(self.states) == _MOST_STATES:
-            self.beginning = None
         with suppress(SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
-            self.states.append(self.session.snapshot())
+            self.states.add(self.session.snapshot())
 
-    @property
-    def turns_to_rewind(self) -> int:
-        """Return how many turns can be taken back."""
-        return len(self.states) if self.beginning is not None else max(0, len(self.states) - 1)
+    def state_before(self, turns: int) -> Snapshot | None:
+        """Return the memory before the last turns; ``None`` before the first one of all.
+
+        Raises:
+            RefusalError: it is not kept.
+        """
+        if turns > (most := self.states.turns):
+            raise RefusalError(400, f"The session {self.id} can go back {most} turns, and not {turns}.", param="turns")
+        return self.states[-1 - turns]
 
     def rewind(self, turns: int) -> None:
-        """Take back the last turns, but not all.
+        """Take back the last turns, but not the first one of all.
 
         Raises:
             RefusalError: the earlier turns are not kept.
         """
-        if turns > self.turns_to_rewind:
-            told = f"The session {self.id} can go back {self.turns_to_rewind} turns, and not {turns}."
-            raise RefusalError(400, told, param="turns")
-        target = self.states[-1 - turns]
+        target = self.state_before(turns)
+        assert target is not None  # the registry begins such a session anew
         self.session.rewind(target)
-        while self.states[-1] is not target:
-            self.states.pop()
+        self.states.take_back(turns)
 
     def close(self) -> bool:
-        """Write it to the disk and close it; ``False`` if that fails, or failed within the last second.
+        """Write the session to the disk and close it; return ``False`` if that fails, or failed within the last second.
 
-        The log says so once.
+        The first failure is logged.
         """
         if time.monotonic() < self._not_before:
             return False
@@ -153,11 +147,11 @@ class SessionTable:
         return list(self._entries)
 
     def holds(self, owner: str, name: str) -> bool:
-        """Return whether a session is here."""
+        """Return whether the table has this session."""
         return (owner, name) in self._entries
 
     def find(self, owner: str, name: str) -> ServerSession | None:
-        """Return a session, which has been used now; ``None`` if it is not here."""
+        """Return a session and mark it as used; ``None`` if the table does not have it."""
         entry = self._entries.get((owner, name))
         if entry is not None:
             self._entries.move_to_end((owner, name))
@@ -168,11 +162,11 @@ class SessionTable:
         self._entries[owner, name] = entry
 
     def remove(self, owner: str, name: str) -> ServerSession | None:
-        """Take a session out and return it; ``None`` if it is not here."""
+        """Remove a session from the table and return it; ``None`` if the table does not have it."""
         return self._entries.pop((owner, name), None)
 
     def trim(self) -> list[ServerSession]:
-        """Take out the least recently used sessions that are too many, and return them."""
+        """Remove the least recently used sessions beyond ``most``, and return them."""
         return [self._entries.popitem(last=False)[1] for _ in range(len(self._entries) - self.most)]
 
 
@@ -180,7 +174,7 @@ class SessionTable:
 
 
 def _alone(method: Callable[Concatenate[SessionRegistry, _P], _T]) -> Callable[Concatenate[SessionRegistry, _P], _T]:
-    """Let one thread at a time into the methods of a registry, so that no name is given twice."""
+    """Return a method that holds the registry's lock, so that no name is given twice."""
 
     @functools.wraps(method)
     def wrapper(self: SessionRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -220,29 +214,29 @@ class SessionRegistry:
         return sum(entry.session.running for entry in self._open)
 
     def names(self, owner: str) -> list[str]:
-        """Return the names of an owner's sessions, open or saved."""
+        """Return the names of an owner's sessions, open or saved, in order."""
         mine = f"{owner}--"
         names = {*self._engine.session_names, *self._leases.names()}
         return sorted(name.removeprefix(mine) for name in names if name.startswith(mine))
 
     def holds(self, owner: str, name: str) -> bool:
-        """Tell whether a session is open on this server."""
+        """Return whether a session is open on this server. A saved one does not count."""
         return self._open.holds(owner, name)
 
     @_alone
     def make(self, owner: str, body: SessionBody) -> ServerSession:
-        """Begin a session.
+        """Open a new session with the name, policy, budget and pins of a body.
 
         Raises:
-            RefusalError: its name is taken, or there are too many.
-            KVKeepError: the engine refuses it.
+            RefusalError: the name is taken or cannot be used, or there are too many sessions.
+            KVKeepError: the engine refuses the session.
         """
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
         settings = {"policy": body.policy, "budget": body.budget, "pins": pins}
-        entry = self._opened(owner, self._free(owner, body.id), None, **settings)
-        entry.beginning = settings
+        entry = self._opened(owner, self._reserve(owner, body.id), None, **settings)
+        entry.beginning, entry.states = settings, TurnStates(None)
         return entry
 
     @_alone
@@ -251,10 +245,10 @@ class SessionRegistry:
 
         Args:
             owner, name: of the session.
-            until: the session is not let go before this is set.
+            until: the session counts as in use until this is set.
 
         Raises:
-            RefusalError: there is none.
+            RefusalError: there is no such session, another server holds it, or too many are open.
         """
         entry = self._open.find(owner, name) or self._reopened(owner, name)
         if until is not None:
@@ -262,10 +256,10 @@ class SessionRegistry:
         return entry
 
     def _reopened(self, owner: str, name: str) -> ServerSession:
-        """Open a saved session.
+        """Open a saved session, after taking its lease.
 
         Raises:
-            RefusalError: there is none, another server holds it, or there are too many.
+            RefusalError: there is no such session, another server holds it, or too many are open.
         """
         if _NAME.fullmatch(name) is None or name not in self.names(owner):
             raise unknown("session", name, "Make it with POST /v1/sessions.")
@@ -282,22 +276,22 @@ class SessionRegistry:
         """Return a new session that goes on from another session's last finished turn.
 
         Raises:
-            RefusalError: there is no such session, or the name of the copy is taken.
+            RefusalError: there is no such session, the name of the copy is taken, or too many are open.
         """
         parent = self.find(owner, name).session
         memory = parent.snapshot() if parent.token_ids else None
         settled = {"policy": parent.policy, "budget": parent.budget}
-        return self._opened(owner, self._free(owner, copy), memory, **settled)
+        return self._opened(owner, self._reserve(owner, copy), memory, **settled)
 
     @_alone
     def rewind(self, owner: str, name: str, turns: int) -> ServerSession:
         """Take back the last turns of a session.
 
         Raises:
-            RefusalError: it is not there, or its earlier turns are not kept.
+            RefusalError: there is no such session, or its earlier turns are not kept.
         """
         entry = self.find(owner, name)
-        if turns == len(entry.states) and entry.beginning is not None:
+        if entry.state_before(turns) is None:
             self._begin_anew(owner, entry)
         else:
             entry.rewind(turns)
@@ -305,25 +299,25 @@ class SessionRegistry:
 
     def _begin_anew(self, owner: str, entry: ServerSession) -> None:
         """Take back all turns of a session."""
-        entry.session.rewind(entry.states[0])  # refuses while a turn runs
+        entry.session.rewind(entry.session.snapshot())  # refuses while a turn runs
         entry.session.close(delete=True)
         entry.session = self._engine.session(name=_full(owner, entry.id), **(entry.beginning or {}))
-        entry.states.clear()
+        entry.states = TurnStates(None)
 
     @_alone
     def pin(self, owner: str, name: str, pins: Spans) -> ServerSession:
-        """Say which tokens of a session may not be dropped.
+        """Set which tokens of a session may not be evicted. The last state to go back to is replaced.
 
         Raises:
-            RefusalError: it is not there, or has no turn yet.
+            RefusalError: there is no such session, or it has no turn yet.
             KVKeepError: the engine refuses the pins.
         """
         entry = self.find(owner, name)
         if not entry.session.token_ids:
             raise RefusalError(400, f"The session {name} has no turn yet, so it has no tokens to pin.", param="pins")
         entry.session.pin(pins)
-        if entry.states:
-            entry.states.pop()
+        if len(entry.states):  # the state after the last turn was noted without these pins
+            entry.states.take_back(1)
         self.note(entry)
         return entry
 
@@ -332,7 +326,7 @@ class SessionRegistry:
         """Write a session to the disk.
 
         Raises:
-            RefusalError: it is not there, or the server has no folder.
+            RefusalError: there is no such session, it has no turn yet, or the server has no folder.
         """
         self._need_folder()
         entry = self.find(owner, name)
@@ -346,7 +340,7 @@ class SessionRegistry:
         """Go back to the state in which a session was saved last.
 
         Raises:
-            RefusalError: it is not there, or was never saved.
+            RefusalError: there is no such session, or it was never saved.
         """
         folder = self._need_folder()
         entry = self.find(owner, name)
@@ -359,10 +353,10 @@ class SessionRegistry:
 
     @_alone
     def remove(self, owner: str, name: str) -> None:
-        """End a session, and delete its file.
+        """Close a session, and delete its file.
 
         Raises:
-            RefusalError: it is not there.
+            RefusalError: there is no such session.
         """
         entry = self.find(owner, name)
         entry.session.close(delete=True)
@@ -370,9 +364,10 @@ class SessionRegistry:
         self._leases.give(_full(owner, name))
 
     def let_go(self) -> None:
-        """Give up all sessions that no request uses, so that other servers can go on with them from their files.
+        """Close all sessions that no request uses, so that other servers can go on with them from their files.
 
-        A session that cannot be written stays, and so does one without a turn, which has no file.
+        Do nothing unless several servers share the folder. A session that cannot be written stays open, and so does one
+        without a turn, which has no file.
         """
         if not self._leases.shared:
             return
@@ -387,9 +382,9 @@ class SessionRegistry:
             self._leases.give(_full(owner, name))
 
     def keep(self, entry: ServerSession) -> None:
-        """Write a session to the disk after a change, if another server may have to go on with it.
+        """Write a session to the disk after a change, if several servers share the folder; else do nothing.
 
-        What cannot be written is logged: the session goes on here, and elsewhere from its last file.
+        A failure is logged: the session goes on here, and elsewhere from its last file.
         """
         if not self._leases.shared:
             return
@@ -400,21 +395,25 @@ class SessionRegistry:
 
     @_alone
     def note(self, entry: ServerSession) -> None:
-        """Remember the state of a session after a turn, and forget the oldest ones if they take too much memory."""
+        """Store a session's state after a turn, to go back to later, and drop the oldest stored states beyond a limit.
+
+        The states of other sessions are dropped first. Each session keeps at least one, so the limit may stay exceeded.
+        """
         entry.note()
-        nbytes = sum(other.nbytes for other in self._open)
+        nbytes = sum(other.states.nbytes for other in self._open)
         for other in sorted(self._open, key=lambda other: other is entry):  # its own states go last
-            while nbytes > _MOST_BYTES and len(other.states) > 1:
-                nbytes -= other.states.popleft().nbytes
-                other.beginning = None
+            while nbytes > MOST_STATE_BYTES and other.states.turns:
+                nbytes -= other.states.drop_oldest()
 
     def ran(self, entry: ServerSession) -> None:
-        """Note that a turn of a session has ended well: it can be taken back, and other servers may go on from it."""
+        """Store the state after a turn that has ended well, and write the session to the disk if servers share the
+        folder.
+        """
         self.note(entry)
         self.keep(entry)
 
     def _opened(self, owner: str, name: str, memory: Snapshot | None, **options: object) -> ServerSession:
-        """Open a session of the engine."""
+        """Open a session of the engine and add it to the table. If the engine refuses, give the lease up."""
         full = _full(owner, name)
         try:
             made = self._engine.session(name=full, snapshot=memory, **options)  # type: ignore[arg-type]
@@ -426,17 +425,20 @@ class SessionRegistry:
         self.note(entry)
         return entry
 
-    def _free(self, owner: str, name: str | None) -> str:
-        """Return a session name that the owner does not use yet: the given name, or a random one.
+    def _reserve(self, owner: str, name: str | None) -> str:
+        """Take the lease of a name that the owner does not use yet, and return it: the given name, or a random one.
+
+        Whoever opens the session gives the lease back if that fails.
 
         Raises:
-            RefusalError: it is taken, cannot be used, or there are too many sessions.
+            RefusalError: the name is taken or cannot be used, or there are too many sessions.
         """
         self._check_room()
         if name is None:
             name = f"sess_{secrets.token_hex(12)}"
         if _NAME.fullmatch(name) is None:
             raise RefusalError(400, "The name of a session has 1 to 64 letters, digits, - and _.", param="id")
+        # the lease last: it is taken only when nothing else stands against the name
         if self._open.holds(owner, name) or name in self.names(owner) or not self._leases.take(_full(owner, name)):
             raise RefusalError(409, f"There is a session {name} already. Choose another name.", param="id")
         return name
@@ -455,7 +457,7 @@ class SessionRegistry:
 
 
 def _full(owner: str, name: str) -> str:
-    """Return a session's full name, which the engine and its file use."""
+    """Return a session's name with its owner's in front, which the engine and the file use."""
     return f"{owner}--{name}"
 
 
@@ -481,7 +483,7 @@ class Handover:
         self._thread.start()
 
     def end(self) -> None:
-        """Let no more sessions go."""
+        """Stop the thread, and wait for it. No more sessions are closed."""
         self._ended.set()
         self._thread.join()
 

@@ -22,7 +22,7 @@ from kvkeep.server.sse import owner_of, reply
 
 
 def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
-    """Return the positions that a session's memory holds. The answer grows with the memory, not with the text."""
+    """Return the positions that a session's memory holds, with the share of heads that hold each, and their texts."""
     session = entry.session
     ids = session.token_ids
     layers = session.snapshot().contents.layers if ids else ()
@@ -60,7 +60,7 @@ class SessionRoutes:
         self._served, self._sessions, self._settings = served, sessions, settings
 
     async def make(self, request: Request) -> Response:
-        """Begin a session."""
+        """Open a session, and answer with its description."""
         body = await body_of(request, SessionBody, self._settings, empty=True)
         return reply(await in_thread(lambda: card(self._sessions.make(owner_of(request), body))), 201)
 
@@ -70,25 +70,25 @@ class SessionRoutes:
         return reply({"object": "list", "data": [{"id": name, "object": "session"} for name in names]})
 
     async def one(self, request: Request) -> Response:
-        """Describe a session."""
+        """Answer with the description of a session."""
         return reply(await in_thread(lambda: card(self._find(request))))
 
     async def positions(self, request: Request) -> Response:
-        """Show what the memory of a session holds."""
+        """Answer with the positions that the memory of a session holds."""
         return reply(await in_thread(lambda: held(self._find(request), self._served)))
 
     async def fork(self, request: Request) -> Response:
-        """Copy a session."""
+        """Copy a session, and answer with the description of the copy."""
         body = await body_of(request, ForkBody, self._settings, empty=True)
         return reply(await self._changed(lambda: self._sessions.fork(owner_of(request), name(request), body.id)), 201)
 
     async def rewind(self, request: Request) -> Response:
-        """Take back the last turns of a session."""
+        """Take back the last turns of a session, and answer with its description."""
         body = await body_of(request, RewindBody, self._settings, empty=True)
         return reply(await self._changed(lambda: self._sessions.rewind(owner_of(request), name(request), body.turns)))
 
     async def pin(self, request: Request) -> Response:
-        """Say which tokens of a session may not be dropped."""
+        """Set which tokens of a session may not be evicted, and answer with its description."""
         body = await body_of(request, PinBody, self._settings)
         if body.pins is None:
             raise parameter("pins", "is missing: spans of positions such as [[0, 12]], or [] for none")
@@ -96,24 +96,27 @@ class SessionRoutes:
         return reply(await self._changed(lambda: self._sessions.pin(owner_of(request), name(request), pins)))
 
     async def save(self, request: Request) -> Response:
-        """Write a session to the disk."""
+        """Write a session to the disk, and answer with its description."""
         return reply(await self._changed(lambda: self._sessions.save(owner_of(request), name(request))))
 
     async def restore(self, request: Request) -> Response:
-        """Go back to the saved state of a session."""
+        """Go back to the saved state of a session, and answer with its description."""
         return reply(await self._changed(lambda: self._sessions.restore(owner_of(request), name(request))))
 
     async def remove(self, request: Request) -> Response:
-        """End a session."""
+        """Close a session, and delete its file."""
         await in_thread(lambda: self._sessions.remove(owner_of(request), name(request)))
         return reply({"id": name(request), "object": "session.deleted", "deleted": True})
 
     def _find(self, request: Request) -> ServerSession:
-        """The session that a path names, which is not let go before the request ends."""
+        """Return the session that a path names. It counts as in use until the request ends."""
         return self._sessions.find(owner_of(request), name(request), request.state.ended)
 
     async def _changed(self, work: Callable[[], ServerSession]) -> dict[str, Any]:
-        """Change a session in a thread, write it to the disk, and describe it; it is not let go meanwhile."""
+        """Change a session in a thread, write it to the disk if servers share the folder, and return its description.
+
+        The registry is locked meanwhile.
+        """
 
         def changed() -> dict[str, Any]:
             with self._sessions.lock:
@@ -136,7 +139,7 @@ def card(entry: ServerSession) -> dict[str, Any]:
         "messages": [dict(message) for message in session.messages],
         "seen_tokens": len(session.token_ids),
         "kv_bytes": session.nbytes,
-        "turns_to_rewind": entry.turns_to_rewind,
+        "turns_to_rewind": entry.states.turns,
     }
 
 

@@ -35,7 +35,7 @@ PAGE_FILES = {
 
 
 def owner_of(key: str) -> str:
-    """Return a name for the owner of a key. The name does not show the key."""
+    """Return a name for the owner of a key, derived from a hash that does not show the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -50,10 +50,12 @@ class ApiKeys:
     owners: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def owner(self, header: str | None) -> str:
-        """Return the owner of an ``Authorization`` header's key. All keys are compared, each in constant time.
+        """Return the owner of the key in an ``Authorization`` header; everybody's name if the server has no keys.
+
+        All keys are compared, each in constant time.
 
         Raises:
-            RefusalError: there is no key, or another one.
+            RefusalError: the header has no key, or an unknown one.
         """
         if not self.owners:
             return EVERYBODY
@@ -115,7 +117,7 @@ class ServerSettings:
     page: bool = PAGE.default
 
     def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model.
+        """Refuse the name of another model. ``None`` names none.
 
         Raises:
             RefusalError: the name is not that of the model that runs.

@@ -35,14 +35,17 @@ def reply(value: object, status: int = 200, headers: Mapping[str, str] | None = 
 
 
 def refused(refusal: RefusalError) -> Response:
-    """Return the response to a request that is refused."""
+    """Return the JSON response to a request that is refused."""
     return reply(refusal.body, refusal.status, refusal.headers)
 
 
 async def answer_to(request: Request, error: Exception) -> Response:
-    """Return the response to a request that fails: the standard error object, never a traceback."""
+    """Return the response to a request that fails: the standard error object, never a traceback.
+
+    A client that has gone gets status 499.
+    """
     if isinstance(error, GoneError | ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # nobody reads it; logs show it, as nginx's do
     if isinstance(error, KVKeepError):
         error = refusal_of(error)
     if isinstance(error, HTTPException):
@@ -54,7 +57,7 @@ async def answer_to(request: Request, error: Exception) -> Response:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Do some work for a client, and cancel it when the client closes the connection.
+    """Await some work for a client and return its result; cancel the work when the client closes the connection.
 
     Raises:
         GoneError: the client has closed the connection.
@@ -77,18 +80,18 @@ def owner_of(request: Request) -> str:
 
 
 def meter_of(request: Request) -> Meter:
-    """Return the meter to which a request that runs the model reports its use."""
+    """Return the meter to which a request that runs the model reports its tokens."""
     meter: Meter = request.state.meter
     return meter
 
 
 def ends(message: Message) -> bool:
-    """Tell whether a message is the last piece of an answer."""
+    """Return whether a message is the last piece of an answer's body."""
     return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 async def gone(request: Request) -> None:
-    """Return when the client has closed the connection. The body must have been read."""
+    """Wait until the client has closed the connection. The body must have been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -130,14 +133,14 @@ class EventStream(Response):
         named: bool = False,
     ):
         super().__init__(status_code=200, headers=_HEADERS, media_type="text/event-stream")
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # 0 for the empty body; nobody knows the length of a stream
         self._request, self._chunks, self._ping_s, self._write_s = request, chunks, ping_s, write_s
         self._done, self._named = done, named
         self._sent = 0.0
         self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer."""
+        """Send the answer, until it is complete, the client leaves, or the client does not read in time."""
         self._sent = time.monotonic()
         work = [self._write(send), self._watch(send), gone(self._request)]
         writing, *_ = tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
@@ -153,7 +156,7 @@ class EventStream(Response):
             await self._chunks.aclose()
 
     async def _write(self, send: Send) -> None:
-        """Send all chunks. A failure is the last one."""
+        """Send all chunks. A refusal is sent as the last event."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
@@ -167,7 +170,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, send: Send) -> None:
-        """Send a comment whenever there is no chunk for long; return when the client does not take what is sent."""
+        """Send a comment whenever there is no chunk for ``ping_s``; return when a piece was not taken within
+        ``write_s``.
+        """
         while True:
             await asyncio.sleep(min(self._ping_s, self._write_s) / _LOOKS)
             waited = time.monotonic() - self._sent
@@ -177,7 +182,7 @@ class EventStream(Response):
                 await self._send(send, _PING)
 
     async def _send(self, send: Send, piece: bytes) -> None:
-        """Send a piece, and note when.
+        """Send a piece, and record the time.
 
         Raises:
             GoneError: the client has closed the connection.
@@ -201,7 +206,7 @@ def failed(refusal: RefusalError, *, named: bool) -> bytes:
 
 
 async def begun(chunks: Chunks) -> Chunks:
-    """Drop the empty first chunk, then return the rest. A stream that cannot begin is refused before any is sent."""
+    """Drop the empty first chunk, and return the rest of the stream. A failure before it is raised here."""
     try:
         await anext(chunks)
     except BaseException:

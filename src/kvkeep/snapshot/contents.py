@@ -58,7 +58,7 @@ class StateCopy:
         return self.each(lambda tensor: tensor.to(device))
 
     def each(self, tensor: Callable[[Tensor], Tensor]) -> StateCopy:
-        """Return the same state with each tensor replaced by the result of a function."""
+        """Return the same state with each tensor replaced by what a function returns for it."""
         return StateCopy({place: tensor(x) for place, x in self.tensors.items()}, self.flags)
 
 
@@ -78,7 +78,7 @@ def take_state(layer: object, row: int, device: torch.device | None = None) -> S
 
 
 def put_state(layer: object, row: int, rows: int, copy: StateCopy, device: torch.device) -> None:
-    """Overwrite one row of a layer with a state. A layer without tensors gets some for ``rows`` rows first.
+    """Overwrite one row of a layer with a copied state. A layer without tensors gets zeros for ``rows`` rows first.
 
     Raises:
         ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
@@ -102,12 +102,13 @@ def check_state(layer: object, copy: StateCopy) -> None:
     """Refuse a copy that does not fit a layer.
 
     Raises:
-        ShapeError: it has attributes that the layer does not have, or its tensors have other shapes.
+        ShapeError: the copy has attributes that the layer does not have, or its tensors have other shapes.
     """
     known, flags = dict(_entries(layer, _TENSORS)), dict(_entries(layer, _FLAGS))
     if strange := sorted(str(place[0]) for place in (copy.tensors.keys() - known) | (copy.flags.keys() - flags)):
         raise ShapeError(f"A state of another kind of layer was given: this one has no {strange[0]!r:.40}.")
     for (name, key), flag in copy.flags.items():
+        # a flag must say what transformers would have noted for these tensors
         conv = copy.tensors.get(("conv_states", key))
         wanted = (None if conv is None else conv.shape[-1],) if name == _SIZE else (False, True)
         if name in _TENSORS.values():
@@ -168,7 +169,7 @@ class Contents:
         return sum(layer.nbytes for layer in self.layers) + states
 
     def to(self, device: torch.device | str) -> Contents:
-        """Return the same contents on a device. Tensors that are there already are not copied."""
+        """Return the same contents on a device. Tensors that are on the device already are not copied."""
         states = {number: state.to(device) for number, state in self.states.items()}
         return Contents(tuple(layer.to(device) for layer in self.layers), states)
 
@@ -176,7 +177,7 @@ class Contents:
         """Return the same contents with each tensor replaced. Copies that share tensors still do, see `Pack`.
 
         Args:
-            tensor: returns what stands for a tensor. It is called in the same order for all contents of a structure.
+            tensor: returns the replacement of a tensor. It is called in the same order for all contents of a structure.
         """
         packs: dict[int, Pack] = {}
         layers = tuple(_each(layer, tensor, packs) for layer in self.layers)
@@ -188,13 +189,14 @@ class Contents:
 
 
 def _each(copy: RowCopy, tensor: Callable[[Tensor], Tensor], packs: dict[int, Pack]) -> RowCopy:
-    """Return a copy of a row with its tensors replaced. Its pack is rebuilt when the pack's first copy comes."""
+    """Return a copy of a row with its tensors replaced. A pack is rebuilt once for all its copies, see ``packs``."""
     pack, tensors = copy.pack, None
     if pack is not None:
         if id(pack) not in packs:
             parts = tuple({name: tensor(x) for name, x in part.items()} for part in pack.parts)
             packs[id(pack)] = Pack({name: tensor(x) for name, x in pack.tensors.items()}, parts)
         found = packs[id(pack)]
+        # by identity: the tensors of a copy that was changed are no part of the pack any more
         tensors = next((new for old, new in zip(pack.parts, found.parts, strict=True) if old is copy.tensors), None)
         pack = None if tensors is None else found
     if tensors is None:
@@ -209,11 +211,11 @@ def take(
     *,
     states: Mapping[int, object] | None = None,
 ) -> Contents:
-    """Copy one row out of all layers. The row can go on; nothing that happens to it changes the copy.
+    """Return a copy of one row of all layers. Nothing that happens to the row later changes the copy.
 
     Args:
         blocks: the block of each layer with slots.
-        row: which row.
+        row: the row's index.
         states: transformers' layers with a state, by their number in the model.
     """
     layers = tuple(take_row(block, row) for block in blocks)
@@ -223,7 +225,7 @@ def take(
 def take_states(
     row: int, states: Mapping[int, object] | None, device: torch.device | None = None
 ) -> dict[int, StateCopy]:
-    """Copy the memory of one row beside its slots: `Contents.states`.
+    """Return copies of one row of each layer with a state, by layer number, as `Contents.states` holds them.
 
     Args:
         row: the row's number in the states.
@@ -247,9 +249,9 @@ def put(
     original's blocks.
 
     Args:
-        contents: the row's new memory; it stays as it is and can be put back any number of times.
+        contents: the row's new memory, which is not changed and can be put back any number of times.
         blocks: see `take`. Each must have as many slots as the contents use; `Block.widen` adds some.
-        row: which row.
+        row: the row's index.
         states: transformers' layers with a state; they may be new.
 
     Raises:
@@ -266,7 +268,7 @@ def put(
 def put_states(
     contents: Contents, like: Block | None, row: int, states: Mapping[int, object], *, rows: int | None = None
 ) -> None:
-    """Overwrite the memory of one row beside its slots with contents that fit.
+    """Overwrite one row of the layers with a state. The contents must fit.
 
     Args:
         contents: the row's new memory.
@@ -294,7 +296,7 @@ def check(contents: Contents, blocks: Sequence[Block], states: Mapping[int, obje
 
 
 def check_beside(contents: Contents, layers: int, states: Mapping[int, object]) -> None:
-    """Refuse contents of another number of layers, or whose states do not fit.
+    """Refuse contents with another number of layers, or with states that do not fit.
 
     Raises:
         ShapeError: see `check`.
@@ -312,9 +314,9 @@ def check_beside(contents: Contents, layers: int, states: Mapping[int, object]) 
 
 
 def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
-    """Divide the pool of a row as the copies need that will be put into it, and pin their spans.
+    """Divide a row's pool by the budgets of the copies that will be put into it, and pin their spans.
 
-    Does nothing in layers that share no pool.
+    Do nothing if no layers share a pool.
     """
     parts, copies = _sharing(blocks, copies)
     if not parts:
@@ -327,10 +329,10 @@ def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> N
 
 
 def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
-    """Refuse copies of a row that do not fit into a pool together. Each of them has passed `check_row`.
+    """Refuse copies of a row that need more slots together than their pool has. Each has passed `check_row`.
 
     Raises:
-        ShapeError: the pool has fewer slots.
+        ShapeError: the pool has fewer slots than the copies need.
     """
     parts, copies = _sharing(blocks, copies)
     if not parts:
@@ -341,7 +343,7 @@ def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
 
 
 def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[PartBlock], list[RowCopy]]:
-    """Return the layers that share a pool, and the copies for them. There may be others among them."""
+    """Return the layers that share a pool, and their copies. Other layers are left out."""
     pairs = [(block, copy) for block, copy in zip(blocks, copies, strict=True) if isinstance(block, PartBlock)]
     return [part for part, _ in pairs], [copy for _, copy in pairs]
 
@@ -359,7 +361,7 @@ def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
 
 
 def whole(contents: Contents, heads: Heads) -> Contents:
-    """Memory with all heads, from that of this process's heads.
+    """Return contents with the heads of all processes, from those with this process's heads.
 
     Args:
         contents: the memory.

@@ -115,8 +115,8 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
     """Open a regular file, and yield the file and its size. A pipe is refused at once.
 
     Raises:
-        NotASnapshotError: it is no regular file.
-        OSError: it cannot be opened.
+        NotASnapshotError: the path is no regular file.
+        OSError: the file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     about = os.fstat(descriptor)
@@ -134,7 +134,7 @@ def read_header(file: IO[bytes], size: int) -> Header:
         NotASnapshotError: the file is no safetensors file, is not whole, or was not written by kvkeep.
     """
     check(size > 0, "it is empty")
-    check(size >= 10, f"it has only {size} bytes")
+    check(size >= 10, f"it has only {size} bytes")  # the length of the header, and the shortest one: {}
     length = int.from_bytes(file.read(8), "little")
     check(2 <= length <= LONGEST_HEADER and file.read(1) == b"{", "it is no safetensors file")
     check(length <= size - 8, f"it has {size} bytes, and its header alone should have {length}: it was cut off")
@@ -157,7 +157,11 @@ def read_header(file: IO[bytes], size: int) -> Header:
 
 
 def _entry(name: str, found: object) -> TensorEntry:
-    """Check the description of a tensor, whose shape and size in bytes must agree, and return it."""
+    """Return the description of a tensor, after a check that its shape and its size in bytes agree.
+
+    Raises:
+        NotASnapshotError: a check fails.
+    """
     shown = f"tensor {name!r:.60}"
     check(isinstance(found, dict) and found.keys() == {"dtype", "shape", "data_offsets"}, f"{shown} is not described")
     assert isinstance(found, dict)
@@ -165,6 +169,7 @@ def _entry(name: str, found: object) -> TensorEntry:
     if dtype is None:
         raise NotASnapshotError(f"{shown} has the dtype {found['dtype']!r:.20}, which no snapshot has")
     shape, offsets = _numbers(found["shape"]), _numbers(found["data_offsets"])
+    # a 0 in one axis must not hide another axis that no tensor can have
     proper = shape is not None and len(shape) <= _MOST_DIMS and math.prod(max(1, n) for n in shape) <= _LARGEST
     check(proper, f"{shown} has no proper shape")
     check(offsets is not None and len(offsets) == 2 and offsets[0] <= offsets[1], f"{shown} has no proper place")
@@ -183,7 +188,11 @@ def _numbers(found: object) -> tuple[int, ...] | None:
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Refuse tensors that overlap, leave gaps, or end elsewhere than the file."""
+    """Refuse tensors that overlap, leave gaps, or end elsewhere than the file.
+
+    Raises:
+        NotASnapshotError: the tensors do.
+    """
     end = 0
     for entry in sorted(entries.values(), key=lambda one: (one.start, one.stop)):
         check(entry.start == end, "its tensors overlap or leave gaps")
@@ -192,7 +201,7 @@ def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
 
 
 def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
-    """Read a tensor.
+    """Read a tensor from its place in a file.
 
     Raises:
         NotASnapshotError: the file has become shorter.
@@ -210,10 +219,10 @@ def read_tensor(file: IO[bytes], start: int, entry: TensorEntry) -> Tensor:
 
 
 def check(holds: bool, why: str) -> None:
-    """Refuse a file unless a condition holds.
+    """Raise the error with the reason ``why`` unless a condition holds.
 
     Raises:
-        NotASnapshotError: it does not.
+        NotASnapshotError: the condition does not hold.
     """
     if not holds:
         raise NotASnapshotError(why)
@@ -222,6 +231,7 @@ def check(holds: bool, why: str) -> None:
 # The description in a snapshot's file: plain data of JSON, turned into checked values.
 
 _MOST_LAYERS, _MOST_HEADS, _MOST = 4096, 2**16, 2**40
+"""More than any model has, and tokens that nobody reads: products of such numbers still fit into 64 bits."""
 _LONGEST = 1000
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _COUNTERS = ("seen", "prompt", "sequences")
@@ -259,12 +269,13 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
     """Read the fingerprint from a file's description.
 
     Raises:
-        NotASnapshotError: it is missing, or a part of it has a wrong type.
+        NotASnapshotError: there is no fingerprint, it has a newer format, or a part of it has a wrong type.
     """
     found = about.get("fingerprint")
     check(isinstance(found, dict), "it has no fingerprint")
     assert isinstance(found, dict)
     version = found.get("version")
+    # not isinstance: true is an int as well
     if type(version) is int and version > FORMAT:
         raise NotASnapshotError(f"it has format {version}, and this kvkeep reads formats up to {FORMAT}; update kvkeep")
     found = {"head_budget": None, "kv_bits": None, **found}  # files that know of no such setting
@@ -296,7 +307,7 @@ def described_layers(about: Mapping[str, Any]) -> list[LayerDescription]:
     """Read the layers from a file's description. All of them must have seen the same tokens.
 
     Raises:
-        NotASnapshotError: there are none, or a number is out of range.
+        NotASnapshotError: there are no layers, or a number is out of range.
     """
     found = about.get("layers")
     check(isinstance(found, list) and 0 < len(found) <= _MOST_LAYERS, "it describes no layers")
@@ -339,7 +350,7 @@ def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:
     """Read the flags of the layers with a state from a file's description.
 
     Raises:
-        NotASnapshotError: they are not in the form that `save` writes.
+        NotASnapshotError: the flags are not in the form that `save` writes.
     """
     found = about.get("states")
     check(isinstance(found, dict) and len(found) <= _MOST_LAYERS, "it does not describe its states")
@@ -361,10 +372,10 @@ def _is_flag(found: object) -> bool:
 
 
 def whole(found: object, shown: str, *, least: int = 0, most: int) -> int:
-    """Check that a value is an integer in a range, and return it.
+    """Return a value that must be an integer in a range; ``shown`` names it in the error.
 
     Raises:
-        NotASnapshotError: it is none.
+        NotASnapshotError: the value is no such integer.
     """
     if type(found) is not int or not least <= found <= most:
         raise NotASnapshotError(f"{shown} is {found!r:.40}")

@@ -27,7 +27,7 @@ _NAMES = {
     "version": "format version",
     "config": "model configuration",
     "dtype": "dtype",
-    "weights": "weights",
+    "weights": "weights or adapters",
     "tokenizer": "tokenizer",
     "policy": "policy",
     "budget": "budget",
@@ -75,7 +75,11 @@ class Fingerprint:
     version: int = FORMAT
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[object, object]]:
-        """Return the parts that differ, by name, with both values. A part unknown to one side is not compared."""
+        """Return the parts that differ, by name, with both values.
+
+        A part that is ``None`` on one side counts as unknown and is not compared, apart from ``chunk``, ``head_budget``
+        and ``kv_bits``.
+        """
         pairs = {name: (getattr(self, key), getattr(other, key)) for key, name in _NAMES.items()}
         strict = {_NAMES["chunk"], _NAMES["head_budget"], _NAMES["kv_bits"]}  # None is a choice, too
         return {
@@ -85,10 +89,10 @@ class Fingerprint:
         }
 
     def check(self, here: Fingerprint) -> None:
-        """Refuse to use the memory elsewhere.
+        """Refuse to use the memory under another model or other settings.
 
         Args:
-            here: where the memory would be used.
+            here: the fingerprint of the place where the memory would be used.
 
         Raises:
             SnapshotError: a part differs. The message names the part and both values.
@@ -137,7 +141,7 @@ def rule(layer_budget: str | Sequence[float]) -> str | tuple[float, ...]:
 
 
 def policy_named(policy: str) -> Policy:
-    """Build the policy that a snapshot names. Only registered names are looked up: a file may name any module.
+    """Return the policy that a snapshot names. Only registered names are looked up: a file may name any module.
 
     Raises:
         SnapshotError: no policy of that name is registered, or its options are wrong.
@@ -153,7 +157,7 @@ def policy_named(policy: str) -> Policy:
 
 
 def name_of_policy(policy: Policy) -> str:
-    """Return a policy's string, from which the policy can be made again if it is registered."""
+    """Return a policy's string, from which a registered policy can be made again."""
     try:
         return spec(policy)
     except PolicyError:

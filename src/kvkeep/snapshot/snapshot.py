@@ -96,7 +96,7 @@ class Snapshot:
             pins: spans of positions, such as ``((0, 120),)``, instead of those that the memory has; ``()`` pins none.
 
         Raises:
-            InputError: they are no spans, or end beyond the tokens that the memory has seen.
+            InputError: ``pins`` are no spans, or end beyond the tokens that the memory has seen.
         """
         found = spans(pins)
         if end(found) > self.seen:
@@ -106,7 +106,10 @@ class Snapshot:
         return replace(self, contents=self.contents.pinned(found))
 
     def positions(self, layer: int = 0) -> Int[Tensor, "Hk used"]:
-        """True positions of the tokens that a layer holds, -1 = empty. Layers without slots are not counted."""
+        """Return the true positions of the tokens that a layer holds, -1 = empty.
+
+        Layers without slots are not counted.
+        """
         return self.contents.layers[layer].positions
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -149,7 +152,7 @@ _EXPANSION, _SLACK = 256, 2**20
 
 
 def load(path: str | os.PathLike[str]) -> FileParts:
-    """Read a snapshot onto the CPU, see `Snapshot.load`.
+    """Return the parts of a snapshot's file, on the CPU, see `Snapshot.load`.
 
     Raises:
         SnapshotError: the file cannot be read, or is no whole file of a snapshot.
@@ -162,7 +165,7 @@ def load(path: str | os.PathLike[str]) -> FileParts:
         raise SnapshotError(
             f"{source} is no snapshot that can be used: {error}. Give a file that Snapshot.save has written."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a ValueError: the path has a zero byte
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise SnapshotError(f"{source!s:.200} cannot be read: {why}.") from error
 
@@ -178,6 +181,7 @@ def _read(file: IO[bytes], size: int) -> FileParts:
     for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
         _check_shapes(f"layer {number}", layer, entries)
         _check_vectors(f"layer {number}", entries, fingerprint)
+        # a small file must not claim much memory by naming slots that are empty
         expanded = (
             layer.heads
             * layer.used
@@ -216,6 +220,7 @@ def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str,
     groups: list[dict[str, TensorEntry]] = [{} for _ in range(layers)]
     for name, entry in entries.items():
         found = LAYER.fullmatch(name)
+        # the second spelling of a number, as in 01, would be a second tensor of one name
         if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
             groups[int(found[1])][found[2]] = entry
         else:
@@ -229,7 +234,11 @@ def _by_layer(entries: Mapping[str, TensorEntry], layers: int) -> list[dict[str,
 
 
 def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, TensorEntry]) -> None:
-    """Refuse a layer whose tensors do not fit its description or each other."""
+    """Refuse a layer whose tensors do not fit its description or each other.
+
+    Raises:
+        NotASnapshotError: the tensors do not fit.
+    """
     missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
     check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")
     keys, values, bits = entries["store.keys"], entries["store.values"], entries[OCCUPIED]
@@ -247,7 +256,11 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ten
 
 
 def _check_vectors(shown: str, entries: Mapping[str, TensorEntry], made: Fingerprint) -> None:
-    """Refuse keys and values that do not have the dtype of the fingerprint, or its bits and the scales for them."""
+    """Refuse keys and values whose dtype is not the fingerprint's, or without the scales that its bits need.
+
+    Raises:
+        NotASnapshotError: there is such a tensor.
+    """
     scales = entries.keys() & set(SCALES)
     check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
     for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
@@ -266,7 +279,11 @@ def _slot_bytes(entry: TensorEntry) -> int:
 
 
 def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> RowCopy:
-    """Build one layer's row from a file's tensors, with every token in its slot."""
+    """Build one layer's row from a file's tensors, with every token in its slot.
+
+    Raises:
+        NotASnapshotError: tokens, slots or positions do not fit each other.
+    """
     occupied = unpacked_bits(found.pop(OCCUPIED), about.heads * about.used).view(about.heads, about.used)
     n = len(found["store.positions"])
     check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
@@ -283,7 +300,11 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
 
 
 def _check_positions(shown: str, found: Int[Tensor, " n"], dense: Int[Tensor, "Hk used"], seen: int) -> None:
-    """Refuse positions that the sequence has not seen, or that a head holds twice."""
+    """Refuse positions that the sequence has not seen, or that a head holds twice.
+
+    Raises:
+        NotASnapshotError: there is such a position.
+    """
     check(bool(((found >= 0) & (found < seen)).all()), f"{shown} holds positions outside of the {seen} tokens seen")
     order = dense.sort(dim=1).values
     twice = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
@@ -310,24 +331,24 @@ _OLD_S = 3600.0
 
 
 def save(parts: FileParts, path: str | os.PathLike[str]) -> None:
-    """Write a snapshot, see `Snapshot.save`.
+    """Write a snapshot to a file, and remove old leftovers of interrupted writes beside it. See `Snapshot.save`.
 
     Raises:
-        SnapshotError: the file cannot be written.
+        SnapshotError: the file cannot be written; an older one of that name stays as it was.
     """
     target = in_full(path)
     try:
         check_target(target)
         write_whole(target, chunks(parts))
     except (OSError, ValueError) as error:
-        if isinstance(error, SnapshotError):
+        if isinstance(error, SnapshotError):  # a ValueError that says already what happened
             raise
         raise not_saved(target, error) from error
     remove_leftovers(target.parent, {target.name}, before=time.time() - _OLD_S)
 
 
 def check_target(path: Path) -> None:
-    """Refuse to replace anything but a file.
+    """Refuse a path at which there is something other than a file.
 
     Raises:
         SnapshotError: there is something else at the path.
@@ -393,7 +414,7 @@ def _about_layer(layer: RowCopy) -> dict[str, Any]:
 
 
 def _whole(layer: RowCopy) -> list[str]:
-    """Names of the state that each head has once."""
+    """Return the names of the states that each head has once."""
     return sorted(name for name in layer.tensors.keys() - layer.cut if name.startswith("state."))
 
 
@@ -412,7 +433,7 @@ def _tensors(parts: FileParts) -> Iterator[tuple[str, Tensor]]:
     for number, state in parts.contents.states.items():
         for (name, key), tensor in state.tensors.items():
             found.append((f"states.{number}.{name}" + ("" if key is None else f".{key}"), tensor))
-    found.sort(key=lambda one: -one[1].element_size())
+    found.sort(key=lambda entry: -entry[1].element_size())
     yield from ((name, tensor.cpu().contiguous()) for name, tensor in found)
 
 
@@ -423,6 +444,7 @@ def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
         SnapshotError: the layer has another store than the default one.
     """
     whole = _whole(layer)
+    # a file does not say which tensors have slots: `_layer` finds that out again by name, so `is_cut` has to be right
     if layer.cut != {name for name in layer.tensors if is_cut(name, whole)} or "store.keys" not in layer.cut:
         raise SnapshotError("Only memory in kvkeep's own store can be saved; this cache holds another one.")
     occupied = layer.positions >= 0
@@ -433,7 +455,7 @@ def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed_bits(bits: Bool[Tensor, " n"]) -> UInt8[Tensor, " bytes"]:
-    """Truth values as bits, eight to a byte, the first one in the lowest bit."""
+    """Return truth values as bits, eight to a byte, the first one in the lowest bit."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
     weights = 2 ** torch.arange(8)
     return (padded * weights).sum(dim=1).to(torch.uint8)
@@ -468,14 +490,17 @@ class Writing(threading.Thread, Generic[_T]):
         self.start()
 
     def run(self) -> None:
-        """Write all memories."""
+        """Wait for the writing before this one, then write all memories.
+
+        A failure stops the thread and is stored in ``error``.
+        """
         before, self._before = self._before, None
         try:
             if before is not None:
                 before.join()
-            for one in self._memories:
-                self._write(one)
-        except BaseException as error:
+            for memory in self._memories:
+                self._write(memory)
+        except BaseException as error:  # raised by whoever waits for the end of the thread
             self.error = error
         self._memories = ()  # whoever needs them has them
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, SecondReading, reference
 from kvkeep.cache.eviction import head_budgets, limit
 from kvkeep.cache.layer import Layer
 from kvkeep.cache.row_snapshot import new_block
@@ -80,7 +80,7 @@ class Tape:
 
     @classmethod
     def random(cls, case: Case) -> Tape:
-        """Standard normal tensors of the case's shape."""
+        """Return standard normal tensors of the case's shape."""
         generator = torch.Generator().manual_seed(case.seed)
         columns = case.prompt + case.steps
 
@@ -127,7 +127,7 @@ class Moment:
 
 
 def run(policy: Policy, case: Case, tape: Tape | None = None, *, heads: Heads = ALONE) -> Iterator[Moment]:
-    """Feed a case to a real layer: the prompt, then one token at a time."""
+    """Feed a case to a real layer, the prompt and then one token at a time, and yield the layer after each step."""
     tape = Tape.random(case) if tape is None else tape
     layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, pins=[case.pins], kv_bits=case.kv_bits)
     layer.heads = heads
@@ -167,18 +167,13 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         view = replace(_view(case, seen, positions, stop - start, turn, phase), budget=budget)
         now, slots = torch.arange(start, stop)[None], Slots(view.keys, view.values, positions)
         query = tape.query[:, :, start:stop]
-        out, report = reference.attend(
-            query,
-            slots,
-            now,
-            statistic=policy.wants(view),
-            options=replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None),
-        )
+        options = replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None)
+        out, report = reference.attend(AttentionInputs(query, slots, now, options, policy.wants(view)))
         if policy.asks and phase is Phase.PREFILL:
             view = replace(view, queries=Queries(query, now))
         if policy.rereads and phase is Phase.PREFILL:
             length = torch.tensor([[stop]])
-            again = reference.reread(query, slots, now, length=length, rotation=None, options=case.options)
+            again = reference.reread(AttentionInputs(query, slots, now, case.options), SecondReading(length))
             report = Report({**report.sums, "again": again})
         of_slots = {name: history.gather(-1, index) for name, history in memory.items()}
         state = policy.observe(of_slots | of_heads, view, report)
@@ -250,7 +245,7 @@ class Fed:
         self.layer = Layer(policy, case.budget, index=1, **options)
 
     def feed(self, tape: Tape, stop: int) -> Tensor:
-        """Feed the columns up to ``stop``: the prompt, or a generated token. Return the output, 0 for padding."""
+        """Feed the columns up to ``stop``: the prompt, or a generated token. Return the output, with 0 for padding."""
         start = self.layer.columns
         real = tape.real[:, start:stop]
         phase = Phase.PREFILL if start < self.case.prompt else Phase.DECODE
@@ -258,7 +253,7 @@ class Fed:
         return out.masked_fill(~real[:, None, :, None], 0)
 
     def move_to(self, other: Fed) -> None:
-        """Save every row to a file, and put what the files hold into a layer that was never fed."""
+        """Save every row to a file, load it, and put it into another layer, which was never fed."""
         rows = [take([self.layer.block], row) for row in range(self.case.rows)]
         read = [self._through_a_file(row) for row in rows]
         dtype = self.layer.store.dtype
@@ -268,7 +263,7 @@ class Fed:
         other.layer.hold(block, columns=self.layer.columns)
 
     def _through_a_file(self, contents: Contents) -> Contents:
-        """Save a row to a file and load it again."""
+        """Return a row after it was saved to a file and loaded again."""
         settings: dict[str, Any] = {"budget": self.case.budget, "kv_bits": self.case.kv_bits}
         dtype = str(self.layer.store.dtype).removeprefix("torch.")
         made = Fingerprint(model="a law", config="", policy="", dtype=dtype, **settings)
@@ -353,7 +348,7 @@ def _cut(tape: Tape, rank: int, ranks: int) -> Tape:
 
 
 def _next(meeting: _Meeting, rank: int, moments: Iterator[Moment]) -> Moment | None:
-    """Return the next moment of a thread. If that fails, the other threads stop waiting for it."""
+    """Return the next moment of a thread; ``None`` at the end. If it fails, the other threads stop waiting for it."""
     try:
         found = next(moments, None)
         meeting.exchange(rank, None)

@@ -11,8 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.attention_stats import Nothing
-from kvkeep.backends import reference
+from kvkeep.backends import AttentionInputs, reference
 from kvkeep.budget import per_head
 from kvkeep.cache.layer import Layer
 from kvkeep.errors import BudgetError
@@ -32,7 +31,7 @@ LAWS: dict[str, Law] = {}
 
 
 def _law(check: Law) -> Law:
-    """Register a law. It gives a policy that never evicts room for all tokens."""
+    """Register a law, and return it. A policy that never evicts gets room for all tokens."""
 
     @functools.wraps(check)
     def law(policy: Policy, case: Case) -> None:
@@ -49,7 +48,9 @@ def fills(policy: Policy) -> bool:
 
 @_law
 def never_over_budget(policy: Policy, case: Case) -> None:
-    """After every step at most ``budget`` slots of each head are occupied, by distinct tokens that were seen."""
+    """Check that after every step at most ``budget`` slots of each head are occupied, by distinct tokens that were
+    seen.
+    """
     for moment in run(policy, case):
         for row, seen in zip(moment.positions.tolist(), moment.layer.seen.tolist(), strict=True):
             together = sum(position != EMPTY for head in row for position in head)
@@ -82,9 +83,9 @@ def slots_hold_the_originals(policy: Policy, case: Case) -> None:
 
 @_law
 def enough_budget_is_full_attention(policy: Policy, case: Case) -> None:
-    """With a budget of the whole length nothing is evicted, and the output equals dense causal attention.
+    """Check that with a budget of the whole length the output equals dense causal attention.
 
-    Slots of codes are compared with `replay`, for their content depends on when a token has entered its slot.
+    Quantized slots are compared with `replay`, for their content depends on when a token has entered its slot.
     """
     case = replace(case, budget=case.prompt + case.steps)
     if case.kv_bits is not None:
@@ -97,11 +98,12 @@ def enough_budget_is_full_attention(policy: Policy, case: Case) -> None:
         n = own.keys.shape[2]
         positions = torch.arange(n, dtype=torch.int32)
         want, _ = reference.attend(
-            own.query,
-            Slots(own.keys, own.values, positions.expand(1, case.heads, n)),
-            positions[None].long(),
-            statistic=Nothing(),
-            options=case.options,
+            AttentionInputs(
+                own.query,
+                Slots(own.keys, own.values, positions.expand(1, case.heads, n)),
+                positions[None].long(),
+                case.options,
+            )
         )
         torch.testing.assert_close(out[row : row + 1, :, tape.real[row]].double(), want, rtol=1e-4, atol=1e-5)
 
@@ -123,7 +125,10 @@ def spec_round_trip(policy: Policy, case: Case) -> None:
 
 @_law
 def protected_tokens_stay(policy: Policy, case: Case) -> None:
-    """Check that the first and newest tokens that the policy protects are held after every step."""
+    """Check that the first and newest tokens that the policy protects are held after every step.
+
+    A policy that never evicts passes, and one whose recent window differs by row.
+    """
     if not policy.evicts or not isinstance(policy.protected(case.budget)[1], int):
         return
     for moment in run(policy, case):
@@ -139,7 +144,10 @@ def protected_tokens_stay(policy: Policy, case: Case) -> None:
 
 @_law
 def pinned_tokens_stay(policy: Policy, case: Case) -> None:
-    """Pinned tokens are held after every step, and beside them the policy keeps what `replay` keeps."""
+    """Check that pinned tokens are held after every step, and that beside them the policy keeps what `replay` keeps.
+
+    A case whose budget allows no pins passes.
+    """
     if (pinned := _with_pins(policy, case)) is None:
         return
     wanted = {position for start, stop in pinned.pins for position in range(start, stop)}
@@ -157,7 +165,9 @@ MANY = 100
 
 
 def _with_pins(policy: Policy, case: Case) -> Case | None:
-    """Pin as many tokens of the case as the budget allows, up to 4, in two spans; ``None`` if it allows none."""
+    """Return the case with as many tokens pinned as the budget allows, up to 4, in two spans; ``None`` if it allows
+    none.
+    """
     for n in (4, 3, 2, 1):
         first = 1 + case.seed % 3
         pins = spans([(first, first + 1), (first + 3, first + 2 + n)])
@@ -171,7 +181,7 @@ def _with_pins(policy: Policy, case: Case) -> Case | None:
 
 @_law
 def rows_permute(policy: Policy, case: Case) -> None:
-    """Reordering the rows of a batch reorders the result."""
+    """Check that reordering the rows of a batch reorders the result."""
     tape = Tape.random(case)
     order = torch.arange(case.rows).flip(0)
     turned = Tape(tape.query[order], tape.keys[order], tape.values[order], tape.real[order])
@@ -181,7 +191,7 @@ def rows_permute(policy: Policy, case: Case) -> None:
 
 @_law
 def heads_permute(policy: Policy, case: Case) -> None:
-    """Reordering the KV heads (with their query heads) reorders the result.
+    """Check that reordering the KV heads (with their query heads) reorders the result.
 
     Policies are exempt if their randomness is keyed by head, or if heads share a budget: a remainder goes to the first
     of equal heads.

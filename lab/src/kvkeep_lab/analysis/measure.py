@@ -51,7 +51,7 @@ class Context:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class AttentionRows:
     """Consecutive rows of one layer's causal attention matrix under the full cache. On the CPU; read-only.
 
     Attributes:
@@ -187,7 +187,7 @@ class Measurement(abc.ABC):
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Take some rows of one layer's attention."""
         raise NotImplementedError(f"{self.name} reads attention but takes no rows")
 

@@ -112,7 +112,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
     config: Any = model.config
     wanted: int = config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
-    return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=None)
 
 
 def find_block(trace: CallTrace, made: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ def _in_short(advice: Advice, claims: Sequence[ClaimLine]) -> str:
 
 
 def _chapters(sections: Sequence[Section]) -> Iterable[str]:
-    for name, part in groupby(sections, key=lambda found: _chapter(found.kind)):
+    for name, part in groupby(sections, key=lambda section: _chapter(section.kind)):
         yield f"<h2>{escape(name)}</h2>"
         yield from map(_show, part)
 

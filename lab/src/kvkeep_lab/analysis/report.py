@@ -257,10 +257,10 @@ def write(folder: AnalysisFolder) -> tuple[Path, dict[str, Any]]:
     """
     run = folder.manifest()
     found = read(folder)
-    results = {one.kind.name: one.record["result"] for one in found if one.reading is not None}
+    results = {finding.kind.name: finding.record["result"] for finding in found if finding.reading is not None}
     advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"], run["text_name"])
-    claims = [*(claim for one in found for claim in one.claims), *ELSEWHERE]
-    sections = [_section(folder, one) for one in found]
+    claims = [*(claim for finding in found for claim in finding.claims), *ELSEWHERE]
+    sections = [_section(folder, finding) for finding in found]
     for part in sections:
         if part.picture is not None:
             folder.write_bytes(f"{part.kind.name}.png", part.picture)
@@ -279,7 +279,10 @@ def _everything(
     run: dict[str, Any], found: Sequence[MeasurementFile], claims: Sequence[ClaimLine], advice: Advice
 ) -> dict[str, Any]:
     measured = {
-        one.kind.name: {**one.record, **({} if one.reading is None else {"reading": asdict(one.reading)})}
-        for one in found
+        finding.kind.name: {
+            **finding.record,
+            **({} if finding.reading is None else {"reading": asdict(finding.reading)}),
+        }
+        for finding in found
     }
     return {"run": run, "measurements": measured, "claims": [*map(asdict, claims)], "recommendation": asdict(advice)}

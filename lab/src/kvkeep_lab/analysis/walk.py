@@ -21,7 +21,7 @@ from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.device import enough_memory
-from kvkeep_lab.analysis.measure import Mlp, Rows
+from kvkeep_lab.analysis.measure import AttentionRows, Mlp
 from kvkeep_lab.analysis.mlp_blocks import Watched
 
 BLOCK = 128
@@ -33,7 +33,7 @@ _FLOAT32 = 4
 class Sees(Protocol):
     """Takes the rows of a walk; `Measurement` is one."""
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Take some rows of one layer's attention."""
 
     def mlp(self, mlp: Mlp) -> None:
@@ -44,12 +44,12 @@ class RowReader(WholeHistory):
     """Stands in for a layer, with full attention in float32, and hands on the rows of attention of each step.
 
     Args:
-        number: the layer's number in `Rows`.
+        number: the layer's number in `AttentionRows`.
         length: tokens of the text.
         take_rows: called with the rows; ``None`` if nobody reads them.
     """
 
-    def __init__(self, number: int, *, length: int, take_rows: Callable[[Rows], object] | None):
+    def __init__(self, number: int, *, length: int, take_rows: Callable[[AttentionRows], object] | None):
         super().__init__(length)
         self._number, self._take_rows = number, take_rows
 
@@ -65,7 +65,7 @@ class RowReader(WholeHistory):
         out: Tensor = (weights @ values[:, :, None]).flatten(1, 2)
         if self._take_rows is not None:
             shown = (weights[0].flatten(0, 1), values[0], logits[0].flatten(0, 1))
-            self._take_rows(Rows(self._number, first, *(tensor.cpu() for tensor in shown)))
+            self._take_rows(AttentionRows(self._number, first, *(tensor.cpu() for tensor in shown)))
         return out
 
 
@@ -96,7 +96,7 @@ class _FirstLook:
         self.units: list[bool] = []
         self.reasons: list[str] = []
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         self.heads.append((rows.weights.shape[0], rows.values.shape[0]))
 
     def mlp(self, mlp: Mlp) -> None:

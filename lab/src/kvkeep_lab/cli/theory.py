@@ -18,7 +18,7 @@ from kvkeep.cli.options import Json
 from kvkeep.errors import InputError
 
 if TYPE_CHECKING:
-    from kvkeep_lab.theory.claim import Claim, Outcome
+    from kvkeep_lab.theory.claim import Claim, ClaimOutcome
 
 _STYLES = {"holds": "green", "holds with a correction": "yellow", "fails": "red"}
 _MOST_LISTED = 10
@@ -76,7 +76,7 @@ def _hint(unknown: Sequence[str], known: Sequence[str]) -> str:
     """The names that were meant, or all of them if they are few."""
     if len(known) <= _MOST_LISTED:
         return f"Known: {', '.join(known)}."
-    close = [name for one in unknown for name in difflib.get_close_matches(one, known, n=1)]
+    close = [name for name_given in unknown for name in difflib.get_close_matches(name_given, known, n=1)]
     return f"Did you mean {', '.join(close)}?" if close else "kvkeep theory without --only names all of them."
 
 
@@ -104,7 +104,7 @@ def _report(claims: Sequence[Claim]) -> dict[str, Any]:
     return {"claims": entries, "verdicts": {verdict: verdicts[verdict] for verdict in _STYLES}}
 
 
-def _entry(claim: Claim, outcome: Outcome) -> Table:
+def _entry(claim: Claim, outcome: ClaimOutcome) -> Table:
     """A row of the table: the verdict; beside it the claim's name, source, statement and outcome."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(width=_VERDICT_WIDTH)

@@ -169,27 +169,27 @@ def fit(steps: dict[str, Any], name: str) -> Fitted:
         InputError: a point is of another kind, or all are at one place.
     """
     decode, prompt = _points(name, steps, "decode"), _points(name, steps, "prompt")
-    columns = [[1.0, one["rows"], one.get("slots", 0.0)] for one in decode]
-    reading = [[1.0, n := one["tokens"], n * (one.get("past", 0.0) + n / 2)] for one in prompt]
-    if not any("past" in one for one in prompt):
+    columns = [[1.0, step["rows"], step.get("slots", 0.0)] for step in decode]
+    reading = [[1.0, n := step["tokens"], n * (step.get("past", 0.0) + n / 2)] for step in prompt]
+    if not any("past" in step for step in prompt):
         reading = [[fixed, tokens, 0.0] for fixed, tokens, _ in reading]
     device = steps.get("device")
     if device is not None and not isinstance(device, str):
         raise InputError(f"{name}: device is no text.")
-    first, off = _line(columns, [one["seconds"] for one in decode])
-    second, also = _line(reading, [one["seconds"] for one in prompt])
+    first, off = _line(columns, [step["seconds"] for step in decode])
+    second, also = _line(reading, [step["seconds"] for step in prompt])
     whole = Fitted(first, second, (0.0, second[1]), max(off, also), device, _ratios(name, steps.get("ratios")))
     return whole if steps.get("mixed") is None else _with_mixed(whole, _points(name, steps, "mixed"))
 
 
 def _with_mixed(lines: Fitted, points: Sequence[dict[str, float]]) -> Fitted:
     """The same with a line through what prompts add to a decode step."""
-    whole = [one["seconds"] for one in points]
-    steps = [lines.seconds(round(one["rows"]), one.get("slots", 0.0)) for one in points]
+    whole = [point["seconds"] for point in points]
+    steps = [lines.seconds(round(point["rows"]), point.get("slots", 0.0)) for point in points]
     added = [max(1e-9, both - step) for both, step in zip(whole, steps, strict=True)]
-    (fixed, per_token, _), _ = _line([[1.0, one["tokens"], 0.0] for one in points], added, beside=whole)
-    found = [step + fixed + one["tokens"] * per_token for step, one in zip(steps, points, strict=True)]
-    error = max(abs(one / both - 1) for one, both in zip(found, whole, strict=True))
+    (fixed, per_token, _), _ = _line([[1.0, point["tokens"], 0.0] for point in points], added, beside=whole)
+    found = [step + fixed + point["tokens"] * per_token for step, point in zip(steps, points, strict=True)]
+    error = max(abs(estimate / both - 1) for estimate, both in zip(found, whole, strict=True))
     return replace(lines, mixed=(fixed, per_token), error=max(lines.error, error))
 
 

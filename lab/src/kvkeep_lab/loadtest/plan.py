@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep_lab.loadtest.jsonl import length, objects
-from kvkeep_lab.loadtest.lengths import Lengths
+from kvkeep.result_files import in_full
+
+_MOST = 10**7
+_RULE = re.compile(r"(?P<mean>~)?(?P<low>[0-9]{1,8})(?:-(?P<high>[0-9]{1,8}))?", re.ASCII)
+_TAIL = 8
+"""Exponential lengths are cut at so many times their mean."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of numbers of tokens.
+
+    Attributes:
+        low, high: the least and the most; between them all are equally likely.
+        mean: the mean of an exponential distribution in place of them.
+    """
+
+    low: int
+    high: int
+    mean: int | None = None
+
+    @classmethod
+    def read(cls, text: str, name: str) -> Lengths:
+        """The distribution that a text describes: ``128`` always, ``64-512`` uniform, ``~200`` exponential.
+
+        Args:
+            text: the text.
+            name: the argument that errors name.
+
+        Raises:
+            InputError: the text describes none.
+        """
+        found = _RULE.fullmatch(text.strip())
+        if found is None or (found["mean"] and found["high"]):
+            raise InputError(f"`{name}={text}` is no length: write 128, 64-512 (uniform) or ~200 (exponential mean).")
+        low, high = int(found["low"]), int(found["high"] or found["low"])
+        if not 1 <= low <= high <= _MOST:
+            raise InputError(f"`{name}={text}` is out of range: lengths are 1 to {_MOST}, the smaller one first.")
+        return cls(low, high, low if found["mean"] else None)
+
+    def __str__(self) -> str:
+        if self.mean is not None:
+            return f"~{self.mean}"
+        return f"{self.low}" if self.low == self.high else f"{self.low}-{self.high}"
+
+    @property
+    def average(self) -> float:
+        """The mean."""
+        return (self.low + self.high) / 2 if self.mean is None else float(self.mean)
+
+    @property
+    def most(self) -> int:
+        """The largest that is drawn."""
+        return self.high if self.mean is None else _TAIL * self.mean
+
+    def draw(self, source: random.Random) -> int:
+        """A length."""
+        if self.mean is None:
+            return source.randint(self.low, self.high)
+        return min(_TAIL * self.mean, max(1, round(source.expovariate(1 / self.mean))))
+
 
 _WORDS = (
     *("dog", "cat", "tree", "house", "river", "garden", "boat", "star", "rain", "bread", "stone", "bird"),
@@ -143,3 +205,50 @@ def _line(where: str, fields: dict[str, Any]) -> Line:
 def is_whole(text: str) -> bool:
     """Whether a text has no half of a character, which cannot be sent."""
     return text.encode("utf-8", "replace").decode() == text
+
+
+# Files of one JSON object a line.
+
+_LONGEST = 10**7
+
+
+def objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place of each line, for messages, and its object. Lines without text are left out.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no JSON object.
+    """
+    try:
+        raw = in_full(str(path)).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no UTF-8 text.") from error
+    for number, text in enumerate(raw.split("\n"), 1):
+        if text.strip():
+            where = f"{path}, line {number}"
+            yield where, _object(where, text)
+
+
+def length(where: str, fields: dict[str, Any], names: Sequence[str]) -> int | None:
+    """The number of tokens that has one of these names, the first one before the others; ``None``: there is none.
+
+    Raises:
+        InputError: it is not a whole number of 1 or more.
+    """
+    for name in names:
+        if (value := fields.get(name)) is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LONGEST:
+                raise InputError(f"{where}: {name} is not a whole number from 1 to {_LONGEST}.")
+            return value
+    return None
+
+
+def _object(where: str, text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: no JSON.") from error
+    if not isinstance(fields, dict):
+        raise InputError(f"{where}: no JSON object.")
+    return fields

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import httpx
 
 from kvkeep_lab.loadtest.client import RequestOutcome, Target, ask
+from kvkeep_lab.loadtest.percentiles import spread
 from kvkeep_lab.loadtest.plan import Arrival
 
 
@@ -36,11 +40,11 @@ async def send(
         async def talk(arrival: Arrival) -> None:
             await asyncio.sleep(max(0.0, start + arrival.at - time.perf_counter()))
             talked = _session if sessions else _conversation
-            async for one in talked(client, target, arrival, start + arrival.at):
-                outcomes.append(one)
-                ended(one)
+            async for outcome in talked(client, target, arrival, start + arrival.at):
+                outcomes.append(outcome)
+                ended(outcome)
 
-        await asyncio.gather(*(talk(one) for one in arrivals))
+        await asyncio.gather(*(talk(arrival) for arrival in arrivals))
     return outcomes
 
 
@@ -81,3 +85,49 @@ async def _session(
         await client.delete(f"{target.url}/sessions/{name}")
     except httpx.HTTPError:
         yield RequestOutcome(planned, time.perf_counter(), ended=time.perf_counter(), error="connection lost")
+
+
+# The numbers of a run.
+
+
+def summary(outcomes: Sequence[RequestOutcome], *, seconds: float) -> dict[str, Any]:
+    """All numbers of a run.
+
+    Times count from the moment at which a request was planned, so a client that is late hides no waiting.
+
+    Args:
+        outcomes: of all requests.
+        seconds: from the first request to the last answer.
+    """
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    written = [outcome for outcome in good if outcome.times]
+    new, read = sum(outcome.tokens for outcome in good), sum(outcome.prompt_tokens or 0 for outcome in good)
+    counted = all(outcome.new_tokens is not None for outcome in good)
+    return {
+        "requests": len(outcomes),
+        "completed": len(good),
+        "errors": dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None).most_common()),
+        "first_error": next((outcome.detail for outcome in outcomes if outcome.detail), None),
+        "seconds": seconds,
+        "ttft_s": spread([outcome.times[0] - outcome.planned for outcome in written]),
+        "tpot_s": spread([_time_per_token(outcome) for outcome in written if outcome.tokens > 1]),
+        "stall_s": spread([_longest_gap(outcome.times) for outcome in written if len(outcome.times) > 1]),
+        "request_s": spread([outcome.ended - outcome.planned for outcome in good]),
+        "late_s": spread([outcome.sent - outcome.planned for outcome in outcomes]),
+        "prompt_tokens": read,
+        "cached_tokens": sum(outcome.cached_tokens or 0 for outcome in good),
+        "new_tokens": new,
+        "tokens_counted_by": "server" if counted else "pieces of the stream",
+        "requests_per_s": len(good) / seconds,
+        "prompt_tokens_per_s": read / seconds,
+        "new_tokens_per_s": new / seconds,
+    }
+
+
+def _time_per_token(outcome: RequestOutcome) -> float:
+    """Return the seconds per output token after the first one, which is `ttft_s`."""
+    return (outcome.times[-1] - outcome.times[0]) / (outcome.tokens - 1)
+
+
+def _longest_gap(times: Sequence[float]) -> float:
+    return max(after - before for before, after in itertools.pairwise(times))

@@ -8,7 +8,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ClaimOutcome:
     """The result of a check.
 
     Attributes:
@@ -36,15 +36,15 @@ class Claim:
     source: str
     statement: str
     test: str
-    check: Callable[[], Outcome]
+    check: Callable[[], ClaimOutcome]
 
 
-def claim(name: str, source: str, test: str) -> Callable[[Callable[[], Outcome]], Claim]:
+def claim(name: str, source: str, test: str) -> Callable[[Callable[[], ClaimOutcome]], Claim]:
     """Turn a check into a `Claim`; the check's docstring is the statement."""
     return lambda check: Claim(name, source, check.__doc__ or "", test, check)
 
 
-def judge(by: str, *, printed: bool, corrected: bool = False) -> Outcome:
+def judge(by: str, *, printed: bool, corrected: bool = False) -> ClaimOutcome:
     """Return the outcome of a check.
 
     Args:
@@ -52,4 +52,4 @@ def judge(by: str, *, printed: bool, corrected: bool = False) -> Outcome:
         printed: whether the claim holds as printed.
         corrected: whether it holds after a small correction.
     """
-    return Outcome("holds" if printed else "holds with a correction" if corrected else "fails", by)
+    return ClaimOutcome("holds" if printed else "holds with a correction" if corrected else "fails", by)

@@ -9,7 +9,7 @@ import torch
 from kvkeep.planning.cost import LayerShape, full_bytes
 from kvkeep_lab.theory import ahakv
 from kvkeep_lab.theory.ahakv import gain, prefill_scores, sg_softmax, top_k
-from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
+from kvkeep_lab.theory.claim import Claim, ClaimOutcome, claim, judge
 from kvkeep_lab.theory.loops import attend, total
 
 _TESTS = "lab/tests/theory/test_ahakv.py::test_"
@@ -27,7 +27,7 @@ def _standard_errors(drawn: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @claim("ahakv-positional-bias", "AhaKV, Equation 4", f"{_TESTS}accumulated_mass_falls")
-def _bias() -> Outcome:
+def _bias() -> ClaimOutcome:
     """Under exchangeable logits E[S_j] = H_n - H_(j-1): accumulated attention falls by E[a_jj] = 1/j."""
     n = 32
     mass = ahakv.random_attention(n, 8, 1000, generator()).sum(dim=1)
@@ -47,7 +47,7 @@ def recent_rows(attention: torch.Tensor, r: int, *, printed: bool) -> torch.Tens
 
 
 @claim("ahakv-recent-accumulation", "AhaKV, Equation 5", f"{_TESTS}recent_accumulation_is_flat")
-def _recent() -> Outcome:
+def _recent() -> ClaimOutcome:
     """Summing rows n-r … n, the nearest r, gives every token the same expectation."""
     n, r = 32, 8
     attention = ahakv.random_attention(n, 8, 1000, generator())
@@ -64,7 +64,7 @@ def _recent() -> Outcome:
 
 
 @claim("ahakv-entropy-identity", "AhaKV, Equation 7", f"{_TESTS}the_entropy_of_a_row")
-def _identity() -> Outcome:
+def _identity() -> ClaimOutcome:
     """H_i = log Σ_{j≤i} e^w - Σ_{j≤i-1} w e^w / Σ_{j≤i-1} e^w."""
     w = torch.randn(20, generator=generator(), dtype=torch.float64)
     p = w.softmax(dim=0)
@@ -79,7 +79,7 @@ def _identity() -> Outcome:
 
 
 @claim("ahakv-moments", "AhaKV, Equations 23 and 28", f"{_TESTS}the_moments")
-def _moments() -> Outcome:
+def _moments() -> ClaimOutcome:
     """For normal x, E[e^x] = e^(μ+σ²/2) and E[x e^x] = (μ+σ²) e^(μ+σ²/2)."""
     # The trapezoid rule over 12 standard deviations is exact to rounding.
     mu, sigma = 0.3, 1.2
@@ -92,7 +92,7 @@ def _moments() -> Outcome:
 
 
 @claim("ahakv-entropy-of-attention", "AhaKV, Equation 8", f"{_TESTS}equation_8_forgets_the_scale")
-def _equation_8() -> Outcome:
+def _equation_8() -> ClaimOutcome:
     """The attention of Equation 1 has expected entropy log i - d/2."""
     i, d = 512, 64
     logits = ahakv.random_logits(i, d, 200, generator())
@@ -107,7 +107,7 @@ def _equation_8() -> Outcome:
 
 
 @claim("ahakv-expected-entropy", "AhaKV, Equations 8 and 10", f"{_TESTS}expected_entropy_and_its_limit")
-def _entropy() -> Outcome:
+def _entropy() -> ClaimOutcome:
     """Rows of i normal logits of variance σ² have expected entropy log i - σ²/2."""
     g = generator()
     near = {i: ahakv.mean_entropy(i, 1.0, 400, g) - ahakv.expected_entropy(i, 1.0) for i in (64, 512)}
@@ -121,7 +121,7 @@ def _entropy() -> Outcome:
 
 
 @claim("ahakv-sg-softmax", "AhaKV, Equation 9", f"{_TESTS}sg_softmax_lost_its_exponential")
-def _sg_softmax() -> Outcome:
+def _sg_softmax() -> ClaimOutcome:
     """SG-softmax λx / Σ e^(λx) is a distribution."""
     x = torch.randn(10, generator=generator(), dtype=torch.float64)
     lam = 1.7
@@ -136,7 +136,7 @@ def _sg_softmax() -> Outcome:
 
 
 @claim("ahakv-gain", "AhaKV, Equations 11 and 12", f"{_TESTS}the_gain_aims_at_log_k")
-def _gain() -> Outcome:
+def _gain() -> ClaimOutcome:
     """λ√d = √(2 log(i/k)) brings the expected entropy to log k."""
     g = generator()
     gaps = [
@@ -150,7 +150,7 @@ def _gain() -> Outcome:
 
 
 @claim("ahakv-twice-scaled", "AhaKV, Algorithm 1, lines 6 and 8", f"{_TESTS}algorithm_1_scales_twice")
-def _twice_scaled() -> Outcome:
+def _twice_scaled() -> ClaimOutcome:
     """SG-softmax with λ of Equation 12 on logits already divided by √d brings the entropy to log B."""
     i, k, d = 3600, 720, 128
     g = generator()
@@ -166,7 +166,7 @@ def _twice_scaled() -> Outcome:
 
 
 @claim("ahakv-small-ratios", "AhaKV, Equation 12", f"{_TESTS}the_gain_at_small_ratios")
-def _small_ratios() -> Outcome:
+def _small_ratios() -> ClaimOutcome:
     """λ = √(2 log(i/k)/d) sharpens attention for any number i of tokens."""
     k = 100
     undefined = math.log(50 / k) < 0
@@ -181,7 +181,7 @@ def _small_ratios() -> Outcome:
 
 
 @claim("ahakv-line-11", "AhaKV, Algorithm 1, line 11", f"{_TESTS}line_11_wastes_slots")
-def _line_11() -> Outcome:
+def _line_11() -> ClaimOutcome:
     """TopK(F_s, B_s) beside the B_r recent tokens fills the budget by refined scores."""
     n, B, B_r = 40, 12, 6
     g = generator()
@@ -200,7 +200,7 @@ def _line_11() -> Outcome:
 
 
 @claim("ahakv-cache-size", "AhaKV, Section 1", f"{_TESTS}the_size_of_a_cache")
-def _cache_size() -> Outcome:
+def _cache_size() -> ClaimOutcome:
     """LLaMA-2-7B at batch 8 and 32K tokens has a KV cache of 128 GB."""
     gib = 8 * full_bytes([LayerShape(32, 128, 128)] * 32, 32768, 2) / 2**30
     return judge(f"{gib:.0f} GiB", printed=gib == 128)

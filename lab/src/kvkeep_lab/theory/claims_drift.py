@@ -7,7 +7,7 @@ import functools
 import torch
 
 from kvkeep_lab.theory import drift
-from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
+from kvkeep_lab.theory.claim import Claim, ClaimOutcome, claim, judge
 from kvkeep_lab.theory.drift import Drift, PowerLaw, generate
 from kvkeep_lab.theory.transformer import Transformer, random_matrix, random_unit
 
@@ -32,7 +32,7 @@ def _runs() -> list[Drift]:
 
 
 @claim("scissorhands-recursion", "Scissorhands, proof of Theorem 4.1", f"{_TESTS}the_recursion")
-def _recursion() -> Outcome:
+def _recursion() -> ClaimOutcome:
     """x_{t+1} drifts by at most (1 + λ_1λ_2) λ_Vλ_O (2 dropped mass + (2 λ_Qλ_K + 1) drift so far)."""
     runs = _runs()
     some = [run.bound > 0 for run in runs]
@@ -44,14 +44,14 @@ def _recursion() -> Outcome:
 @claim(
     "scissorhands-twice-the-largest", "Scissorhands, proof of Theorem 4.1", f"{_TESTS}twice_the_largest_dropped_mass"
 )
-def _twice_the_largest() -> Outcome:
+def _twice_the_largest() -> ClaimOutcome:
     """If λ_Vλ_O (1 + λ_1λ_2)(1 + λ_Qλ_K) ≤ 1/2, the drift is at most twice the largest dropped mass."""
     share = max(float(run.apart.amax() / (2 * run.dropped.amax())) for run in _runs())
     return judge(f"at most {share:.1%} of the bound in three runs", printed=share <= 1)
 
 
 @claim("scissorhands-unit-tokens", "Scissorhands, Theorem 4.1, premises", f"{_TESTS}premises_exclude_each_other")
-def _unit_tokens() -> Outcome:
+def _unit_tokens() -> ClaimOutcome:
     """Generated tokens of length 1 and power-law attention can meet the condition on the weights."""
     runs = _runs()
     longest = max(float(run.lengths.amax()) for run in runs)
@@ -66,7 +66,7 @@ def _unit_tokens() -> Outcome:
 @claim(
     "scissorhands-dropped-mass", "Scissorhands, Theorem B.3, last line but one", f"{_TESTS}dropped_mass_in_closed_form"
 )
-def _mass() -> Outcome:
+def _mass() -> ClaimOutcome:
     """The dropped mass tends to M(q) = 1 + (k-2) q - (k-1) q^((k-2)/(k-1))."""
     g = torch.Generator().manual_seed(0)
     gap = 0.0
@@ -82,7 +82,7 @@ def _mass() -> Outcome:
 
 
 @claim("scissorhands-equation-11", "Scissorhands, Theorem B.3, Equation 11", f"{_TESTS}equation_11_fails_below_a_half")
-def _printed_mass() -> Outcome:
+def _printed_mass() -> ClaimOutcome:
     """The dropped mass is at most (1-q)/(0.98 (1-ε)²) (k - (k-1)((1-ε)/(q-ε))^(1/(k-1)))."""
     shares = [n / 100 for n in range(5, 100)]
     broken = [q for q in shares if drift.printed_dropped_mass(q, 3.0) < drift.dropped_mass(q, 3.0)]
@@ -97,7 +97,7 @@ def _printed_mass() -> Outcome:
 
 
 @claim("scissorhands-theorem-4-1", "Scissorhands, Theorem 4.1, Equation 4", f"{_TESTS}theorem_4_1_goes_below_zero")
-def _printed_error() -> Outcome:
+def _printed_error() -> ClaimOutcome:
     """E‖x_t - x̃_t‖ is at most 2.1 (1-q)/(1-ε)² (k - (k-1)((1-ε)/(q-ε))^(1/(k-1)))."""
     root = drift.bracket_root(3.0)
     return judge(
@@ -107,14 +107,14 @@ def _printed_error() -> Outcome:
 
 
 @claim("scissorhands-bracket", "Scissorhands, Section 4.2", f"{_TESTS}the_bracket_is_below_one")
-def _bracket() -> Outcome:
+def _bracket() -> ClaimOutcome:
     """The factor k - (k-1)((1-ε)/(q-ε))^(1/(k-1)) is always less than one."""
     found = [drift.bracket(q / 100, k) for q in range(1, 100) for k in (2.5, 3.0, 4.0, 10.0)]
     return judge(f"from {min(found):.1f} to {max(found):.3f}: also far below 0", printed=max(found) < 1)
 
 
 @claim("scissorhands-delta", "Scissorhands, proof of Theorem B.3", f"{_TESTS}delta_is_on_both_sides")
-def _delta() -> Outcome:
+def _delta() -> ClaimOutcome:
     """Δ ≤ 0.98 b if u ≥ 5b, and so 1/Δ ≤ 1/(0.98 b)."""
     ratios = {(k, u): PowerLaw(k, u).delta_ratio for k in (3.0, 4.0) for u in (5.0, 20.0, 100.0)}
     return judge(
@@ -125,7 +125,7 @@ def _delta() -> Outcome:
 
 
 @claim("scissorhands-delta-form", "Scissorhands, proof of Theorem B.3", f"{_TESTS}the_form_of_delta_has_a_wrong_sign")
-def _delta_form() -> Outcome:
+def _delta_form() -> ClaimOutcome:
     """Δ = b - (k-1)(u/b)^(1-k) (b-u)/(b^(1-k) - u^(1-k))."""
     law = PowerLaw(3.0, 5.0)
     k, b, u = law.k, law.b, law.u
@@ -138,7 +138,7 @@ def _delta_form() -> Outcome:
 
 
 @claim("scissorhands-probability", "Scissorhands, Theorem 4.1", f"{_TESTS}the_probability_lost_a_square")
-def _probability() -> Outcome:
+def _probability() -> ClaimOutcome:
     """Too few small scores come with probability at most exp(-2 (t-1)(1-q)²/(1-ε)²)."""
     q, epsilon, t = 0.5, 0.01, 1000
     found = drift.sampled_failure(q, epsilon, t, 2000, torch.Generator().manual_seed(0))

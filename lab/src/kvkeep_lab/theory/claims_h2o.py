@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvkeep.planning import cost
-from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
+from kvkeep_lab.theory.claim import Claim, ClaimOutcome, claim, judge
 from kvkeep_lab.theory.h2o import (
     CONCAVE,
     algorithm_1_literal,
@@ -59,7 +59,7 @@ def _with_a_sink(seed: int) -> tuple[list[Vector], list[Vector]]:
 
 
 @claim("h2o-algorithm-1", "H2O, Algorithm 1, lines 8, 9", f"{_RUNS}test_line_9_freezes_the_first_tokens")
-def _algorithm_1() -> Outcome:
+def _algorithm_1() -> ClaimOutcome:
     """A new token competes with the kept ones by its attention."""
     entered = {"printed": 0, "meant": 0}
     for seed in range(5):
@@ -71,7 +71,7 @@ def _algorithm_1() -> Outcome:
 
 
 @claim("h2o-rows", "H2O, Algorithm 2, line 8; Definition D.10", f"{_RUNS}test_rows_are_no_probabilities")
-def _rows() -> Outcome:
+def _rows() -> ClaimOutcome:
     """o_i is the normalised attention over the kept tokens."""
     worst = right = 0.0
     for seed in range(10):
@@ -85,7 +85,7 @@ def _rows() -> Outcome:
 
 
 @claim("h2o-new-token", "H2O, Algorithm 2, lines 8 to 11", f"{_RUNS}test_the_new_key_has_no_part")
-def _new_token() -> Outcome:
+def _new_token() -> ClaimOutcome:
     """Whether a new token stays depends on the attention it receives."""
     # Two runs that differ in the newest token's key alone: do their decisions differ?
     moved = {"printed": 0, "meant": 0}
@@ -104,7 +104,7 @@ def _new_token() -> Outcome:
 @claim(
     "h2o-accumulation", "H2O, Algorithm 2, line 9; Remark D.15", f"{_RUNS}test_rows_before_the_cache_is_full_are_lost"
 )
-def _accumulation() -> Outcome:
+def _accumulation() -> ClaimOutcome:
     """õ_i is the attention that each token has received so far."""
     # Algorithm 2 starts to sum only when the cache is full, so it misses the rows before.
     K, Q = [[3.0], [0.0], [1.0]], [[1.0], [1.0], [-1.0]]
@@ -115,7 +115,7 @@ def _accumulation() -> Outcome:
 
 
 @claim("h2o-any-h", "H2O, Remark D.14", f"{_RUNS}test_no_choice_of_h_changes_what_goes")
-def _any_h() -> Outcome:
+def _any_h() -> ClaimOutcome:
     """Every rising h in the score function evicts the same tokens."""
     differ = total = 0
     for seed in range(5):
@@ -132,7 +132,7 @@ def _any_h() -> Outcome:
 @claim(
     "h2o-claim-d34", "H2O, Claim D.34 and its proof", "lab/tests/theory/test_sparsity.py::test_the_bound_for_one_row"
 )
-def _sparsity() -> Outcome:
+def _sparsity() -> ClaimOutcome:
     """In (α, τ, k)-good rows the supports have at most αkn tokens outside of the core together."""
     n, k, alpha = 3, 4, 0.5
 
@@ -147,7 +147,7 @@ def _sparsity() -> Outcome:
 
 
 @claim("h2o-cache-size", "H2O, Section 1", "tests/planning/test_cost.py::test_h2o_180_gb")
-def _opt_30b() -> Outcome:
+def _opt_30b() -> ClaimOutcome:
     """OPT-30B at batch 128 and 1024 tokens has a cache of 180 GB."""
     size = 128 * cost.full_bytes((cost.LayerShape(56, 128, 128),) * 48, 1024, 2)
     return judge(f"{size / 1e9:.1f} GB", printed=round(size / 1e10) == 18)
@@ -180,7 +180,7 @@ def _violation(f: SetFunction, n: int) -> float:
 
 
 @claim("h2o-score-function", "H2O, Remark D.14", f"{_SETS}test_a_convex_h_is_not_submodular")
-def _score() -> Outcome:
+def _score() -> ClaimOutcome:
     """With a rising concave h the score function is monotone and submodular."""
     weights = _weights(6, 0)
     worst = max(_violation(concave_of_modular(weights, h), 6) for h in CONCAVE.values())
@@ -190,7 +190,7 @@ def _score() -> Outcome:
 
 
 @claim("h2o-definition-d1", "H2O, Definition D.1", f"{_SETS}test_the_three_conditions_are_one")
-def _conditions() -> Outcome:
+def _conditions() -> ClaimOutcome:
     """The three conditions for submodular are the same."""
     noise, agree, submodular = random.Random(3), 0, 0
     for _ in range(200):
@@ -204,14 +204,14 @@ def _conditions() -> Outcome:
 
 
 @claim("h2o-examples", "H2O, App. D.2", f"{_SETS}test_the_examples_are_submodular")
-def _examples() -> Outcome:
+def _examples() -> ClaimOutcome:
     """Linear, budget-additive and coverage functions are monotone and submodular."""
     worst = max(_violation(make(6, seed), 6) for make in list(EXAMPLES.values())[:3] for seed in range(3))
     return judge(f"largest violation {max(worst, 0.0):.0e} in 9 examples", printed=worst <= TINY)
 
 
 @claim("h2o-remark-d5", "H2O, Remark D.5", f"{_SETS}test_dynamic_is_weaker_than_strong")
-def _weaker() -> Outcome:
+def _weaker() -> ClaimOutcome:
     """Submodular above Z alone is weaker than submodular everywhere."""
 
     def f(S: Set) -> float:
@@ -223,7 +223,7 @@ def _weaker() -> Outcome:
 
 
 @claim("h2o-attention-scheme", "H2O, assumption of Lemma 3.1", f"{_SETS}test_mass_is_submodular")
-def _scheme() -> Outcome:
+def _scheme() -> ClaimOutcome:
     """The attention scheme is submodular."""
     row = softmax([2.0 * x for (x,) in gauss(6, 1, 0)])
     near, mass = closeness(row, gauss(6, 3, 1)), concave_of_modular(row)
@@ -235,7 +235,7 @@ def _scheme() -> Outcome:
 
 
 @claim("h2o-theorem-d17", "H2O, Theorem D.17, Algorithm 3", f"{_SETS}test_the_bound_is_nearly_reached")
-def _greedy() -> Outcome:
+def _greedy() -> ClaimOutcome:
     """Greedy reaches 1 - 1/e of the best set of k, for monotone submodular f with f(∅) = 0."""
     worst = min(
         f(greedy(f, 8, 3)) / optimum(f, 8, 3)
@@ -250,7 +250,7 @@ def _greedy() -> Outcome:
 
 
 @claim("h2o-corollary-d18", "H2O, Corollary D.18", f"{_SETS}test_corollary_d18")
-def _noisy() -> Outcome:
+def _noisy() -> ClaimOutcome:
     """With marginals off by ε, greedy loses at most k(2 - 1/e)ε more."""
     epsilon, slack = 0.2, math.inf
     for make in EXAMPLES.values():
@@ -268,7 +268,7 @@ def _misled(f: SetFunction, noise: random.Random, i: int, S: Set) -> float:
 
 
 @claim("h2o-lemma-d19", "H2O, Lemma D.19", f"{_SETS}test_lemma_d19_leaves_room")
-def _robust() -> Outcome:
+def _robust() -> ClaimOutcome:
     """With differences known to ε/2n, greedy loses at most ε."""
     lost = max(GREEDY - noisy_bound(1.0, k, 1.0 / (2 * n)) for n in range(1, 40) for k in range(1, n + 1))
     return judge(f"marginals off by ε/2n lose at most {lost:.2f} ε", printed=lost <= 1.0)

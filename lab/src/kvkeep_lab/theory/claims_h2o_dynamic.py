@@ -6,7 +6,7 @@ import itertools
 import math
 from functools import cache
 
-from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
+from kvkeep_lab.theory.claim import Claim, ClaimOutcome, claim, judge
 from kvkeep_lab.theory.claims_h2o import gauss
 from kvkeep_lab.theory.dynamic import (
     Dynamic,
@@ -52,7 +52,7 @@ def _holding(found: list[Guarantee]) -> tuple[int, int]:
 
 
 @claim("h2o-lemma-d29", "H2O, Lemma D.29", f"{_HERE}test_lemma_d29_along_a_run")
-def _exact() -> Outcome:
+def _exact() -> ClaimOutcome:
     """With θ and γ as a run has them, each set has (1-1/e)((1-θ)(1-γ))^(i+1) of the next best."""
     found = [*_sums(), *_rows()]
     held, total = _holding(found)
@@ -65,7 +65,7 @@ def _exact() -> Outcome:
 
 
 @claim("h2o-definition-d28", "H2O, Definition D.28", f"{_HERE}test_definition_d28_looks_the_wrong_way")
-def _direction() -> Outcome:
+def _direction() -> ClaimOutcome:
     """Condition 2, opt_i ≥ (1-γ) opt_(i-1), is what the induction needs."""
     (printed, total), (meant, _) = _holding(_sums(printed=True)), _holding(_sums())
     by = f"the bound holds in {printed} of {total} steps with the printed condition, in {meant} with opt_(i+1)"
@@ -73,7 +73,7 @@ def _direction() -> Outcome:
 
 
 @claim("h2o-lemma-d29-step-1", "H2O, proof of Lemma D.29, line 1", f"{_HERE}test_the_first_step_is_not_monotonicity")
-def _first_step() -> Outcome:
+def _first_step() -> ClaimOutcome:
     """f(S_(i+1)) ≥ f(S_i) because f is monotone."""
     f, S = _fixed(5.0, 4.0, 1.0), frozenset({1, 2})
     before, forced = f(S, 3)(S), f(S, 3)(expand(f, S, 3, 2, keep_newest=True))
@@ -91,7 +91,7 @@ def _first_step() -> Outcome:
 
 
 @claim("h2o-lemma-d29-line-3", "H2O, proof of Lemma D.29, lines 3, 4", f"{_HERE}test_the_third_line_has_a_stray_term")
-def _stray() -> Outcome:
+def _stray() -> ClaimOutcome:
     """Line 4 follows from line 3, which ends with -i ε_0."""
     # Lines 3 and 4 of the proof at i = 5, with θ = γ = 0.01, ``opt_{i+1} = 3`` and ``opt_i = (1-γ) opt_{i+1}``.
     theta, gamma, i, best = 0.01, 0.01, 5, 3.0
@@ -105,7 +105,7 @@ def _stray() -> Outcome:
 
 
 @claim("h2o-lemma-d30", "H2O, Lemma D.30", f"{_HERE}test_lemma_d30_needs_both_sides")
-def _approximate() -> Outcome:
+def _approximate() -> ClaimOutcome:
     """The guarantee survives an approximate f̃ with f ≥ f̃ - ε_0, at the price of ε_0 a step."""
     lost = _fixed(1.0, 0.0, 0.0)
     nothing: Dynamic = lambda Z, i: lambda T: 0.0  # noqa: E731
@@ -121,7 +121,7 @@ def _approximate() -> Outcome:
 
 
 @claim("h2o-theorem-d32", "H2O, Theorems 4.4 and D.32", f"{_HERE}test_theorem_d32_follows_from_lemmas")
-def _theorem() -> Outcome:
+def _theorem() -> ClaimOutcome:
     """If θ, γ ≤ α/10n and ε_0 ≤ β/10n, each set has (1-1/e)(1-α) opt - β."""
     slack = math.inf
     for n, alpha, beta in itertools.product((1, 10, 300), (0.01, 0.5, 0.99), (0.0, 1.0)):
@@ -135,12 +135,12 @@ def _theorem() -> Outcome:
 @claim(
     "h2o-mild-assumption", "H2O, assumption of Theorems 4.4 and D.32", f"{_HERE}test_the_mild_assumption_is_far_away"
 )
-def _mild() -> Outcome:
+def _mild() -> ClaimOutcome:
     """θ and γ are at most α/10n, a mild assumption."""
     needed = _sums()[0].needed
-    gamma = min(found.gamma for found in _sums())
-    even = min(1.0 - (found.steps[0].now / found.steps[-1].best) ** (1 / (TOKENS - 1)) for found in _sums())
-    theta = min(found.theta for found in _rows())
+    gamma = min(run.gamma for run in _sums())
+    even = min(1.0 - (run.steps[0].now / run.steps[-1].best) ** (1 / (TOKENS - 1)) for run in _sums())
+    theta = min(run.theta for run in _rows())
     by = (
         f"needed under {needed:.4f} for n = {TOKENS}; sums over rows: γ {gamma:.2f}, {even:.2f} if spread evenly; "
         f"the newest row alone: θ {theta:.2f}"

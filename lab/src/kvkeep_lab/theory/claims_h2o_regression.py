@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
+from kvkeep_lab.theory.claim import Claim, ClaimOutcome, claim, judge
 from kvkeep_lab.theory.regression import (
     SoftmaxRegression,
     algorithm_4,
@@ -62,7 +62,7 @@ def _heavier(problem: SoftmaxRegression, factor: float) -> SoftmaxRegression:
 
 
 @claim("h2o-definition-d38", "H2O, Definition D.38", f"{_LOSS}test_definition_d38_means_f_of_d37")
-def _self_reference() -> Outcome:
+def _self_reference() -> ClaimOutcome:
     """c = f - b with the f of Definition D.38."""
     # As printed, f is c itself, and the equation c = c - b is off by b.
     left = meant = 0.0
@@ -75,7 +75,7 @@ def _self_reference() -> Outcome:
 
 
 @claim("h2o-lemma-d44", "H2O, Lemma D.44, Parts 1 to 4", f"{_LOSS}test_slopes")
-def _slopes() -> Outcome:
+def _slopes() -> ClaimOutcome:
     """The slopes of u, α, 1/α and f."""
     worst = 0.0
     for p, x in _problems():
@@ -86,7 +86,7 @@ def _slopes() -> Outcome:
 
 
 @claim("h2o-lemma-d44-part-5", "H2O, Lemma D.44, Part 5", f"{_LOSS}test_part_5_has_the_wrong_sign")
-def _part_5() -> Outcome:
+def _part_5() -> ClaimOutcome:
     """The gradient of L_exp is A^T(f<c, f> + f∘c)."""
     printed = corrected = 0.0
     for problem, x in _problems():
@@ -98,7 +98,7 @@ def _part_5() -> Outcome:
 
 
 @claim("h2o-lemmas-d45-d46", "H2O, Lemmas D.45 and D.46", f"{_LOSS}test_curvatures")
-def _curvatures() -> Outcome:
+def _curvatures() -> ClaimOutcome:
     """The second derivatives of u and α."""
     worst = 0.0
     for p, x in _problems():
@@ -108,7 +108,7 @@ def _curvatures() -> Outcome:
 
 
 @claim("h2o-hessian", "H2O, App. D.20", f"{_LOSS}test_the_inner_matrix")
-def _form() -> Outcome:
+def _form() -> ClaimOutcome:
     """The Hessian of the whole loss is A^T(B(x) + W²)A."""
     worst = uneven = 0.0
     for problem, x in _problems():
@@ -123,7 +123,7 @@ def _form() -> Outcome:
 
 
 @claim("h2o-lemma-d47-part-1", "H2O, Lemma D.47, Part 1", f"{_LOSS}test_part_1_needs_a_bound_on_b")
-def _part_1() -> Outcome:
+def _part_1() -> ClaimOutcome:
     """If w_i² ≥ 20 + l/σ_min(A)², the Hessian is at least l."""
     least, heavy = math.inf, math.inf
     for seed in range(20):
@@ -135,7 +135,7 @@ def _part_1() -> Outcome:
 
 
 @claim("h2o-lemma-d47-part-2", "H2O, Lemma D.47, Part 2", f"{_LOSS}test_part_2_needs_a_bound_on_b")
-def _part_2() -> Outcome:
+def _part_2() -> ClaimOutcome:
     """If w_i² ≥ 200 exp(R²) + l/σ_min(A)², W² is the inner matrix to a tenth."""
 
     def share(problem: SoftmaxRegression, x: Tensor) -> float:
@@ -165,7 +165,7 @@ def _lipschitz(change: Callable[[SoftmaxRegression, Tensor], Tensor], bound: Cal
 
 
 @claim("h2o-lemma-d48-u", "H2O, proof of Lemma D.48", f"{_LOSS}test_lemma_d48")
-def _u_lipschitz() -> Outcome:
+def _u_lipschitz() -> ClaimOutcome:
     """u changes by at most 2√n R exp(R²) times the distance."""
     bound = lambda R: 2.0 * math.sqrt(6.0) * R * math.exp(R * R)  # noqa: E731
     worst = _lipschitz(lambda problem, x: problem.u(x)[:, None], bound)
@@ -173,7 +173,7 @@ def _u_lipschitz() -> Outcome:
 
 
 @claim("h2o-lemma-d48", "H2O, Lemma D.48", f"{_LOSS}test_lemma_d48")
-def _hessian_lipschitz() -> Outcome:
+def _hessian_lipschitz() -> ClaimOutcome:
     """The Hessian changes by at most n² exp(40R²) times the distance."""
     worst = _lipschitz(lambda problem, x: problem.hessian(x), lambda R: 36.0 * math.exp(40.0 * R * R))
     return judge(f"at most {worst:.0e} of the bound for 40 pairs of points, R up to 2", printed=worst <= 1.0)
@@ -190,7 +190,7 @@ def _start() -> tuple[SoftmaxRegression, Tensor, Tensor]:
 
 
 @claim("h2o-algorithm-4", "H2O, Algorithm 4, line 9", f"{_STEPS}test_the_printed_plus_doubles_the_error")
-def _sign() -> Outcome:
+def _sign() -> ClaimOutcome:
     """x + H^(-1)g is a step to the minimum."""
     problem, best, x = _start()
     up, down = (errors(algorithm_4(problem, x, sign=sign), best, 3) for sign in (1, -1))
@@ -199,7 +199,7 @@ def _sign() -> Outcome:
 
 
 @claim("h2o-theorem-d49", "H2O, Theorem D.49", f"{_STEPS}test_the_iterations_of_theorem_d49")
-def _iterations() -> Outcome:
+def _iterations() -> ClaimOutcome:
     """log(‖x_0 - x*‖/ε) steps with sampled rows end within ε, with probability 1 - δ."""
     problem = draw(900, 3, radius=1.0, least=ENOUGH, seed=3)
     best = minimum(problem)
@@ -219,7 +219,7 @@ def _iterations() -> Outcome:
 
 
 @claim("h2o-weights-alone", "H2O, Lemma D.47, Part 2, in Algorithm 4", f"{_STEPS}test_the_weights_alone_contract")
-def _ninth() -> Outcome:
+def _ninth() -> ClaimOutcome:
     """A step with W² alone leaves at most a ninth of the error."""
     problem, best, x = _start()
     path = [0.3, *errors(algorithm_4(problem, x, curvature=weights_alone), best, 3)]
@@ -228,7 +228,7 @@ def _ninth() -> Outcome:
 
 
 @claim("h2o-epsilon-1", "H2O, Algorithm 4, line 6", f"{_STEPS}test_epsilon_1_has_to_be_small")
-def _epsilon_1() -> Outcome:
+def _epsilon_1() -> ClaimOutcome:
     """Any constant ε_1 is small enough for that number of steps."""
     # The worst inner matrix within ``1 ± ε_1`` is ``1 - ε_1`` times the right one.
     problem, best, x = _start()

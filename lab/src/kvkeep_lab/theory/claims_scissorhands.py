@@ -8,7 +8,7 @@ import torch
 
 from kvkeep.planning.cost import LayerShape, full_bytes
 from kvkeep_lab.theory import claims_drift, drift, transformer
-from kvkeep_lab.theory.claim import Claim, Outcome, claim, judge
+from kvkeep_lab.theory.claim import Claim, ClaimOutcome, claim, judge
 from kvkeep_lab.theory.scissorhands import AlgorithmReading, algorithm_1
 from kvkeep_lab.theory.transformer import Transformer, random_matrix, random_unit
 
@@ -43,7 +43,7 @@ def pivotal_step(g: torch.Generator, d: int = 64, before: int = 24) -> transform
 
 
 @claim("scissorhands-recent-window", "Scissorhands, Algorithm 2", f"{_TESTS}printed_slice_drops_recent")
-def _recent_window() -> Outcome:
+def _recent_window() -> ClaimOutcome:
     """I[: -r] ← 0 keeps the r newest tokens from being dropped."""
     g = generator()
     q, k = torch.randn(2, 120, 8, generator=g, dtype=torch.float64).tolist()
@@ -59,7 +59,7 @@ def _recent_window() -> Outcome:
 
 
 @claim("scissorhands-absolute-value", "Scissorhands, Theorem 3.1", f"{_TESTS}theorem_31_and_absolute_value")
-def _absolute_value() -> Outcome:
+def _absolute_value() -> ClaimOutcome:
     """x_ℓ A x_ℓ^T ≥ max x_j A x_ℓ^T / ε, without an absolute value, makes the next score follow α_ℓ to within 3ε."""
     X = torch.tensor([[1.0, 0.0], [-0.6, 0.8]], dtype=torch.float64)
     step = transformer.take_step(simple(2), X, torch.tensor([0.0, 1.0], dtype=torch.float64))
@@ -75,7 +75,7 @@ def _absolute_value() -> Outcome:
 
 
 @claim("scissorhands-middle-term", "Scissorhands, Theorem 3.1, Equation 3", f"{_TESTS}middle_term_of_the_same_token")
-def _middle_term() -> Outcome:
+def _middle_term() -> ClaimOutcome:
     """The bounds made of α_ℓ hold the next score on x_j."""
     step = pivotal_step(generator())
     over = float((step.error_of_another() - 3 * step.epsilon()[:, None]).amax())
@@ -87,7 +87,7 @@ def _middle_term() -> Outcome:
 
 
 @claim("scissorhands-lemma-b1", "Scissorhands, Lemma B.1", f"{_TESTS}lemma_b1")
-def _lemma_b1() -> Outcome:
+def _lemma_b1() -> ClaimOutcome:
     """Unit vectors with inner product 1 - δ differ by at most √(2δ) ‖y‖ on any y."""
     g = generator()
     most = 0.0
@@ -100,14 +100,14 @@ def _lemma_b1() -> Outcome:
 
 
 @claim("scissorhands-lemma-b2", "Scissorhands, Lemma B.2", f"{_TESTS}lemma_b2")
-def _lemma_b2() -> Outcome:
+def _lemma_b2() -> ClaimOutcome:
     """a_t W_Q W_K^T x_ℓ^T is α_ℓ x_ℓ A x_ℓ^T to within ε x_ℓ A x_ℓ^T."""
     left, right = pivotal_step(generator()).lemma_b2()
     return judge(f"at most {float((left / right).amax()):.0%} of the allowance", printed=bool((left <= right).all()))
 
 
 @claim("scissorhands-lemma-b3", "Scissorhands, Lemma B.3", f"{_TESTS}lemma_b3_and_the_largest")
-def _lemma_b3() -> Outcome:
+def _lemma_b3() -> ClaimOutcome:
     """Attention moves by at most 2 √(t-1)/t λ_Q λ_K times the distance of the last tokens."""
     g = generator()
     model = replace(simple(8), Q=random_matrix(8, 8, 3.0, g), K=random_matrix(8, 8, 3.0, g))
@@ -130,7 +130,7 @@ def _opposite() -> drift.Drop:
 
 
 @claim("scissorhands-lemma-b4", "Scissorhands, Lemma B.4", f"{_TESTS}lemma_b4_and_its_factor")
-def _lemma_b4() -> Outcome:
+def _lemma_b4() -> ClaimOutcome:
     """Dropping keys moves the output by at most λ_V λ_O times the dropped mass."""
     drop = _opposite()
     allowed = drop.gain * drop.mass
@@ -142,7 +142,7 @@ def _lemma_b4() -> Outcome:
 
 
 @claim("scissorhands-twice-the-mass", "Scissorhands, proof of Lemma B.4", f"{_TESTS}twice_the_dropped_mass")
-def _twice_the_mass() -> Outcome:
+def _twice_the_mass() -> ClaimOutcome:
     """Renormalising over the kept keys moves attention by exactly twice the dropped mass."""
     g = generator()
     gap = 0.0
@@ -156,7 +156,7 @@ def _twice_the_mass() -> Outcome:
 
 
 @claim("scissorhands-lemma-b5", "Scissorhands, Lemma B.5", f"{_TESTS}lemma_b5")
-def _lemma_b5() -> Outcome:
+def _lemma_b5() -> ClaimOutcome:
     """The MLP stretches no distance by more than 1 + λ_1 λ_2."""
     g = generator()
     most = 0.0
@@ -168,7 +168,7 @@ def _lemma_b5() -> Outcome:
 
 
 @claim("scissorhands-similarity", "Scissorhands, Section 5", f"{_TESTS}heaviest_keys_keep_the_mass")
-def _similarity() -> Outcome:
+def _similarity() -> ClaimOutcome:
     """Of all sets of B keys, those with the highest scores give the output most similar to the full one."""
     weights = torch.tensor([0.4, 0.3, 0.3], dtype=torch.float64)
     V = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
@@ -187,7 +187,7 @@ def kv_gib(layers: int, width: int) -> float:
 
 
 @claim("scissorhands-kv-table", "Scissorhands, Table 1", f"{_TESTS}the_table_of_cache_sizes")
-def _kv_table() -> Outcome:
+def _kv_table() -> ClaimOutcome:
     """At batch 128 and 2 048 tokens the cache takes 1152, 640 and 950 GB (OPT-175B, LLaMA-65B, BLOOM)."""
     opt, llama, bloom = kv_gib(96, 12288), kv_gib(80, 8192), kv_gib(70, 14336)
     return judge(

@@ -219,7 +219,7 @@ def goodness(rows: Sequence[Vector], tau: float, core: Set | None = None) -> Goo
     core = common if core is None else core
     if not core <= common:
         raise InputError(f"the core {sorted(core)} is not in every support; in all of them are {sorted(common)}")
-    outside = [found - core for found in supports]
-    most = max(len(found) for found in outside)
+    outside = [support - core for support in supports]
+    most = max(len(support) for support in outside)
     alpha = most / len(core) if core else float("inf") if most else 0.0
     return Good(core, alpha, frozenset().union(*outside), len(rows))

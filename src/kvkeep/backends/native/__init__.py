@@ -13,8 +13,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import AtRanks, Backend, FusedStep, Repeat, SlotLimits, is_known, turned, wanted
+from kvkeep.backends.base import (
+    AtRanks,
+    AttentionInputs,
+    Backend,
+    FusedStep,
+    Repeat,
+    SecondReading,
+    SlotLimits,
+    is_known,
+    turned,
+    wanted,
+)
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.native import ops
 from kvkeep.backends.native.bindings import KeyRotation, coding_of, turn_of
@@ -23,7 +33,7 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.kv.pooled_store import lying
 from kvkeep.kv.slot_codec import LazySlots
 from kvkeep.rotary import Rotation
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import Budget, Report, Slots
 
 __all__ = ["Native", "NativeBackend", "native"]
 
@@ -53,21 +63,15 @@ class NativeBackend(Backend):
         self._rotation = rotation
         self._others: Backend = TorchBackend() if rotation is None else AtRanks(NativeBackend(), rotation)
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """Attend in the kernel, or in torch if the kernel cannot.
+
+        A padded query, or one that sees nothing, gives zeros.
+        """
+        query, slots, now, options, statistic = inputs
         if query.shape[2] > 1:
-            read = None
-            if self._rotation is None:
-                read = ops.attend_prefill(query, slots, now, statistic=statistic, options=options)
-            return read or self._others.attend(query, slots, now, statistic=statistic, options=options)
+            read = ops.attend_prefill(inputs) if self._rotation is None else None
+            return read or self._others.attend(inputs)
         found = None
         if options.top is None and is_known(statistic):
             there, ranges = lying(slots)
@@ -76,72 +80,56 @@ class NativeBackend(Backend):
             asked: dict[str, Any] = {"options": options, "wanted": wanted(statistic), "turn": turn}
             found = ops.attend(*given, **asked, ranges=ranges, codes=codes)
         if found is None:
-            return self._others.attend(query, slots, now, statistic=statistic, options=options)
+            return self._others.attend(inputs)
         out, *sums = found
-        return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+        return out, Report(dict(zip(statistic.fields, sums, strict=True)))
 
-    def reread(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hk S"]:
-        """See `Backend.reread`; under slot positions keys are rotated first."""
-        return self._others.reread(query, slots, now, length=length, rotation=rotation, options=options)
+    def reread(self, inputs: AttentionInputs, again: SecondReading) -> Float[Tensor, "B Hk S"]:
+        """Compute `Backend.reread` in torch, with keys rotated first under slot positions."""
+        return self._others.reread(inputs, again)
 
     def attend_twice(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        length: Int[Tensor, "B #Hk"],
-        rotation: Rotation | None,
+        self, inputs: AttentionInputs, again: SecondReading
     ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
-        """See `Backend.attend_twice`; one call of the kernel."""
-        asked: dict[str, Any] = {"statistic": statistic, "options": options}
-        found = None
-        if self._rotation is None:
-            found = ops.attend_twice(query, slots, now, **asked, again=turned(query, length, rotation))
-        return found or self._others.attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
+        """Return the results of `attend` and `reread` from one call of the kernel, or from torch if the kernel
+        cannot.
+        """
+        done = ops.attend_twice(inputs, turned(inputs.query, again)) if self._rotation is None else None
+        return done or self._others.attend_twice(inputs, again)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`."""
+        """Write one token per row into an empty slot of each head, in the kernel, or in torch if the kernel cannot."""
         there, ranges = lying(slots)
         there, codes = coding_of(there)
         slot = ops.write(*there, new=(keys, values), now=now, starts=ranges and ranges[0], codes=codes)
         if slot is None:
             return Copying(self._others).append(slots, keys, values, now)
         if isinstance(slots, LazySlots):
-            slots.forget()
+            slots.forget()  # the decoded copy lacks the new token
         return slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `Backend.expire`."""
+        """Empty the slots that a sliding window has passed, in the kernel, or in torch if the kernel cannot."""
         if not ops.expire(positions, seen, window):
             self._others.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """See `Backend.is_over`."""
+        """Return whether a head holds more than its limit, counted in the kernel, or in torch if the kernel cannot."""
         count = ops.count_over(positions, limit)
         return self._others.is_over(positions, limit) if count is None else count > 0
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
-        """See `Backend.evict`."""
+        """Empty one slot of every head over its limit, in the kernel, or in torch if the kernel cannot."""
         sinks, recent, limit = limits.sinks, limits.recent, limits.stay
         if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
             self._others.evict(positions, score, limits)
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
-        """See `Backend.step`."""
+        """Run a whole decode step in one call of the kernel, and return the output; ``None``, with nothing changed,
+        if it cannot.
+        """
         call = self._packed(step)
         out = None if call is None else call.run()
         if isinstance(step.slots, LazySlots):
@@ -149,7 +137,11 @@ class NativeBackend(Backend):
         return out
 
     def repeat(self, step: FusedStep) -> Repeat | None:
-        """See `Backend.repeat`. Angles of slot positions, bits in rings, and numbers of single rows are packed anew."""
+        """Return the step as packed arguments that are given other tokens only.
+
+        Return ``None`` if something else changes with each token: angles of slot positions, bits in rings, sinks, or
+        numbers of single rows.
+        """
         report, limits = wanted(step.statistic), step.limits
         numbers = (limits.recent, limits.stay, *((report.counts, report.gain, report.last) if report else ()))
         if self._rotation is not None or step.added.ring is not None or step.options.sinks is not None:
@@ -160,8 +152,9 @@ class NativeBackend(Backend):
         return None if call is None else ops.NativeRepeat(call)
 
     def _packed(self, step: FusedStep) -> ops.NativeStep | None:
-        """The packed arguments of a step; ``None`` if the kernel cannot do it."""
+        """Return the packed arguments of a step; ``None`` if the kernel cannot run it."""
         query, slots, new, now, statistic, options, added, limits = step
+        # the kernel has one window, for what is attended to and for what expires
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
         there, ranges = lying(slots)
@@ -169,7 +162,7 @@ class NativeBackend(Backend):
         return ops.step(
             *((query, *new), there, now),
             options=options,
-            wanted=wanted(statistic) if added.states else None,
+            wanted=wanted(statistic) if added.states else None,  # without states nobody adds the sums up
             added=added,
             limits=limits,
             turn=self._turn(there.positions, query.dtype, rotated_at=now),
@@ -178,11 +171,11 @@ class NativeBackend(Backend):
         )
 
     def at_ranks(self, rotation: Rotation) -> Backend:
-        """See `Backend.at_ranks`."""
+        """Return a native backend for slot positions, whose kernel rotates keys while it reads them."""
         return NativeBackend(rotation)
 
     def _turn(
         self, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
     ) -> KeyRotation | None:
-        """Return the angles by which the kernel turns keys of this dtype; ``None`` under true positions."""
+        """Return the angles to which the kernel rotates keys of this dtype; ``None`` under true positions."""
         return None if self._rotation is None else turn_of(self._rotation, positions.shape[2], dtype, rotated_at)

@@ -21,12 +21,12 @@ LAST = 2**31 - 1
 
 
 def strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
-    """From row to row and from head to head; the latter is 0 where one number is for all heads."""
+    """Return the strides of rows and of heads. The stride of heads is 0 if one number is for all heads."""
     return limits.stride(0), limits.stride(1) if limits.shape[1] > 1 else 0
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in this dtype. A comparison is cheaper than a conversion to the same dtype."""
+    """Return the tensor in this dtype; the tensor itself if it has that dtype, at less cost than a conversion."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -36,19 +36,22 @@ def bounded(value: Budget) -> Budget:
 
 
 def either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
-    """Return a dense tensor of this dtype and 0, or ``None`` and one number for all."""
+    """Split a number per row from a number for all: return a dense tensor and 0, or ``None`` and the number."""
     return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """Return the tensor's address; 0 for none."""
+    """Return the tensor's address; 0 for ``None``."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """Return the kernel if the tensors are ordinary CPU tensors, dense in the last axis, without gradients."""
+    """Return the kernel if it can read the tensors: ordinary CPU tensors, dense in the last axis, without gradients.
+
+    Return ``None`` otherwise, while a compiler traces, or if there is no kernel.
+    """
     library = native().library
-    if library is None or torch.compiler.is_compiling():
+    if library is None or torch.compiler.is_compiling():  # a compiled graph holds no calls of other libraries
         return None
     differentiates = torch.is_grad_enabled()
     for tensor in tensors:
@@ -64,7 +67,7 @@ def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
 Coding: TypeAlias = tuple[Codes, Codes]
 """Codes of the keys and of the values."""
 
-_CODED = struct.Struct("3q 3q 3q 3q")
+_CODED = struct.Struct("3q 3q 3q 3q")  # twice `Coded` in codes.h
 _NONE = bytes(_CODED.size)
 
 
@@ -77,10 +80,11 @@ def coding_of(slots: Slots) -> tuple[Slots, Coding | None]:
 
 
 def packed(coding: Coding | None) -> bytes:
-    """Pack the coding of keys and values as two structs `Coded` of the kernel."""
+    """Pack the coding of keys and values as two structs `Coded` of the kernel; zeros for ``None``."""
     if coding is None:
         return _NONE
     (keys, key_scales, key_bits), (values, value_scales, value_bits) = coding
+    # for each: bits, numbers that share a scale, and where the scales lie
     return _CODED.pack(
         *(key_bits, keys.shape[-1] * 8 // key_bits // key_scales.shape[-1]),
         *(key_scales.data_ptr(), *key_scales.stride()[:3]),
@@ -131,7 +135,9 @@ class KeyRotation(NamedTuple):
         return shape_fits and back_fits and all(_is_plain(rows, query.dtype) for rows in self if rows is not None)
 
     def packed(self) -> tuple[int, int, int]:
-        """Return two addresses, and the number of dims that turn against as many others."""
+        """Return the addresses of both tables (0 for none), and the number of dims that rotate against as many
+        others.
+        """
         back = 0 if self.back is None else self.back.data_ptr()
         return self.angles.data_ptr(), back, self.angles.shape[1] // 2
 

@@ -34,8 +34,14 @@ FUNCTIONS = tuple(f"kvkeep_{name}" for name in NAMES)
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
 _PATIENCE_S = 5
+"""Seconds of waiting for the compiler after which the user is told; it takes about as long on a usual machine."""
+
 _TIMEOUT_S = 60
+"""Seconds after which a compiler hangs."""
+
 _RETRY_S = 3600
+"""Seconds for which a failed attempt is not repeated."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,6 +67,7 @@ def native() -> Native:
     """Return the kernel. The first call on a machine compiles it, which takes some seconds."""
     try:
         return _load()
+    # a RuntimeError: the user has no home folder
     except (_UnavailableError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.info("The native kernel is not available, torch does the work: %s", error)
         return Native(None, str(error))
@@ -93,7 +100,9 @@ def _found_or_made(compiler: str, folder: Path) -> Native:
 
 
 def _check_failure(failure: Path) -> None:
-    """Refuse to repeat an attempt that failed a short time ago, in this process or another.
+    """Refuse to repeat an attempt to compile that failed a short time ago, in this process or another.
+
+    Remove the note of an older failure; do nothing without one.
 
     Raises:
         _UnavailableError: the attempt failed within the last hour.
@@ -101,9 +110,9 @@ def _check_failure(failure: Path) -> None:
     try:
         age = time.time() - failure.stat().st_mtime
         reason = failure.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except FileNotFoundError:  # there was no such attempt
         return
-    if 0 <= age < _RETRY_S:
+    if 0 <= age < _RETRY_S:  # below 0, the clock was put back, and the age says nothing
         raise _UnavailableError(f"{reason} ({age / 60:.0f} minutes ago; remove {failure} to try again now)")
     failure.unlink(missing_ok=True)
 
@@ -116,17 +125,19 @@ def _compiler() -> str:
 
 
 def _folder() -> Path:
-    """Return the cache directory. Code is loaded from it, so only this user may be able to write to or replace it.
+    """Make the cache directory and return it. Code is loaded from it, so only this user may be able to write to it.
 
     Raises:
-        _UnavailableError: somebody else can.
+        _UnavailableError: somebody else can write to it or replace it, or the system does not say who can.
     """
-    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.name != "posix":
+        raise _UnavailableError("only POSIX systems say who can write to the cache directory")
+    base = os.environ.get("XDG_CACHE_HOME", "")  # the XDG specification: a relative path is to be ignored
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvkeep"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()
     for place in (folder, *folder.parents):
-        if os.name != "posix" or not _is_safe(place.stat(), above=place != folder):
+        if not _is_safe(place.stat(), above=place != folder):
             raise _UnavailableError(f"{place} belongs to, or can be written by, somebody else")
     return folder
 
@@ -189,7 +200,13 @@ def _run(compiler: str, arguments: list[str]) -> bytes:
 
 
 def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes]:
-    """Output and errors of a process when it has ended. After some seconds the log says what is being waited for."""
+    """Wait for a process to end, and return its output and errors.
+
+    After some seconds the log says what is waited for.
+
+    Raises:
+        _UnavailableError: the process did not end in time.
+    """
     try:
         return process.communicate(timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -214,7 +231,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, folder: Path, key: str) -> Path:
-    """Compile into a temporary folder and rename, so that other processes see the whole file or none."""
+    """Compile into a temporary folder, move the library to its place as a whole, and return its path."""
     _log.info("Compiling the native kernel with %s; this takes some seconds, once.", compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / "kernel.so"
@@ -225,7 +242,9 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """Load a library of this user whose content matches its name: loading half a file can crash a process."""
+    """Load a library; return ``None`` unless it belongs to this user, its content matches its name, and it has all
+    functions.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
         return None
@@ -234,7 +253,7 @@ def _opened(path: Path) -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(path))
         functions = [library[name] for name in FUNCTIONS]
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # it is no library, or lacks a function
         return None
     for function in functions:
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64

@@ -38,22 +38,26 @@ WIDE_BYTES = 2**23
 
 _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
+# structs of small.h: the heads of Products and Gated, Weights, and Norm
 _HEAD = struct.Struct("4q 2q")
 _ONE = struct.Struct("4q")
 _NORM = struct.Struct("4q 3q 2d")
-_MOST_WEIGHTS = 3
+_MOST_WEIGHTS = 3  # of Products
 _NONE = bytes(_ONE.size)
 
 
 @functools.cache
 def slow(dtype: torch.dtype) -> bool:
-    """Return whether torch multiplies this dtype one by one on this processor: half precision without AVX-512."""
+    """Return whether torch is slow at products in this dtype on this processor: half precision without AVX-512."""
     supported = getattr(torch.ops.mkldnn, _SUPPORT.get(dtype, ""), None)
     return supported is not None and not supported()
 
 
 def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
-    """Compute a linear layer for many rows in a `slow` dtype, with its weights in float32 piece by piece."""
+    """Compute a linear layer in a `slow` dtype for many rows, with its weights in float32 piece by piece.
+
+    Return ``None`` for another dtype, or if the layer does not fit.
+    """
     if not slow(x.dtype) or library_for(x) is None or not fits(layer, x, x.shape[-1]):
         return None
     wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features))
@@ -96,7 +100,9 @@ def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Li
 def norm(
     x: Float[Tensor, "*n width"], weight: Float[Tensor, " m"], epsilon: float, *, plus: float
 ) -> Float[Tensor, "*n width"] | None:
-    """Divide rows by their root mean square, and multiply them by the weight plus ``plus``."""
+    """Divide rows by their root mean square, and multiply them by the weight plus ``plus``; ``None`` if the kernel
+    cannot.
+    """
     library, width = library_for(x), x.shape[-1]
     if library is None or not matches(weight, x, (width,)):
         return None
@@ -125,7 +131,9 @@ def one(layer: nn.Linear, out: int) -> bytes:
 
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
-    """Return the kernel if rows are dense in main memory, and nobody traces, differentiates or casts."""
+    """Return the kernel if it can read the rows; else, and under gradients, autocast or a compiler's trace,
+    ``None``.
+    """
     if type(x) is not Tensor or not x.is_cpu or x.dtype not in TYPES or not x.is_contiguous() or not x.numel():
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
@@ -148,6 +156,7 @@ def matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
     return weight.shape == shape and weight.is_contiguous()
 
 
+# structs of layer.h
 _BEFORE = struct.Struct("6q q2d 12q q q2d q2d 4q")
 _BEHIND = struct.Struct("8q 16q q2d")
 _LAYER_STEP = struct.Struct("8q")
@@ -172,7 +181,7 @@ class Norm(NamedTuple):
 
 
 def places(weights: Iterable[object]) -> list[Place]:
-    """Return each weight's address, device, dtype, shape and strides; its type if it is no parameter."""
+    """Return each weight's address, device, dtype, shape and strides; its type alone if it is no parameter."""
     return [
         (one.data_ptr(), one.device, one.dtype, one.shape, one.stride()) if type(one) is nn.Parameter else type(one)
         for one in weights
@@ -206,7 +215,7 @@ class Before:
     def __call__(
         self, x: Float[Tensor, "B 1 width"], angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
     ) -> tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]] | None:
-        """Query, key and value.
+        """Compute query, key and value of a token per row; return ``None`` if the kernel cannot.
 
         Args:
             x: a token per row.
@@ -245,7 +254,7 @@ class Before:
         )
 
     def leads_to(self, behind: Behind, step: NativeRepeat) -> bool:
-        """Return whether this, a step of attention and ``behind`` belong to one layer."""
+        """Return whether this object, a step of attention and ``behind`` belong to one layer."""
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
             return False
@@ -281,6 +290,7 @@ class Behind:
             and fits(output, like, self.attended)
             and (fits(gate, like, width) and fits(up, like, width) and fits(down, like, inner))
         )
+        # 0: the kernel puts these outputs into the scratch
         within = [number for layer in (output, gate, up) for number in (*_weights(layer)[:2], 0, _weights(layer)[2])]
         self._within, self._down, self._norm = within, _weights(down), _scaled(norm)
 
@@ -300,7 +310,7 @@ class Behind:
             return None
         if attention.shape != (B, 1, self.attended):
             return None
-        scratch, out = x.new_empty(B * (2 * width + self._inner)), torch.empty_like(x)
+        scratch, out = x.new_empty(B * (2 * width + self._inner)), torch.empty_like(x)  # y, its norm, what `down` takes
         packed = self.pack(B, x.data_ptr(), attention.data_ptr(), scratch.data_ptr(), out.data_ptr())
         return None if library.kvkeep_behind(packed) else out
 
@@ -368,7 +378,10 @@ def whole(
     angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]],
     step: object,
 ) -> Float[Tensor, "B 1 width"] | None:
-    """Return the output of a layer whose step of attention is replayed, see `WholeLayer`; ``None``: it is another's."""
+    """Run a whole layer whose step of attention is replayed, see `WholeLayer`, and return its output.
+
+    Return ``None`` if the step is not the native backend's, or the kernel cannot run the layer.
+    """
     if not isinstance(step, NativeRepeat):
         return None
     within = step.within

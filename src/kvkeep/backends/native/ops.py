@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from kvkeep.attention_stats import BITS, Statistic
-from kvkeep.backends.base import Added, Ring, SlotLimits, WantedReport, sums_wanted
+from kvkeep.attention_stats import BITS
+from kvkeep.backends.base import Added, AttentionInputs, Ring, SlotLimits, WantedReport, sums_wanted
 from kvkeep.backends.native import bindings
 from kvkeep.backends.native.bindings import LAST, KeyRotation, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.kv.pooled_store import Ranges
@@ -23,7 +23,11 @@ from kvkeep.kv.slot_codec import pieces
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
+"""The second field of a report → the kernel's number for it; 0: no report."""
+
 _NOTHING = WantedReport()
+# A function of the kernel takes one struct of its header, packed here field by field: q is an int64 or a pointer, d a
+# double, and a group stands for a tensor with its strides.
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 2q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q d 3q")
 _RING = struct.Struct("6q 2q")
@@ -44,12 +48,11 @@ def attend(  # noqa: PLR0913  all that the kernel is told
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> list[Tensor] | None:
-    """Compute attention of one token per row, in one pass over the slots. With ``turn``, keys are unrotated.
+    """Compute attention of one token per row, in one pass over the slots; return ``None`` if the kernel cannot.
 
-    With ``ranges``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
-    numbers.
-
-    A padded query (position -1), and a query that sees nothing, give zeros. `AttentionOptions.top` is ignored.
+    With ``ranges``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, they are
+    the codes' numbers. With ``turn``, keys are unrotated. A padded query (position -1), and a query that sees nothing,
+    give zeros. `AttentionOptions.top` is ignored.
 
     Returns:
         The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, then the mass and the second field of the report,
@@ -79,10 +82,11 @@ def step(  # noqa: PLR0913  all that the kernel is told
     ranges: Ranges | None = None,
     codes: bindings.Coding | None = None,
 ) -> NativeStep | None:
-    """Prepare `Backend.step` in one pass, where both windows are equal; ``ranges`` and ``codes`` as in `attend`.
+    """Return the packed arguments of `Backend.step`, for windows that are equal; ``None`` if the kernel cannot run it.
 
-    ``wanted`` asks for the mass alone, with a ring for low as well; it is ``None`` if the policy has no sums. With a
-    ``turn`` the slots' keys are unrotated, and the token is rotated to its position.
+    ``ranges`` and ``codes`` are those of `attend`. ``wanted`` asks for the mass alone, with a ring for low as well; it
+    is ``None`` if the policy has no sums. With a ``turn`` the slots' keys are unrotated, and the token is rotated to
+    its position.
     """
     (query, *new), (keys, values, positions) = token, slots
     library = library_for(query, *slots, *new, now, limits.seen, *added.tensors, *bindings.scales_of(codes))
@@ -97,7 +101,7 @@ def step(  # noqa: PLR0913  all that the kernel is told
     now, seen = cast_to(now, torch.int64), cast_to(limits.seen, torch.int64)
     recents, recent = either(bounded(limits.recent), torch.int64)
     most, limit = either(bounded(limits.stay), torch.int64)
-    total, other = (*added.states, None, None)[:2]
+    total, other = (*added.states, None, None)[:2]  # a policy has up to two sums
     lost = None if wanted is None else added.lost
     call = _attention(query, slots, now, **asked, reports=False, ranges=ranges, codes=codes)
     marks, sizes = _marks(added.ring, len(query))
@@ -137,7 +141,7 @@ class NativeStep(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
     def run(self) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Run the step and return its output; ``None``: the kernel cannot run it, and nothing has changed."""
+        """Run the step in the kernel, and return its output; ``None``, with nothing changed, if the kernel cannot."""
         return None if self.library.kvkeep_step(self.attention + self.rest) else self.out
 
 
@@ -169,7 +173,7 @@ class NativeRepeat:
     def takes(
         self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
     ) -> bool:
-        """See `kvkeep.backends.base.Repeat`."""
+        """Return whether the tensors are of the type, device, dtype, shape and last stride of the step's own tokens."""
         return _kind(query) == self._query and _kind(keys) == self._keys and _kind(values) == self._values
 
     def __call__(
@@ -179,7 +183,9 @@ class NativeRepeat:
         values: Float[Tensor, "B Hk 1 E"],
         now: Int[Tensor, "B 1"],
     ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """See `Backend.step`."""
+        """Run the step with these tokens in the kernel, and return the output; ``None``, with nothing changed, if it
+        cannot.
+        """
         out = query.new_empty(self._out)
         head = _TOKEN_HEAD.pack(
             *(*self._numbers, torch.get_num_threads(), bindings.TYPES[query.dtype]),
@@ -196,7 +202,10 @@ def _kind(tensor: Tensor) -> tuple[type, torch.device, torch.dtype, torch.Size, 
 
 
 def _marks(ring: Ring | None, rows: int) -> tuple[bytes, Tensor | None]:
-    """Pack the sizes and words of a ring. Also return the table of sizes, if each row has its own."""
+    """Pack the sizes and words of a ring (zeros for ``None``).
+
+    Also return the table of sizes if rows have their own, else ``None``.
+    """
     if ring is None:
         return _RING.pack(*(0,) * 8), None
     sizes = ring.window, ring.least, ring.drop, ring.budget
@@ -270,47 +279,32 @@ def _attention(  # noqa: PLR0913  all that the kernel is told
 #
 # The kernel takes bare addresses. `bindings.readable` makes sure that everything it relies on holds.
 
+# the parts of Prefill in tiles.h: its head, Piece twice, and the rest
 _SHAPE = struct.Struct("8q 4q")
 _PIECE = struct.Struct("q 4q 4q 3q")
 _REST = struct.Struct("4q 4q 2q 2q 3d")
 _NO_PIECE = bytes(_PIECE.size)
 
 
-def attend_prefill(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """Run `Backend.attend` for several tokens; ``None``: the kernel cannot. `AttentionOptions.top` is ignored.
+def attend_prefill(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+    """Compute `Backend.attend` for several tokens; return ``None`` if the kernel cannot.
 
-    A padded query (position -1), and a query that sees nothing, give zeros.
+    `AttentionOptions.top` is ignored.
     """
-    found = attend_twice(query, slots, now, statistic=statistic, options=options, again=None)
+    found = attend_twice(inputs, None)
     return None if found is None else found[:2]
 
 
 def attend_twice(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    again: Float[Tensor, "B Hq T D"] | None,
+    inputs: AttentionInputs, again: Float[Tensor, "B Hq T D"] | None
 ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]] | None:
-    """Run `Backend.attend_twice` for several tokens; ``None`` if the kernel cannot do it. See `attend`.
+    """Compute `Backend.attend_twice` for several tokens; return ``None`` if the kernel cannot. See `attend_prefill`.
 
     Args:
-        query: queries of the first reading.
-        slots: keys, values and positions.
-        now: positions of the queries.
-        statistic: what to report about the first reading.
-        options: arguments of the model's attention.
-        again: queries of the second reading; ``None``: there is none, and the last tensor is empty.
+        inputs: the first reading.
+        again: queries of the second reading; ``None``: there is no second reading, and the last tensor is empty.
     """
+    query, slots, now, options, statistic = inputs
     parts = pieces(slots)
     library = library_for(query, *(tensor for part in parts for tensor in part))
     if library is None:
@@ -335,7 +329,7 @@ def attend_twice(
         *(B, Hk, Hq // Hk, T, D, E, torch.get_num_threads(), bindings.TYPES[query.dtype]),
         *(query.data_ptr(), *query.stride()[:3]),
     )
-    packed += _NO_PIECE * (2 - len(parts)) + b"".join(map(_piece, parts))
+    packed += _NO_PIECE * (2 - len(parts)) + b"".join(map(_piece, parts))  # slots, if there are any, and the chunk
     packed += _REST.pack(
         *(now.data_ptr(), out.data_ptr(), pointer(sinks), min(options.window or 0, LAST)),
         *(len(wanted.masses), len(wanted.lows), pointer(weights), sums.data_ptr()),
@@ -378,7 +372,8 @@ def write(
     starts: Int[Tensor, "B Hk"] | None = None,
     codes: bindings.Coding | None = None,
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """Run `Backend.append` for a new token of the slots' dtype; ``None`` if the kernel cannot do it.
+    """Write a new token per row into an empty slot, as `Backend.append`, and return the slots; ``None`` if the
+    kernel cannot.
 
     With ``starts``, keys and values are pools as `kvkeep.kv.pooled_store.lying` shows them; with ``codes``, the codes'
     numbers.
@@ -401,11 +396,12 @@ def write(
         *(now.data_ptr(), now.stride(0), slot.data_ptr(), pointer(starts)),
         bindings.TYPES.get(new_keys.dtype, 0),
     )
+    # the last two fields turn keys back, which only a whole step does
     return None if library.kvkeep_write(call + bindings.packed(codes) + bytes(16)) else slot
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
-    """Run `Backend.expire`; ``None`` if the kernel cannot do it."""
+    """Run `Backend.expire` and return ``True``; return ``None``, with nothing changed, if the kernel cannot."""
     library = library_for(positions, seen)
     if library is None or not bindings.countable(positions, seen):
         return None
@@ -432,7 +428,7 @@ def evict(
     recent: Budget,
     limit: Budget,
 ) -> bool | None:
-    """Run `Backend.evict`; ``None`` if the kernel cannot do it."""
+    """Run `Backend.evict` and return ``True``; return ``None``, with nothing changed, if the kernel cannot."""
     library = library_for(positions, scores, seen)
     if library is None or not bindings.countable(positions, seen, recent, limit):
         return None
@@ -464,7 +460,10 @@ def _slots(
     recent: Budget = 0,
     limit: Budget = 0,
 ) -> _Call:
-    """Pack the arguments of the functions on slots."""
+    """Pack shapes, addresses and numbers for the kernel's functions that count, expire and evict slots.
+
+    Return them with the converted tensors at these addresses, which must live as long as the call.
+    """
     seen = None if seen is None else cast_to(seen, torch.int64)
     recents, newest = either(bounded(recent), torch.int64)
     limits, most = either(bounded(limit), torch.int64)

@@ -15,13 +15,12 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention_stats import Statistic
-from kvkeep.backends.base import Backend, FusedStep, SlotLimits, is_known, wanted
+from kvkeep.backends.base import AttentionInputs, Backend, FusedStep, SlotLimits, is_known, wanted
 from kvkeep.backends.copying import Copying
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import launch, ops, prefill_ops
 from kvkeep.kv.slot_codec import LazySlots
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import Budget, Report, Slots
 
 __all__ = ["TritonBackend"]
 
@@ -36,42 +35,38 @@ class TritonBackend(Backend):
     def __init__(self) -> None:
         self._torch = TorchBackend()
 
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
-        done = _by_kernels(query, slots, now, statistic=statistic, options=options)
-        return self._torch.attend(query, slots, now, statistic=statistic, options=options) if done is None else done
+    def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """Attend in kernels, or in torch if they cannot. A padded query, and one that sees nothing, give zeros."""
+        done = _by_kernels(inputs)
+        return self._torch.attend(inputs) if done is None else done
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`."""
+        """Write one token per row into an empty slot of each head, in a kernel, or in torch if the kernel cannot."""
         slot = ops.write(slots, (keys, values), now)
         return Copying(self._torch).append(slots, keys, values, now) if slot is None else slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `Backend.expire`."""
+        """Empty the slots that a sliding window has passed, in a kernel, or in torch if the kernel cannot."""
         if not ops.evict(positions, None, SlotLimits(seen, window=window)):
             self._torch.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """See `Backend.is_over`."""
+        """Return whether a head may hold more than its limit, as torch's backend says: on a GPU always ``True``."""
         return self._torch.is_over(positions, limit)
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: SlotLimits) -> None:
-        """See `Backend.evict`."""
+        """Empty one slot of every head over its limit, in a kernel, or in torch if the kernel cannot."""
         if not ops.evict(positions, score, SlotLimits(limits.seen, limits.sinks, limits.recent, limits.stay)):
             self._torch.evict(positions, score, limits)
 
     def step(self, step: FusedStep) -> Float[Tensor, "B Hq 1 E"] | None:
-        """See `Backend.step`; two kernels."""
+        """Append, attend, update the policy's sums, expire and evict in two kernels, in place, and return the output.
+
+        Return ``None``, with nothing changed, for a statistic or tensors that the kernels cannot take, such as
+        quantized slots.
+        """
         query, slots, new, now, statistic, options, added, limits = step
         if not is_known(statistic):
             return None
@@ -79,20 +74,17 @@ class TritonBackend(Backend):
         return ops.step(query, slots, new, now, options=options, wanted=asked, added=added, limits=limits)
 
 
-def _by_kernels(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """Run `Backend.attend` in kernels. If no kernel can do it, log a notice and return ``None``."""
+def _by_kernels(inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+    """Compute `Backend.attend` in kernels.
+
+    If they cannot, return ``None``; on a device with kernels a notice is logged.
+    """
+    query, slots, now, options, statistic = inputs
     if not launch.runs(query):
         return None
     if query.shape[2] > 1:
         slots = slots.copied() if isinstance(slots, LazySlots) else slots
-        return prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+        return prefill_ops.attend(inputs._replace(slots=slots))
     if options.top is not None or not is_known(statistic):
         launch.notice(
             f"it uses only its largest probabilities, or reports {type(statistic).__name__} with what it needs"
@@ -102,4 +94,4 @@ def _by_kernels(
     if found is None:
         return None
     out, *sums = found
-    return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+    return out, Report(dict(zip(statistic.fields, sums, strict=True)))

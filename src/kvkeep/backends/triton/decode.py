@@ -38,7 +38,7 @@ def product(a, b, WIDE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def weighed(p, values, WIDE: tl.constexpr):
-    """Compute ``p @ values`` for float32 ``p`` in [0, 1]. Half-precision values meet ``p`` in two parts.
+    """Compute ``p @ values`` for float32 ``p`` in [0, 1]. For half-precision values ``p`` is split into two parts.
 
     The two parts together miss at most 2^-18 of ``p`` in bfloat16; in float16, 2^-22 of ``p`` or 2^-25.
     """
@@ -200,6 +200,7 @@ def merged(
         peak = higher
     top = peak
     if SINKS:
+        # times log2(e), since all logits are in base 2
         sink = tl.load(sinks + (head % Hk) * G + g, mask=g < G, other=float("-inf")) * 1.4426950408889634
         top = tl.maximum(peak, sink)
         fade = tl.exp2(peak - finite(top))
@@ -212,7 +213,10 @@ def merged(
 @triton.jit
 @no_type_check
 def group_mean(logits, slot, shown, past, S, base, scale, gain, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Mean over the query heads of ``scale·2^(gain·(x - base))``; at a gain of 0 slots that a window hides count 1."""
+    """Return the mean over the query heads of ``scale·2^(gain·(x - base))``.
+
+    At a gain of 0, slots that a window hides count 1.
+    """
     return tl.sum(_powers(logits, slot, shown, past, S, base, gain, G, BLOCK_G) * scale[:, None], 0) / G
 
 
@@ -242,7 +246,7 @@ def _powers(logits, slot, shown, past, S, base, gain, G: tl.constexpr, BLOCK_G: 
 @triton.jit
 @no_type_check
 def seen(positions, slot, S, own, at, window):
-    """Load the positions of slots, the new token's included, and tell which are past and which the query sees."""
+    """Load the positions of slots, the new token's included; return them, which are past, and which the query sees."""
     position = tl.load(positions + slot, mask=slot < S, other=-1).to(tl.int32)
     position = tl.where(slot == own, at, position)
     past = (position >= 0) & (position <= at)
@@ -321,7 +325,7 @@ def merge(
 @triton.jit
 @no_type_check
 def count_past(positions, at, S, TILE: tl.constexpr):
-    """Count the slots that hold a token not after the query."""
+    """Return the number of slots that hold a token not after the query."""
     n = tl.zeros((TILE,), tl.int32)
     for begin in range(0, S, TILE):
         _position, past, _shown = seen(positions, begin + tl.arange(0, TILE), S, -1, at, 0)
@@ -342,7 +346,8 @@ def merge_evict(
     COUNTED: tl.constexpr, GAINS: tl.constexpr, NEWEST: tl.constexpr, RECENTS: tl.constexpr, LIMITS: tl.constexpr,
     SLIDES: tl.constexpr, LOSES: tl.constexpr,
 ):  # fmt: skip
-    """Run `merge`, then ``state = keep·state + mass``, then `slots.evict`; grid ``(B·Hk,)``.
+    """Put the splits together as `merge`, then ``state = keep·state + mass``, then evict as `slots.evict`; grid
+    ``(B·Hk,)``.
 
     Runs after `decode.attend_split` with `APPENDS`: the new token is in slot `slots`, but not yet in the positions.
 
@@ -370,7 +375,7 @@ def merge_evict(
         if TEMPERED:
             base = peak
             scale = power_sums(logits, positions, at, window, S, base, gain, own, G, BLOCK_G, TILE)
-    fade = tl.where(at >= 0, keep, 1.0)
+    fade = tl.where(at >= 0, keep, 1.0)  # a padded row keeps its sums
     age = tl.load(ages + row * age_row).to(tl.int32)
     recent_from = age - number(recent, recents, row * recent_row + group * recent_head, 1, RECENTS)
     most = number(limit, limits, row * limit_row + group * limit_head, 1, LIMITS)
@@ -404,7 +409,7 @@ def merge_evict(
         of_all += tl.where(position >= 0, added, 0.0)
     victim = tl.where(tl.sum(held, 0) > most, first(best, oldest, where), LAST)
     lose(lost + row * lost_row + group * lost_head, victim, where, of_victim, of_all, LOSES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all lanes have read the positions before one of them changes
     for begin in range(0, S, TILE):
         slot = begin + tl.arange(0, TILE)
         position, past, shown = seen(positions, slot, S, own, at, window)
@@ -415,7 +420,7 @@ def merge_evict(
 @triton.jit
 @no_type_check
 def lose(lost, victim, where, of_victim, of_all, LOSES: tl.constexpr):
-    """Add the victim's mass, which the victim's lane has, and the mass of all lanes."""
+    """Add the victim's mass and the mass of all lanes to ``lost``; do nothing without `LOSES`."""
     if LOSES:
         gone = tl.sum(tl.where((where == victim) & (victim < LAST), of_victim, 0.0), 0)
         tl.store(lost, tl.load(lost) + gone)
@@ -425,7 +430,7 @@ def lose(lost, victim, where, of_victim, of_all, LOSES: tl.constexpr):
 @triton.jit
 @no_type_check
 def updated(sums, slot, S, own, fade, added):
-    """Fade the sums, add to them, store and return them; a new token starts at 0."""
+    """Multiply the sums by ``fade``, add ``added``, store and return them; a new token starts at 0."""
     past = tl.load(sums, mask=slot < S, other=0.0)
     summed = tl.where(slot == own, 0.0, past) * fade + added
     tl.store(sums, summed, mask=slot < S)

@@ -61,7 +61,7 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels:
-    """Tell on which devices the kernels run: CUDA with Triton, and the CPU in Triton's interpreter (for tests)."""
+    """Return on which devices the kernels run: CUDA with Triton, and the CPU in Triton's interpreter (for tests)."""
     if importlib.util.find_spec("triton") is None:
         return Kernels(frozenset(), f"Triton is not installed: {pip_install('gpu')}")
     if _numbers(version := _installed()) < OLDEST:
@@ -152,10 +152,11 @@ SCAN = 1024
 """Slots that a kernel looks at together when it picks one."""
 
 SCAN_WARPS = 4
+"""Warps of such a kernel."""
 
 
 def decode_sizes(device: torch.device, key_bytes: int, S: int, bits: int = 16) -> Decode:
-    """Return tile sizes for a device, a key's bytes and ``S`` slots; ``bits`` below 16: the slots are quantized."""
+    """Return tile sizes for a device, a key's bytes and ``S`` slots. ``bits`` below 16 mean quantized slots."""
     rows = DECODE.get(_capability(device), DECODE[""])
     sizes = next((sizes for limit, sizes in rows.items() if key_bytes <= limit), rows[max(rows)])
     if _capability(device) == "9" and key_bytes <= 256:
@@ -247,7 +248,7 @@ def columns_tile(dim: int, like: Tensor) -> Tile:
 
 
 def splits(programs: int, like: Tensor) -> int:
-    """Count the programs that share one program's work, so that every multiprocessor has two of them.
+    """Return how many programs share one program's work, so that every multiprocessor has two of them; 1 on a CPU.
 
     Args:
         programs: number of programs for one row of the batch, as a row's bits must not depend on the other rows.
@@ -306,7 +307,7 @@ def limits(limits: SlotLimits) -> dict[str, Any]:
 
 
 def _per_head(name: str, value: int | Tensor) -> dict[str, int]:
-    """Return the strides of a table of rows and heads; one number for all has strides of 0."""
+    """Return the strides of a table of rows and heads; strides of 0 if one number is for all."""
     return heads(name, value) if isinstance(value, Tensor) else {f"{name}_row": 0, f"{name}_head": 0}
 
 

@@ -18,8 +18,11 @@ from kvkeep.kv.slot_codec import CodedSlots, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 _ENDLESS = 2**31 - 1
+"""A window that hides nothing: positions have 32 bits."""
+
 _NOTHING = WantedReport(counts=0)
 _KINDS = {None: 1, "last": 2, "low": 3}
+"""The second field of a report → the kernel's number for it; 0: no report."""
 
 
 def attend(
@@ -30,7 +33,9 @@ def attend(
     options: AttentionOptions,
     wanted: WantedReport | None,
 ) -> list[Tensor] | None:
-    """Compute attention of one token per row; the results are those of `kvkeep.backends.native.ops.attend`.
+    """Compute attention of one token per row, with the results of `kvkeep.backends.native.ops.attend`.
+
+    Return ``None`` if no kernel can do it.
 
     Cost:
         two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with
@@ -55,7 +60,7 @@ def attend(
         (scratch.heads,),
         **scratch.tensors(results[0]),
         **launch.row(wanted or _NOTHING, now),
-        mass=results[min(kind, 1)],
+        mass=results[min(kind, 1)],  # what the kind does not write is any tensor of the results
         extra=results[-1],
         theta=1.0 if wanted is None else wanted.theta,
         KIND=kind,
@@ -75,7 +80,9 @@ def step(
     added: Added,
     limits: SlotLimits,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """Run `Backend.step`; ``wanted`` says how the rows count, ``None`` if there are no sums.
+    """Run `Backend.step` and return the output; ``None``, with nothing changed, if the kernels cannot.
+
+    ``wanted`` says how the rows count in the policy's sums; ``None``: there are no sums.
 
     Cost:
         two kernels: `decode.attend_split` and `decode.merge_evict`.
@@ -90,7 +97,7 @@ def step(
     scratch = Scratch(query, slots, now, options, keeps=wanted is not None)
     scratch.fill(new)
     out = _output(query, values.shape[-1])
-    total, other = (*added.states, positions, positions)[:2]
+    total, other = (*added.states, positions, positions)[:2]  # what the policy does not have is any tensor
     lost = total if wanted is None or added.lost is None else added.lost
     _launch(
         decode.merge_evict,
@@ -116,7 +123,9 @@ def step(
 def write(
     store: Slots, new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """Run `Backend.append` for a new token that has the dtype of the slots, or is quantized into them."""
+    """Write a new token per row into an empty slot, quantized if the slots are, and return the slots; ``None`` if no
+    kernel can.
+    """
     if isinstance(store, CodedSlots):
         return _write_codes(store, new, now)
     keys, values, positions = store
@@ -166,7 +175,10 @@ def _write_codes(
 
 
 def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | None, limits: SlotLimits) -> bool | None:
-    """Run `Backend.expire` if the limits have a window, then `Backend.evict` if there are scores."""
+    """Expire if the limits have a window, evict if there are scores, and return ``True``.
+
+    Return ``None``, with nothing changed, if no kernel can.
+    """
     scored = positions if scores is None else scores
     if not launch.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):
         return None
@@ -215,14 +227,14 @@ class Scratch:
         } | {"Hk": Hk, "S": S, "G": self.G, "E": E, "BLOCK_E": launch.power(E)}
 
     def fill(self, new: tuple[Tensor, Tensor] | None = None) -> None:
-        """Run the first kernel, which writes a new token into its slot before it attends."""
+        """Run the first kernel, which attends in splits; a new token is written into its slot before."""
         from kvkeep.backends.triton import decode
 
         _launch(
             decode.attend_split,
             (self.heads, self.splits),
-            **{**self.both, **launch.store(self.store), **launch.codes(self.store)},
-            **launch.new(*(new or (self.query, self.query))),
+            **{**self.both, **launch.store(self.store), **launch.codes(self.store)},  # merged: they share names
+            **launch.new(*(new or (self.query, self.query))),  # without APPENDS they are not read
             query=self.query,
             **launch.heads("query", self.query),
             slots=self.slots,
@@ -271,18 +283,18 @@ def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
 
 
 def turned(query: Float[Tensor, "B Hq 1 D"]) -> Float[Tensor, "B Hq 1 D"]:
-    """Compute `kvkeep.kv.slot_codec.hadamard` as one matrix product, which launches fewer kernels."""
+    """Return the query after `kvkeep.kv.slot_codec.hadamard`, as one matrix product, which launches fewer kernels."""
     found: Tensor = query.float() @ _matrix(query.shape[-1], query.device)
     return found.to(query.dtype)
 
 
 def _runs_over(slots: CodedSlots, *others: Tensor) -> bool:
-    """`launch.runs` for slots that hold codes."""
+    """Return whether kernels can read these quantized slots and the other tensors, see `launch.runs`."""
     return launch.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
 
 
 def _output(query: Tensor, width: int) -> Tensor:
-    """Memory for the output; float32 for the interpreter, which truncates where bfloat16 should round."""
+    """Allocate the output; float32 for the interpreter, which truncates where bfloat16 should round."""
     dtype = torch.float32 if launch.interprets() else query.dtype
     return query.new_empty((*query.shape[:3], width), dtype=dtype)
 

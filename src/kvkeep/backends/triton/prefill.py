@@ -96,7 +96,8 @@ def forward(
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, GAINED: tl.constexpr, MIXED: tl.constexpr,
     BOUNDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over tiles of keys: the output (``MIXED``) and the log-sum-exp, in base 2, of every row.
+    """Compute the output (``MIXED``) and the log-sum-exp, in base 2, of every row by online softmax over tiles of
+    keys.
 
     One program does ``BLOCK_T`` rows of a query head; the last rows, which see most, start first. A row that sees
     nothing gives zeros and minus infinity. ``GAINED`` multiplies the logits. Without ``MIXED`` values are not read.
@@ -131,7 +132,7 @@ def forward(
     total = tl.zeros([BLOCK_T], tl.float32)
     if SUNK:
         top = tl.zeros([BLOCK_T], tl.float32) + tl.load(sinks + h).to(tl.float32) * LOG2E
-        total += 1.0
+        total += 1.0  # the sink's own weight, 2^(top - top)
     mixed = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for step in range(steps):
         at = step
@@ -183,7 +184,8 @@ def columns(
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, GAINED: tl.constexpr, LOW: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """For each key, the weighted sum over rows of the group's mean probability; with ``LOW`` also a weighted count.
+    """Compute for each key the weighted sum over rows of the group's mean probability; with ``LOW`` also a weighted
+    count.
 
     One program reads ``BLOCK_S`` keys of a KV head once and recomputes their probabilities for every ``splits``-th
     piece of the work. A piece is a tile of the rows ``bounds[b]``, of one query head or, with ``LOW``, of the group.
@@ -236,6 +238,7 @@ def columns(
             q = load_rows(q_at + (i % G) * wide_q, rows, q_t, T, BLOCK_T, D, BLOCK_D)
             shift = tl.load(lse_at + (i % G) * T + rows, mask=rows < T, other=0.0)
             counts = (weight > 0.0) & (queries >= 0)
+            # infinity: a row that does not count adds nothing
             shift = tl.where(counts, finite(shift) - tl.log2(tl.where(counts, weight, 1.0)), float("inf"))
             x = logits(q, k, inner, outer, CAPPED, WIDE)
             if WINDOWED:  # noqa: SIM114  the compiler decides it

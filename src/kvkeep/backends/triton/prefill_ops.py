@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
+from kvkeep.backends.base import AttentionInputs
 from kvkeep.backends.triton import launch
 from kvkeep.types import AttentionOptions, Fresh, Report, Slots
 
@@ -37,7 +38,9 @@ MOST_WRONG = 1e-3
 def causal(
     query: Float[Tensor, "B Hq T D"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T D"], scaling: float
 ) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"] | None]:
-    """Compute a whole prompt's attention with torch. Also return the log-sum-exp to base 2, if it is known.
+    """Compute a whole prompt's attention with torch.
+
+    Also return the log-sum-exp in base 2; ``None`` if torch does not give it.
 
     Returns:
         the output, and for each row the logarithm in base 2 of its sum of exponentials.
@@ -67,7 +70,7 @@ def _kind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> int | 
         return None
     try:
         found = int(choice(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True))
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError):  # no kernel takes these tensors, or this version of torch asks for others
         return None
     return found if found in _CALLS else None
 
@@ -92,7 +95,10 @@ _CALLS: dict[int, Callable[[Tensor, Tensor, Tensor, float], tuple[Any, Any]]] = 
 
 @functools.cache
 def _is_right(kind: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Check once whether a kernel's log-sum-exp is right and in natural logarithms. The host waits for it."""
+    """Return whether a kernel's log-sum-exp is right and in natural logarithms, as a trial shows that is made once.
+
+    The host waits for the trial.
+    """
     with torch.inference_mode(), torch.random.fork_rng([]):
         generator = torch.Generator().manual_seed(0)
         query, keys, values = (
@@ -100,7 +106,7 @@ def _is_right(kind: int, device: torch.device, dtype: torch.dtype) -> bool:
         )
         try:
             out, lse = _CALLS[kind](query, keys, values, 0.1)
-        except (AttributeError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # another version of torch
             return False
         if lse.numel() != 4 * 128 or out.shape != query.shape:
             return False
@@ -117,16 +123,8 @@ TORCH_SHARE = 4
 """Where torch does not give the log-sum-exp, it computes the output only if at most a 4th of the rows count."""
 
 
-def attend(
-    query: Float[Tensor, "B Hq T D"],
-    slots: Slots,
-    now: Int[Tensor, "B T"],
-    *,
-    statistic: Statistic,
-    options: AttentionOptions,
-    output: Output = "auto",
-) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """Run `Backend.attend` for a prefill; ``None`` if no kernel can do it, see `unknown`.
+def attend(inputs: AttentionInputs, *, output: Output = "auto") -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+    """Compute `Backend.attend` for a prefill; return ``None``, and log why, if no kernel can do it, see `unknown`.
 
     ``output`` says who computes the output. ``triton``: our kernel. ``torch``: torch's attention where it can, for a
     whole prompt without padding, soft cap, sinks and window. ``auto``: torch's where it can, the prompt is long and few
@@ -136,6 +134,7 @@ def attend(
         see `prefill.forward` and `prefill.columns`; with a gain, or torch's output, the logits of the counted rows once
         more. Extra memory: the sums, and a number per query head and row.
     """
+    query, slots, now, options, statistic = inputs
     if (reason := unknown(query, slots, statistic, options)) is not None:
         launch.notice(reason)
         return None
@@ -197,14 +196,17 @@ def _gain(statistic: Mass, queries: Int[Tensor, "B T"]) -> Float[Tensor, " B"] |
 def _rows(
     work: Prefill, statistic: LowRows, lse: Tensor, *, shares: Float[Tensor, "B #Hk T"]
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """Compute the fields, each from its own rows. A word sums different bits, so any order of the sum is exact."""
+    """Return the fields of `LowRows`, each summed over its own rows.
+
+    The sums set different bits of a word, so they are exact in any order.
+    """
     weights = statistic.weights(statistic.selects(work.query_positions), work.query_positions)
     found = {name: work.columns(lse, rows, bounds_of(rows != 0), shares=shares) for name, rows in weights.items()}
     return {name: sums[0] if name in ("mass", "due") else sums[1] for name, sums in found.items()}
 
 
 def bounds_of(selected: Bool[Tensor, "B T"]) -> Int[Tensor, "B 2"]:
-    """Return the first of the counted rows and the one after the last; ``(T, 0)`` if none counts."""
+    """Return the first of the counted rows and the one after the last; ``(T, 0)`` if no row counts."""
     T = selected.shape[1]
     rows = torch.arange(T, dtype=torch.int32, device=selected.device)
     first = torch.where(selected, rows, T).amin(dim=1)
@@ -258,14 +260,14 @@ class Prefill:
         return bool((self.query_positions == columns).all() & (self.key_positions == columns).all())
 
     def forward(self) -> tuple[Float[Tensor, "B Hq T E"], Float[Tensor, "B Hq T"]]:
-        """Output and log-sum-exp, in base 2, of all rows, sinks included."""
+        """Return output and log-sum-exp, in base 2, of all rows, sinks included."""
         out = self.query.new_empty((*self.query.shape[:3], self.values.shape[-1]))
         lse = torch.empty(self.query.shape[:3], dtype=torch.float32, device=self.query.device)
         self._run_forward(out, lse, sinks=self.options.sinks)
         return out, lse
 
     def log_sum_exp(self, bounds: Int[Tensor, "B 2"], gain: Float[Tensor, " B"] | None) -> Float[Tensor, "B Hq T"]:
-        """Compute the log-sum-exp of the rows within bounds, infinity elsewhere. With a gain, sinks are left out."""
+        """Return the log-sum-exp of the rows within bounds, infinity elsewhere. With a gain, sinks are left out."""
         lse = torch.full(self.query.shape[:3], torch.inf, dtype=torch.float32, device=self.query.device)
         self._run_forward(None, lse, sinks=self.options.sinks if gain is None else None, gain=gain, bounds=bounds)
         return lse
@@ -279,7 +281,9 @@ class Prefill:
         gain: Float[Tensor, " B"] | None = None,
         shares: Float[Tensor, "B #Hk T"] | None = None,
     ) -> Float[Tensor, "fields B Hk S"]:
-        """Weighted sums of the probabilities of each key; with ``shares`` a second field, see `prefill.columns`."""
+        """Return weighted sums over rows of the probabilities of each key; with ``shares`` a second field, see
+        `prefill.columns`.
+        """
         from kvkeep.backends.triton import prefill  # imports Triton
 
         B, Hk, S, D = self.keys.shape
@@ -303,7 +307,7 @@ class Prefill:
         return sums[0] if splits == 1 else sums.sum(dim=0)
 
     def visible(self) -> Int[Tensor, "B #Hk T"]:
-        """Count the keys that each query row sees, sliding windows aside."""
+        """Return the number of keys that each query row sees, sliding windows aside."""
         ordered = self.key_positions.sort(dim=-1).values.long()
         rows = self.query_positions[:, None].expand(-1, ordered.shape[1], -1).long().contiguous()
         return torch.searchsorted(ordered, rows, right=True) - (ordered < 0).sum(dim=-1, keepdim=True)
@@ -362,7 +366,7 @@ class Prefill:
         return self.query_positions.stride(0), k.stride(0), k.stride(1) if k.shape[1] > 1 else 0
 
     def _first_slots(self, rows: int, window: int) -> Int[Tensor, "B tiles"]:
-        """For each tile of rows, the column of the first key of the chunk inside the window of any of its rows."""
+        """Return for each tile of rows the column of the chunk's first key inside the window of any of its rows."""
         found = torch.searchsorted(_rising(self.query_positions), self._oldest(rows) - window, right=True)
         return (found + self.keys.shape[2] - self.query.shape[2]).to(torch.int32)
 
@@ -373,7 +377,7 @@ class Prefill:
         return padded.view(len(q), -1, rows).amin(dim=-1)
 
     def _last_rows(self, slots: int, window: int) -> Int[Tensor, "B Hk tiles"]:
-        """For each tile of keys, the row after the last that sees any of its keys through the window."""
+        """Return for each tile of keys the row after the last one that sees any of its keys through the window."""
         B, Hk, S, _ = self.keys.shape
         newest = pad(self.key_positions, (0, -S % slots), value=-1).unflatten(-1, (-1, slots)).amax(dim=-1)
         limit = (newest.long() + window - 1).flatten(1)

@@ -36,6 +36,7 @@ def free_slot(positions, S, SCAN: tl.constexpr):
 @no_type_check
 def shielded(score, position, recent_from, sinks):
     """Compute `kvkeep.kv.ranking.protect` in a kernel."""
+    # NaN is the worst; infinity becomes the largest float32, below what is protected.
     score = tl.where(score != score, float("-inf"), tl.where(score == float("inf"), 3.4028234663852886e38, score))
     return tl.where((position >= recent_from) | (position < sinks), float("inf"), score)
 
@@ -50,7 +51,9 @@ def unexpired(position, age, window, SLIDES: tl.constexpr):
 @triton.jit
 @no_type_check
 def earlier(score, position, slot, best, oldest, where):
-    """Lane by lane, whichever goes first: an occupied slot, or the best one so far (`kvkeep.kv.ranking.weakest`)."""
+    """Return, lane by lane, whichever slot goes first: an occupied one, or the best so far
+    (`kvkeep.kv.ranking.weakest`).
+    """
     sooner = (position >= 0) & ((score < best) | ((score == best) & (position < oldest)))
     return tl.where(sooner, score, best), tl.where(sooner, position, oldest), tl.where(sooner, slot, where)
 
@@ -58,7 +61,7 @@ def earlier(score, position, slot, best, oldest, where):
 @triton.jit
 @no_type_check
 def first(best, position, slot):
-    """Of all lanes, the slot that goes first; `LAST` if there is none."""
+    """Return the slot that goes first of all lanes; `LAST` if no lane has one."""
     lowest = tl.min(best, 0)
     oldest = tl.min(tl.where(best == lowest, position, LAST), 0)
     return tl.min(tl.where((best == lowest) & (position == oldest), slot, LAST), 0)
@@ -81,7 +84,7 @@ def append(
     new_key_row, new_key_head, new_value_row, new_value_head, now_row, Hk, S,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Put a row's token into the head's free slot; grid ``(B·Hk,)``.
+    """Write a row's token into the head's free slot; grid ``(B·Hk,)``.
 
     Layout: as in `decode.attend_split`; `slots` ``(B, Hk, 1)`` int64 receives the slot.
     Bytes: ``4·S`` of positions, ``2·(D + E)`` elements. FLOPs: none.
@@ -136,7 +139,7 @@ def evict(
             score = shielded(tl.load(scores + slot, mask=slot < S, other=0.0), position, recent_from, first_ones)
             best, oldest, where = earlier(score, position, slot, best, oldest, where)
     victim = tl.where(tl.sum(held, 0) > most, first(best, oldest, where), LAST)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all lanes have read the positions before one of them changes
     for begin in range(0, S, SCAN):
         slot = begin + tl.arange(0, SCAN)
         position = unexpired(tl.load(positions + slot, mask=slot < S, other=-1), age, window, SLIDES)
@@ -172,7 +175,10 @@ def vectors(
 @triton.jit
 @no_type_check
 def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Load the quantized channels, ``(TILE, BLOCK_D)``. Each byte is read once where groups fill the block."""
+    """Load quantized channels as signed integers, ``(TILE, BLOCK_D)``.
+
+    Each byte is read once where groups fill the block.
+    """
     BLOCK: tl.constexpr = d.shape[0]
     TILE: tl.constexpr = shown.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
@@ -219,7 +225,8 @@ def append_codes(
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Code a row's token into the head's free slot, which stays empty if the token is not finite; grid ``(B·Hk,)``.
+    """Quantize a row's token into the head's free slot, which stays empty if the token is not finite; grid
+    ``(B·Hk,)``.
 
     Layout: as in `slots.append`; the new key is turned (`kvkeep.kv.slot_codec.hadamard`) and float32. `KEY_BLOCK` and
     `VALUE_BLOCK`: powers of two for the bytes of a group.
@@ -248,7 +255,7 @@ def append_codes(
 def coded(
     new, numbers, scales, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the codes and scales of a vector. Returns the number of its groups that are not finite; these become 0."""
+    """Quantize a vector into its slot. Return the number of its groups that are not finite, which become 0."""
     wide: tl.constexpr = GROUP * BITS // 8  # bytes of a group
     most_code: tl.constexpr = 127.0 if BITS == 8 else 7.0
     at = tl.arange(0, BLOCK)
@@ -263,14 +270,14 @@ def coded(
         broken = 1 - tl.min(whole.to(tl.int32), 0)
         bad += broken
         largest = tl.where(broken > 0, 0.0, tl.max(tl.where(whole, size, 0.0), 0))
-        scale = tl.minimum(tl.div_rn(largest, most_code), 65504.0).to(tl.float16)
+        scale = tl.minimum(tl.div_rn(largest, most_code), 65504.0).to(tl.float16)  # the largest float16
         tl.store(scales + j, scale)
         by = scale.to(tl.float32)
         low, high = rounded(low, by, whole, most_code), rounded(high, by, whole, most_code)
         code = low
         if BITS == 4:
-            code = (low + 8) | ((high + 8) << 4)
-        code = tl.where(by > 0.0, code, 0 if BITS == 8 else 0x88)
+            code = (low + 8) | ((high + 8) << 4)  # four bits hold no sign
+        code = tl.where(by > 0.0, code, 0 if BITS == 8 else 0x88)  # zeros
         tl.store(numbers + j * wide + at, code.to(numbers.dtype.element_ty), mask=at < wide)
     return bad
 
@@ -281,4 +288,4 @@ def rounded(x, by, whole, most: tl.constexpr):
     """Return ``x / by`` rounded to whole numbers (ties to even), limited to ±`most`."""
     quotient = tl.div_rn(tl.where(whole, x, 0.0), tl.where(by > 0.0, by, 1.0))
     quotient = tl.minimum(tl.maximum(quotient, -most), most)
-    return ((quotient + 12582912.0) - 12582912.0).to(tl.int32)
+    return ((quotient + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: float32 has no fractions there

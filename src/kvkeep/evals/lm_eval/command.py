@@ -23,7 +23,7 @@ _CLASS = "kvkeep.evals.lm_eval.model:KVKeepLM"
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run lm-eval with these arguments.
+    """Run lm-eval's own command line with these arguments.
 
     Raises:
         InputError: lm-eval is not installed, or the data of a task cannot be reached.
@@ -109,7 +109,7 @@ class Arguments:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Arguments:
-        """Read what lm-eval hands on.
+        """Return the arguments that lm-eval hands on, checked.
 
         Raises:
             InputError: an argument is unknown, or a number is out of range.
@@ -136,7 +136,7 @@ class Arguments:
         return {f"kvkeep_{key}": value for key, value in asdict(self).items() if key != "pretrained"}
 
     def in_windows(self, bounded: BoundedModel) -> BoundedModel:
-        """Return the same bounded model for rolling log-likelihoods."""
+        """Return the same bounded model, set up for rolling log-likelihoods."""
         return replace(bounded, stride=self.window_stride)
 
     @staticmethod
@@ -144,20 +144,23 @@ class Arguments:
         """Refuse a continuation that leaves no room for its context.
 
         Raises:
-            InputError: it is too long.
+            InputError: no room is left.
         """
         if room < 1:
             raise InputError(f"{new} new tokens leave no room for a prompt: max_length={most} is all that there is.")
 
 
 def _text(key: str, value: object) -> str:
-    """An argument that is a text, although lm-eval may have read it as a number or as true; ``\\n`` is a line break."""
+    """Return an argument that is a text, although lm-eval may have read it as a number or as true.
+
+    In a mark, ``\n`` becomes a line break.
+    """
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text.replace("\\n", "\n") if key.endswith("_mark") else text
 
 
 def bounded_of(asked: Arguments) -> BoundedModel:
-    """Load the model and check policy and budget, cheap tests first.
+    """Load the model, check policy and budget, and return them as a bounded model. Cheap checks come first.
 
     Raises:
         KVKeepError: the model, the policy or the budget cannot be used.
@@ -174,24 +177,24 @@ def bounded_of(asked: Arguments) -> BoundedModel:
 
 
 def budget_of(text: str) -> RequestedBudget:
-    """Read a budget in tokens, or in percent of each text.
+    """Return the budget that a text names, in tokens or in percent of each text.
 
     Raises:
-        BudgetError: it is out of range.
-        InputError: it is no number.
+        BudgetError: the number is out of range.
+        InputError: the text is no number.
     """
     try:
         return (
             RequestedBudget(ratio=float(text[:-1]) / 100) if text.endswith("%") else RequestedBudget(tokens=int(text))
         )
     except ValueError as error:
-        if isinstance(error, BudgetError):
+        if isinstance(error, BudgetError):  # a number, out of range: its message says so already
             raise
         raise InputError(f"budget={text!r} is neither a number of tokens (512) nor a share (20%).") from None
 
 
 def sampling_of(options: Mapping[str, Any], new_tokens: int, end: str) -> tuple[tuple[str, ...], SamplingParams]:
-    """Read a task's ``generation_kwargs``: the texts that end an answer, and how its tokens are sampled.
+    """Return a task's ``generation_kwargs`` as the texts that end an answer, and how its tokens are sampled.
 
     Raises:
         InputError: an option is out of range.

@@ -46,13 +46,16 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> KVKeepLM:
-        """Make the model; an argument of the model goes before an option of lm-eval with the same name."""
+        """Return the model for a mapping of arguments.
+
+        They take precedence over options of lm-eval of the same names.
+        """
         more = {key: value for key, value in (additional_config or {}).items() if (key, value) != _DEVICE}
         return cls(**{**more, **arg_dict})
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> KVKeepLM:
-        """Make the model from ``name=value,name=value``."""
+        """Return the model for arguments written as ``name=value,name=value``."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     # -- what lm-eval asks about a model
@@ -64,7 +67,9 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the id of the token that is put before a text without a context."""
+        """Return the id of the token that is put before a text without a context: the begin token, or else the end
+        token.
+        """
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
@@ -75,7 +80,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_gen_toks(self) -> int:
-        """New tokens of a task that does not say how many."""
+        """Return the number of new tokens of a task that does not say how many."""
         return self._asked.max_gen_toks
 
     @property
@@ -96,7 +101,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     # -- texts and tokens
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Encode a text as token ids; without a second begin token if the text has one."""
+        """Return the token ids of a text; a text that has a begin token does not get a second one."""
         begin = str(self.tokenizer.decode(self.prefix_token_id))
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
@@ -104,7 +109,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return list(self.tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation in the tokenizer's chat template."""
+        """Return a conversation as text, in the tokenizer's chat template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -123,7 +128,9 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return self._scored(self._bounded, pairs, [request[0] for request in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Compute the log-likelihood of whole texts, window by window, in pieces of ``window_stride`` tokens."""
+        """Return the log-likelihoods of whole texts, computed window by window, in pieces of ``window_stride``
+        tokens.
+        """
         windows = [self._windows(request.args[0]) for request in requests]
         pieces = self._asked.in_windows(self._bounded)
         found = iter(self._scored(pieces, list(itertools.chain(*windows)), None, disable_tqdm))
@@ -133,7 +140,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate the texts that follow prompts, in continuous batches."""
+        """Return the texts that follow prompts, generated in continuous batches."""
         if not requests:
             return []
         wishes = [self._wish(*request.args) for request in requests]
@@ -151,7 +158,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
     # -- the way there
 
     def _pair(self, texts: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> ContextPair:
-        """Return a request; the beginning of a context that is too long is left out."""
+        """Return a context and its continuation as tokens. The beginning of a context that is too long is left out."""
         room = self.max_length + 1 - len(continuation)
         self._asked.check_room(room, len(continuation), self.max_length)
         prompt, first, length = self._cut(texts[0], context, room)
@@ -169,7 +176,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
         return kept, first, first
 
     def _windows(self, text: str) -> list[ContextPair]:
-        """Disjoint windows of a text, cut as lm-eval cuts them."""
+        """Return disjoint windows of a text, cut as lm-eval cuts them."""
         made = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
@@ -177,6 +184,7 @@ class KVKeepLM(TemplateLM):  # type: ignore[misc]
             context_len=1,
         )
         parts = map(make_disjoint_window, made)
+        # nothing follows a window's last token, so it is never read
         return [ContextPair(tuple(a), tuple(b), len(a), len(a) + len(b) - 1) for a, b in parts]
 
     def _wish(self, prompt: str, options: dict[str, Any]) -> GenerationPrompt:

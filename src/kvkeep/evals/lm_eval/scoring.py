@@ -90,7 +90,7 @@ class _Group:
 
 
 def scores(bounded: BoundedModel, pairs: Sequence[ContextPair]) -> Iterator[tuple[int, Score]]:
-    """Score all pairs, the longest contexts first; yields each score with the place of its pair."""
+    """Yield the score of each pair with its index in ``pairs``, the longest contexts first."""
     for groups in _batches(_grouped(pairs), bounded.rows):
         yield from _score(bounded, groups, pairs)
 
@@ -105,7 +105,10 @@ def _grouped(pairs: Sequence[ContextPair]) -> list[_Group]:
 
 
 def _batches(groups: Sequence[_Group], rows: int) -> Iterator[list[_Group]]:
-    """Yield the contexts of each batch; either all of them have tokens after the eviction, or none has."""
+    """Yield the contexts of each batch.
+
+    Contexts with tokens after the eviction and those without are never in one batch.
+    """
     for whole in (False, True):
         part = [group for group in groups if (group.first == len(group.context)) is whole]
         while part:
@@ -117,7 +120,7 @@ def _batches(groups: Sequence[_Group], rows: int) -> Iterator[list[_Group]]:
 def _score(
     bounded: BoundedModel, groups: Sequence[_Group], pairs: Sequence[ContextPair]
 ) -> Iterator[tuple[int, Score]]:
-    """Read some contexts, and score all their continuations in copies."""
+    """Read some contexts, and yield the scores of all their continuations, which follow in copies."""
     longest = max(len(pairs[place].continuation) for group in groups for place in group.places)
     budgets = [bounded.tokens(group.length, len(group.context) + longest) for group in groups]
     drive = Drive(bounded.writer, bounded.policy, budgets, first=groups[0].places[0], setup=bounded.setup)
@@ -135,7 +138,7 @@ def _score(
 
 
 def _read(drive: Drive, groups: Sequence[_Group]) -> Float[Tensor, "B V"]:
-    """Read the contexts; the logits after their last tokens."""
+    """Read the contexts, and return the logits after their last tokens."""
     parts = [[_ids(group.context[: group.first]) for group in groups]]
     if groups[0].first < len(groups[0].context):
         parts += [[_ids(group.context[group.first : -1]) for group in groups], [_ids(g.context[-1:]) for g in groups]]
@@ -150,7 +153,9 @@ def _read(drive: Drive, groups: Sequence[_Group]) -> Float[Tensor, "B V"]:
 def _follow(
     bounded: BoundedModel, drive: Drive, logits: Float[Tensor, "B V"], asked: Sequence[tuple[int, tuple[int, ...]]]
 ) -> Iterator[tuple[int, Score]]:
-    """Feed continuations piece by piece, and add up the log-probabilities of their tokens."""
+    """Feed continuations piece by piece, and yield the sum of their tokens' log-probabilities, and whether all are
+    greedy.
+    """
     totals, greedy = [0.0] * len(asked), [True] * len(asked)
     before = logits
     for start, ids, real, targets in _pieces([tokens for _, tokens in asked], bounded.stride):
@@ -165,7 +170,7 @@ def _follow(
 def _pieces(
     rows: Sequence[tuple[int, ...]], stride: int
 ) -> Iterator[tuple[int, Int[Tensor, "B n"], Bool[Tensor, "B n"], list[tuple[int, ...]]]]:
-    """Yield the continuations without their last tokens in pieces, with the tokens that follow each."""
+    """Yield the continuations without their last tokens in pieces, each with its start and the tokens that follow."""
     longest = max(map(len, rows))
     for start in range(0, max(1, longest - 1), stride):
         fed = [row[start : min(start + stride, len(row) - 1)] for row in rows]
@@ -176,7 +181,9 @@ def _pieces(
 def _add(
     logits: Float[Tensor, "B n V"], targets: Sequence[Sequence[int]], totals: list[float], greedy: list[bool]
 ) -> None:
-    """Add the log-probabilities of the last tokens of each row."""
+    """Add the log-probabilities of each row's targets to ``totals``, and note in ``greedy`` whether they are the
+    likeliest.
+    """
     for row, tokens in enumerate(targets):
         if not tokens:
             continue
@@ -213,7 +220,7 @@ class GenerationPrompt:
 
 
 def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterator[tuple[int, str]]:
-    """Continue all prompts; yields each answer with the place of its prompt as soon as it is there.
+    """Continue all prompts, and yield each answer with its prompt's index in ``wishes`` as soon as it is there.
 
     Raises:
         InputError: a step of the engine failed.
@@ -237,7 +244,10 @@ def answers(bounded: BoundedModel, wishes: Sequence[GenerationPrompt]) -> Iterat
 
 
 def _request(engine: Engine, number: int, wish: GenerationPrompt, budget: int) -> Request:
-    """Return the request that continues a prompt's snapshot; its prefix is read once a row is free for it."""
+    """Return the request that continues a prompt.
+
+    The part before the cut is read now, into a snapshot, if there is one.
+    """
     options: dict[str, Any] = {"stop": wish.until, "sampling": wish.sampling, "sequence": number}
     if not 0 < wish.first < len(wish.ids):
         return Request(prompt=wish.ids, budget=budget, **options)
@@ -290,13 +300,13 @@ class EvaluationProtocol:
         return self.question == self.examples == "inside"
 
     def place(self, prompt: str) -> int:
-        """Count the characters of a prompt that are read and evicted before the rest follows; 0 without a mark."""
+        """Return how many characters of a prompt are read and evicted before the rest follows; 0 without a mark."""
         if self.question == "later":
             return max(0, prompt.rfind(self.question_mark))
         return max(0, prompt.rfind(self.examples_mark))
 
     def first(self, prompt: str, ids: Sequence[int], encode: Encode) -> int:
-        """Count the tokens of a prompt that are read and evicted before the rest follows; 0 without a mark.
+        """Return how many tokens of a prompt are read and evicted before the rest follows; 0 without a mark.
 
         Args:
             prompt: the text.
@@ -310,7 +320,7 @@ class EvaluationProtocol:
         return min(same, len(ids) - 1)
 
     def no_cut(self, prompt: str, lost: int) -> InputError:
-        """Return the error about a prompt without a text before its question, from which tokens could be evicted."""
+        """Return the error about a prompt that has no text before its question, so that nothing could be evicted."""
         name = "question_mark" if self.question == "later" else "examples_mark"
         mark = getattr(self, name)
         if lost and self.place(prompt):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,10 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, closest
 from kvkeep.evals.grid import split_arms
-from kvkeep.evals.report import Row, Table, of_task
+from kvkeep.evals.report import Table
+from kvkeep.evals.results import Row, of_task
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.policies.registry import spec
 
@@ -51,16 +51,17 @@ class Recipe:
         return {**self.run, **(self.quick if quick else {})}
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
-        """Tell how our figures differ from the paper's in how they were measured."""
+        """Return sentences on how the measurement of our figures differs from that of the paper's."""
         models = ", ".join(dict.fromkeys(str(row.get("model", "unknown")) for row in rows))
         about = [f"{self.source}; measured on {self.model}, ours on {models}.", *self.apart]
         counts = [int(row["score"]["n"]) for row in of_task(rows, self.run["tasks"])]
+        # 1.96 deviations of a share, in points. A deviation is at most 50 / √n.
         if counts and (error := 98 / math.sqrt(min(counts))) > _LARGE:
             about.append(f"{min(counts)} questions in a case: 95% intervals of one case are up to ±{error:.0f} points.")
         return about
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Tabulate the paper's figures, ours, and the differences; a dash where the folder has no such row."""
+        """Return a table of the paper's figures, ours, and the differences; a dash where the folder has no such row."""
         own = of_task(rows, self.run["tasks"])
         title = f"{self.title} (paper | ours | difference)"
         cells = {
@@ -80,14 +81,14 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Recipe:
-    """Load the recipe of this name.
+    """Return the recipe of this name.
 
     Raises:
         InputError: there is no such recipe.
     """
     if name not in names():
-        close = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = closest(name, names())
+        hint = f" Did you mean {close!r}?" if close else ""
         raise InputError(f"There is no recipe {name!r}.{hint} Known: {', '.join(names())}.")
     found: dict[str, Any] = tomllib.loads((resources.files(_FOLDER) / f"{name}.toml").read_text(encoding="utf-8"))
     columns = found["figures"]["columns"]
@@ -105,14 +106,21 @@ def find(name: str) -> Recipe:
 
 
 def read_line(line: str) -> tuple[str, str, str | None]:
-    """Return the policy, setup and budget that a line of figures names; ``None``: the first budget that was run."""
+    """Return the policy, setup and budget that a line of figures names.
+
+    A setup without differences is an empty text. A budget of ``None`` stands for the first one that was run.
+    """
     name, _, budget = line.partition(" at ")
     ((policy, bits),) = split_arms(name)
     return spec(policy), f"kv-bits={bits}" if check_bits(bits) else "", budget or None
 
 
 def _ours(rows: Sequence[Row], line: str, parts: tuple[str, ...]) -> float | None:
-    """Average the scores of a line over the cases of some parts, in percent, with all seeds together."""
+    """Return a line's score in percent: the mean over some parts of each part's mean over its cases and seeds;
+    ``None`` without rows.
+
+    A line without a budget takes the budget of its first row.
+    """
     wanted, setup, budget = read_line(line)
     own = [row for row in rows if row["policy"] == wanted and row.get("setup", "") == setup]
     if budget is not None:

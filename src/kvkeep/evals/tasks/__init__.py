@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, closest
 from kvkeep.evals.task import Task
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.evals.tasks.choice import MultipleChoice
@@ -40,7 +38,7 @@ def find(names: str) -> list[type[Task]]:
         raise InputError(f"The list of tasks is empty. Known: {', '.join(TASKS)}.")
     for name in wanted:
         if name not in TASKS:
-            close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            close = closest(name, TASKS)
+            hint = f" Did you mean {close!r}?" if close else ""
             raise InputError(f"Unknown task {name!r}.{hint} Known: {', '.join(TASKS)}.")
     return [TASKS[name] for name in wanted]

@@ -34,6 +34,7 @@ NEW = 64
 """Tokens of the continuation."""
 
 _PARTS = 8
+"""Parts of the continuation with results of their own: a difference grows with its length."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Agreement(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Agreement:
-        """Cut the text into prompts.
+        """Return the task, with the text cut into prompts.
 
         Raises:
             InputError: the text is too short.
@@ -72,7 +73,7 @@ class Agreement(Task):
         return cls(ids, new, task.describe(options))
 
     def settings(self) -> dict[str, Any]:
-        """Text and number of prompts."""
+        """Return the source of the text, and the number of prompts."""
         return {"text": self.text, "prompts": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
@@ -86,13 +87,13 @@ class Agreement(Task):
         return self.new
 
     def prepare(self, writer: Writer) -> None:
-        """Generate the continuation with the full cache."""
+        """Generate the continuations with the full cache, and keep the logits."""
         self.references = [self._continue(writer, self.ids[at]) for at in self._batches()]
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Feed the continuation and compare each next-token distribution with that of the full cache."""
+        """Feed the continuation, and compare each next-token distribution with that of the full cache."""
         equal, kl, memory = [], [], MemoryUsage()
         for at, reference in zip(self._batches(), self.references, strict=True):
             drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
@@ -110,7 +111,7 @@ class Agreement(Task):
         last = drive.feed(ids, last_only=True)[:, -1]
         tokens, logits = [], []
         for _ in range(self.new):
-            allowed = last.clone()
+            allowed = last.clone()  # an end would leave fewer tokens to compare
             allowed[:, list(ends_of(writer.model, writer.checkpoint.tokenizer))] = -torch.inf
             tokens.append(allowed.argmax(dim=-1))
             last = drive.feed(tokens[-1][:, None])[:, -1]
@@ -127,7 +128,7 @@ class Agreement(Task):
 
 
 def _score(equal: Float[Tensor, " n"], kl: Float[Tensor, " n"], parts: Int[Tensor, " n"]) -> dict[str, Any]:
-    """Means over all comparisons, and over each eighth of the continuation."""
+    """Return the means over all comparisons, and over each eighth of the continuation."""
     found = sorted(set(parts.tolist()))
     return {
         "agreement": equal.double().mean().item(),

@@ -28,6 +28,7 @@ from kvkeep.types import MemoryUsage
 # A file ``NAME.jsonl`` has the format of the data set's authors, or the rows of the hub's copy; ``NAME.json`` has that
 # of LLM-Adapters: a list of objects with ``instruction`` and ``answer``.
 
+# MathQA's options: "a ) 38 , b ) 27", also with capitals, in a list's brackets and quotes, or with the letter twice
 _OPTION = re.compile(r"""(?:^|,)[\s\['"]*([a-eA-E])\s*\)(?:\s*\1\s*\))?""")
 _MARK = re.compile(r"(?:Answer|Solution|Option)(\d): ")
 
@@ -53,7 +54,7 @@ class Choice:
 
 
 def questions(name: str, data: str | None) -> list[Choice]:
-    """Read all questions of a data set.
+    """Return all questions of a data set.
 
     Args:
         name: the data set, one of `NAMES`.
@@ -68,13 +69,17 @@ def questions(name: str, data: str | None) -> list[Choice]:
 
 
 def _adapted(name: str, row: Mapping[str, str]) -> Choice:
-    """Read an entry of LLM-Adapters, where question and choices are one text."""
+    """Return the question of an entry of LLM-Adapters, where question and choices are one text.
+
+    Raises:
+        ValueError: there are no choices, or the answer is none of them.
+    """
     if name == "mathqa":
         question, _, options = row["instruction"].rpartition("The options:")
         return _mathqa({"Problem": question, "options": options, "correct": row["answer"]})
     before, _, _ = row["instruction"].partition("Answer format:")
     asked, *rest = _MARK.split(before.split(": ", 1)[1])
-    choices = [part.strip() for part in rest[1::2]]
+    choices = [part.strip() for part in rest[1::2]]  # between them stand the numbers of `_MARK`
     right = int(re.sub(r"\D", "", row["answer"])) - 1
     if not choices or not all(choices) or not 0 <= right < len(choices):
         raise ValueError("no choices, or another answer")
@@ -84,13 +89,17 @@ def _adapted(name: str, row: Mapping[str, str]) -> Choice:
 
 
 def _asked(name: str, question: str, choices: list[str], right: int) -> Choice:
-    """Build a question in lm-eval's wording: OpenBookQA's choices continue the question, others answer it."""
+    """Return a question in lm-eval's wording: OpenBookQA's choices continue the question, others answer it."""
     context = question if name == "openbookqa" else f"Question: {question}\nAnswer:"
     return Choice((context,) * len(choices), tuple(f" {choice}" for choice in choices), right)
 
 
 def _filled(sentence: str, options: list[str], right: int) -> Choice:
-    """Build a question of WinoGrande: the same end of the sentence follows each option."""
+    """Return a question of WinoGrande: the same end of the sentence follows each option.
+
+    Raises:
+        ValueError: the sentence has no blank.
+    """
     before, blank, after = sentence.partition("_")
     if not blank:
         raise ValueError("the sentence has no blank")
@@ -113,7 +122,7 @@ def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
     def read(row: Mapping[str, Any]) -> Choice:
         if isinstance(asked := row.get("question"), Mapping):
             stem = text(asked, "stem")
-            pairs = [(one["label"], text(one, "text")) for one in asked["choices"]]
+            pairs = [(choice["label"], text(choice, "text")) for choice in asked["choices"]]
         else:
             stem = text(row, "question_stem" if "question_stem" in row else "question")
             said = _texts(row["choices"], "text")
@@ -134,19 +143,27 @@ def _winogrande(row: Mapping[str, Any]) -> Choice:
 
 
 def _mathqa(row: Mapping[str, Any]) -> Choice:
-    """Read an entry of MathQA. Its options are one text, as in ``a ) 38 , b ) 27``, or a list of such texts."""
+    """Return the question of an entry of MathQA.
+
+    Its options are one text, as in ``a ) 38 , b ) 27``, or a list of such texts.
+
+    Raises:
+        ValueError: the question or an option is empty.
+    """
     options, question = _OPTION.split(text(row, "options")), row["Problem"].strip()
     letters, choices = options[1::2], [part.strip(" ,[]'\"") for part in options[2::2]]
     if not question or not all(choices):
         raise ValueError("a question or an option is empty")
-    return _asked("mathqa", question, choices, _among(row["correct"].lower(), [one.lower() for one in letters]))
+    return _asked("mathqa", question, choices, _among(row["correct"].lower(), [letter.lower() for letter in letters]))
 
 
 _RTE = ("premise", "hypothesis"), ("sentence1", "sentence2")
 
 
 def _rte(row: Mapping[str, Any]) -> Choice:
-    """Read an entry of GLUE (``sentence1``, 0 for entailment) or of SuperGLUE (``premise``, the label as a word)."""
+    """Return the question of an entry of GLUE (``sentence1``, 0 for entailment) or SuperGLUE (``premise``, a word as
+    label).
+    """
     said, asked = (text(row, name) for name in _RTE[0 if "premise" in row else 1])
     label = row["label"] if isinstance(row["label"], int) else _among(row["label"], ("entailment", "not_entailment"))
     context = f"{said.strip()}\nQuestion: {asked.strip()} True or False?\nAnswer:"
@@ -163,15 +180,19 @@ def _hellaswag(row: Mapping[str, Any]) -> Choice:
 
 
 def _plain(text: str) -> str:
-    """Text of WikiHow without its marks, as lm-eval reads it."""
+    """Return a text of WikiHow without its marks, as lm-eval reads it."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def _texts(row: Mapping[str, Any], name: str) -> list[str]:
-    """Return a field that has to be a list of texts."""
+    """Return a field that has to be a list of texts.
+
+    Raises:
+        ValueError: the field is no list, or an entry is no text.
+    """
     if not isinstance(row[name], list):
         raise ValueError(f"{name!r} is {row[name]!r:.20}, no list")
-    return [text({name: one}, name) for one in row[name]]
+    return [text({name: value}, name) for value in row[name]]
 
 
 def _among(label: object, known: Sequence[object]) -> int:
@@ -267,17 +288,19 @@ class MultipleChoice(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> MultipleChoice:
-        """Make the questions.
+        """Return the task with its questions made.
 
         Raises:
-            InputError: a file is missing or of another format, or there are too few examples.
+            InputError: a file is missing or of another format, or there are too few questions for the examples.
         """
         if options.ask == "later" and not options.shots:
             raise InputError("shots=0 leaves nothing to cut before the question: give examples, or ask inside.")
         chosen = task.chosen(cls.name, options.parts, NAMES, known_in(options.data) or NAMES)
         later = ",ask=later" if options.ask == "later" else ""
         asked = {f"{name},shots={options.shots}{later}": _all(checkpoint, options, name) for name in chosen}
-        longest = max(len(p.context) + len(p.continuation) for found in asked.values() for q in found for p in q.pairs)
+        longest = max(
+            len(p.context) + len(p.continuation) for questions in asked.values() for q in questions for p in q.pairs
+        )
         check_positions(checkpoint, longest, cls.name, "shots")
         return cls(options, asked, tuple(past_training(checkpoint, longest, cls.name)))
 
@@ -288,41 +311,47 @@ class MultipleChoice(Task):
 
     def cases(self) -> dict[str, list[int]]:
         """Return each data set with the length of every context, or of its examples if the question comes later."""
-        return {name: [pair.length for one in found for pair in one.pairs] for name, found in self.asked.items()}
+        return {
+            name: [pair.length for question in asked for pair in question.pairs] for name, asked in self.asked.items()
+        }
 
     @property
     def new_tokens(self) -> int:
         """Return the most tokens that a context and a choice have after the eviction."""
         return max(
             len(pair.context) - pair.first + len(pair.continuation)
-            for found in self.asked.values()
-            for one in found
-            for pair in one.pairs
+            for questions in self.asked.values()
+            for question in questions
+            for pair in question.pairs
         )
 
     @property
     def notes(self) -> list[str]:
-        """Notes about texts longer than the model was trained for."""
+        """Return sentences about texts longer than the model was trained for."""
         return list(self.notes_)
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Score all choices of a data set."""
-        pairs = [pair for one in self.asked[case] for pair in one.pairs]
+        """Score all choices of a data set under a policy, and return how often the right one is the likeliest."""
+        pairs = [pair for question in self.asked[case] for pair in question.pairs]
         given = _Given({pair.length: budget for pair, budget in zip(pairs, budgets, strict=True)})
         memories: list[MemoryUsage] = []
         bounded = BoundedModel(writer=writer, policy=policy, budget=given, setup=setup, on_memory=memories.append)
         found = dict(scores(bounded, pairs))
         values = iter(found[place][0] for place in range(len(pairs)))
         return TaskOutcome(
-            _score([[next(values) for _ in one.pairs] for one in self.asked[case]], self.asked[case]),
+            _score([[next(values) for _ in question.pairs] for question in self.asked[case]], self.asked[case]),
             sum(memories, MemoryUsage()),
         )
 
 
 def _all(checkpoint: Checkpoint, options: Options, name: str) -> list[_Asked]:
-    """Return the questions of a data set, each with solved examples of its own."""
+    """Return the questions of a data set, each with solved examples of its own.
+
+    Raises:
+        InputError: there are too few questions for the examples.
+    """
     found = questions(name, options.data)
     if len(found) <= options.shots:
         raise InputError(f"{name} has {len(found)} questions, too few for shots={options.shots} and one to ask.")
@@ -348,6 +377,7 @@ def _pair(checkpoint: Checkpoint, before: str, context: str, choice: str, later:
     first = len(prompt) - 1
     if later:
         examples = _tokens(checkpoint, before.removesuffix(_BETWEEN))
+        # a tokenizer may join the examples' end with what follows: only the tokens before it are cut
         same = (i for i, (a, b) in enumerate(zip(examples, prompt, strict=False)) if a != b)
         first = min(next(same, len(examples)), first)
     first = max(1, first)
@@ -359,14 +389,16 @@ def _tokens(checkpoint: Checkpoint, text: str) -> tuple[int, ...]:
 
 
 def _score(found: Sequence[Sequence[float]], asked: Sequence[_Asked]) -> dict[str, Any]:
-    """Accuracy by log-likelihood, and by log-likelihood per character (lm-eval's ``acc`` and ``acc_norm``)."""
+    """Return the accuracy by log-likelihood, and by log-likelihood per character (lm-eval's ``acc`` and
+    ``acc_norm``).
+    """
     rights, normed = [], []
     for values, one in zip(found, asked, strict=True):
         rights.append(max(range(len(values)), key=values.__getitem__) == one.right)
         shares = [value / size for value, size in zip(values, one.sizes, strict=True)]
         normed.append(max(range(len(shares)), key=shares.__getitem__) == one.right)
     n = len(asked)
-    guess = sum(1 / len(one.pairs) for one in asked) / n
+    guess = sum(1 / len(question.pairs) for question in asked) / n
     return {
         "score": sum(rights) / n,
         "normed": sum(normed) / n,

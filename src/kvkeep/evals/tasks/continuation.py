@@ -48,7 +48,7 @@ class Continuation(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Continuation:
-        """Cut the source into texts with what follows each.
+        """Return the task, with the source cut into texts and what follows each.
 
         Raises:
             InputError: the source is too short.
@@ -79,7 +79,7 @@ class Continuation(Task):
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Read the texts, and feed what follows token by token."""
+        """Read the texts under a policy, feed what follows token by token, and return the perplexity."""
         losses, memory = [], MemoryUsage()
         for at in batches([self.ids.shape[1]] * len(self.ids)):
             drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
@@ -97,7 +97,8 @@ class Continuation(Task):
 
 
 def _score(losses: Float[Tensor, "B new"]) -> dict[str, Any]:
-    """Compute perplexity over all tokens, and each text's mean loss, by which policies are compared text by text."""
+    """Return the perplexity over all tokens, and each text's mean loss, by which policies are compared text by text."""
     mean = losses.double().mean().item()
     by_text = [round(loss, 6) for loss in losses.double().mean(dim=1).tolist()]
+    # e^710 is more than a float holds
     return {"perplexity": math.exp(min(mean, 700.0)), "nll": mean, "n": losses.numel(), "nll_by_text": by_text}

@@ -22,7 +22,7 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer, encode
 from kvkeep.policies.base import Policy
 
-_NEW = 16
+_NEW = 16  # tokens of a reply
 _TURN = "\nUser: "
 
 
@@ -38,7 +38,7 @@ class Conversation(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context, with as many turns as facts; asked turns are spread evenly."""
+        """Return a case for each context, with as many turns as facts; asked turns are spread evenly."""
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         n, made = options.limit or cls.items, {}
         for length in dict.fromkeys(options.contexts):
@@ -58,7 +58,7 @@ class Conversation(QATask):
     def _ask(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup
     ) -> Iterator[Replies]:
-        for number, prompt in enumerate(self.made[case].prompts):
+        for number, prompt in enumerate(self.made[case].prompts):  # one by one, since turns end at different tokens
             drive = Drive(writer, policy, [budgets[number]], first=number, setup=setup)
             edges = [*_edges(writer.checkpoint, prompt), prompt.first]
             for start, stop in zip([0, *edges], edges, strict=False):
@@ -71,11 +71,11 @@ class Conversation(QATask):
 
 
 def _maker(options: Options, number: int, depth: float) -> Any:
-    """Makes a conversation whose turns have a number of further sentences in all."""
+    """Return a function that makes a conversation whose turns have a number of further sentences together."""
     drawn = random.Random(f"conversation {options.seed} {number}")
     names, codes = words(drawn, options.facts), values("numbers", drawn, options.facts)
     asked = min(options.facts - 1, int(depth * options.facts))
-    haystack = Haystack(options.text, options.seed * 1009 + number)
+    haystack = Haystack(options.text, options.seed * task.ITEMS_APART + number)
 
     def item(size: int) -> Item:
         filler, said = haystack.first(size), []
@@ -90,7 +90,7 @@ def _maker(options: Options, number: int, depth: float) -> Any:
 
 
 def _edges(checkpoint: Checkpoint, prompt: ItemPrompt) -> list[int]:
-    """Count the tokens before each turn except the first, as far as they lie in the prompt's first part."""
+    """Return how many tokens stand before each turn except the first, at most those of the prompt's first part."""
     found, text = [], ""
     for turn in prompt.item.text.split(_TURN)[1:]:
         text += f"{_TURN}{turn}"

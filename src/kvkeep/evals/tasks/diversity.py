@@ -20,14 +20,16 @@ NEW = 64
 """Tokens of a continuation."""
 
 _ORDER = 4
+"""Self-BLEU's longest runs of words."""
 
 
 def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n: int, about: str) -> list[Item]:
-    """Make texts to continue, each from another sentence; with the continuation they have ≤ ``length`` tokens."""
+    """Return texts to continue, each from another sentence; with the continuation they have ≤ ``length`` tokens."""
     items = []
     for number in range(n):
         seed = options.seed * n + number
         haystack = Haystack(options.text, seed)
+        # the seed has no part in the sentences of the user's text, so each item begins at another one of them
         skip = 0 if options.text is None else 16 * seed
 
         def item(size: int, haystack: Haystack = haystack, skip: int = skip) -> Item:
@@ -50,7 +52,7 @@ class Diversity(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context."""
+        """Return a case for each context, with texts to continue."""
         about["text"] = describe(options)
         n, made = options.limit or cls.items, {}
         for length in dict.fromkeys(options.contexts):
@@ -63,7 +65,10 @@ class Diversity(QATask):
         return made
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Compute self-BLEU, and distinct-1 to distinct-3 over all continuations; no self-BLEU for a single one."""
+        """Return self-BLEU, and distinct-1 to distinct-3, over all continuations.
+
+        A single one has no self-BLEU (``None``).
+        """
         words = [grading.tokens_of(text) for text in texts]
         found: dict[str, Any] = {f"distinct_{n}": grading.distinct(words, n) for n in (1, 2, 3)}
         return {**found, "self_bleu": grading.self_bleu(words, _ORDER) if len(words) > 1 else None}

@@ -14,7 +14,7 @@ from kvkeep.evals.synthetic import NOISE, Haystack, planted, values
 from kvkeep.evals.task import Options, describe
 from kvkeep.models.checkpoint import Checkpoint
 
-_NEW = 32
+_NEW = 32  # tokens of a reply; a UUID has 36 characters
 _CITIES = (
     *("Lisbon", "Oslo", "Vienna", "Prague", "Dublin", "Athens", "Warsaw"),
     *("Madrid", "Helsinki", "Cairo", "Lima", "Quito", "Seoul", "Hanoi"),
@@ -25,7 +25,7 @@ _Maker = Callable[[random.Random, float, int], Item]
 def _cases(
     checkpoint: Checkpoint, options: Options, task: type[QATask], make: _Maker, least: int
 ) -> dict[str, TaskCase]:
-    """Make a case for each context, with items whose depths take turns."""
+    """Return a case for each context, with items whose depths take turns."""
     made = {}
     for length in dict.fromkeys(options.contexts):
         n = options.limit or task.items
@@ -35,7 +35,7 @@ def _cases(
         for number in range(n):
             seed, depth = f"{task.name} {options.seed} {number}", depths[number % len(depths)]
 
-            def item(size: int, seed: str = seed, depth: float = depth) -> Item:
+            def item(size: int, seed: str = seed, depth: float = depth) -> Item:  # of this turn of the loop
                 return make(random.Random(seed), depth, size)
 
             prompts.append(
@@ -59,7 +59,7 @@ class Needle(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context."""
+        """Return a case for each context, with a needle at the depths in turn."""
         about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
         haystack = Haystack(options.text, options.seed)
 
@@ -90,7 +90,7 @@ class Passkey(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context."""
+        """Return a case for each context, with a pass key at the depths in turn."""
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:
@@ -121,7 +121,7 @@ class KeyValue(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context."""
+        """Return a case for each context, with the asked pair at the depths in turn."""
         about |= {"depths": list(options.depths) or "spread"}
 
         def item(drawn: random.Random, depth: float, size: int) -> Item:

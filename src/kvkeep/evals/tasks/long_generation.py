@@ -38,7 +38,7 @@ class LongGeneration(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each context."""
+        """Return a case for each context, with texts to continue."""
         about["text"] = describe(options)
         made = {}
         for length in dict.fromkeys(options.contexts):
@@ -46,26 +46,26 @@ class LongGeneration(QATask):
             named = f"long_generation with a context of {length} and {new} new tokens"
             items = continued(checkpoint, options, length, new, options.limit or cls.items, named)
             prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(items)]
-            made[f"length={length}"] = TaskCase(prompts, new, lambda item, reply: 0.0)
+            made[f"length={length}"] = TaskCase(prompts, new, lambda item, reply: 0.0)  # see `grades`
         return made
 
     def prepare(self, writer: Writer) -> None:
-        """Write every continuation with the full cache."""
+        """Write every continuation with the full cache, as the reference."""
         for name, case in self.made.items():
             budgets = [len(prompt.ids) + case.new for prompt in case.prompts]
             done = self._ask(writer, name, parse("full"), budgets, PLAIN)
             self.references[name] = [text for batch in done for text in batch.texts]
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
-        """Compute ROUGE-L of each continuation with the full cache's; two empty texts count as equal."""
+        """Return ROUGE-L of each continuation with the full cache's; two empty texts count as equal."""
         return [float(a == b) or grading.rouge_l(a, b) for a, b in zip(texts, self.references[case], strict=True)]
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Compute the share of words before the first difference, the share of equal texts, and the length ratio."""
+        """Return the share of words before the first difference, the share of equal texts, and the length ratio."""
         pairs = [(a.split(), b.split()) for a, b in zip(texts, self.references[case], strict=True)]
         n = len(pairs)
         return {
-            "before_difference": sum(_common(a, b) / max(1, len(b)) if b else float(not a) for a, b in pairs) / n,
+            "before_difference": sum(_common(a, b) / len(b) if b else float(not a) for a, b in pairs) / n,
             "equal": sum(a == b for a, b in pairs) / n,
             "length_ratio": sum(len(a) for a, _ in pairs) / max(1, sum(len(b) for _, b in pairs)),
             "repeated": sum(grading.repeated(a, 4) for a, _ in pairs) / n,
@@ -73,6 +73,6 @@ class LongGeneration(QATask):
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """Count the equal words before the first difference."""
+    """Return the number of equal words before the first difference."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -32,13 +32,15 @@ _METRICS: Mapping[str, Callable[[str, str], float]] = {
 
 @cache
 def described() -> dict[str, dict[str, Any]]:
-    """Read the tasks of LongBench: wording, reply length and metric of each."""
+    """Return the tasks of LongBench: wording, reply length and metric of each."""
     text = (resources.files("kvkeep.evals.tasks") / "longbench.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def source(name: str) -> Source:
-    """Return the file of a task. The hub has the original only in an archive; copies in tables have other fields."""
+    """Return where a task's data are: a file of its authors, and no place on the hub, where copies have other
+    fields.
+    """
     return Source((f"{name}.jsonl",), "LongBench (THUDM/LongBench, data.zip): a JSON object per line", name, None)
 
 
@@ -54,7 +56,7 @@ class LongBench(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each chosen task, by default for each whose file is there.
+        """Return a case for each chosen task, by default for each task whose file is there.
 
         Raises:
             InputError: a file is missing, or a line has another format or no answer.
@@ -73,17 +75,17 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     items = [every[(options.seed * n + i) % len(every)] for i in range(n)]
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - int(task["new"])
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
-    if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
+    if cut := sum(item is not shortened for item, shortened in zip(items, short, strict=True)):
         notes.append(f"longbench {name}: {cut} of {n} texts lose their middle, to fit into {room} tokens.")
     prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
     return TaskCase(prompts, int(task["new"]), lambda item, reply: grade(task, item, reply))
 
 
 def read(name: str, data: str | None) -> list[Item]:
-    """Read all items of a task.
+    """Return all items of a task.
 
     Raises:
-        InputError: its file is missing, or a line has another format or no answer that a reply can be graded by.
+        InputError: the task's file is missing, or a line has another format or no answer that a reply can be graded by.
     """
     task, fields = described()[name], {"context": str, "input": str, "answers": list}
     if task["metric"] == "classification":
@@ -99,8 +101,8 @@ def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
         text=before + datasets.text(row, "context"),
         question=after.replace("{input}", row["input"]),
         answers=tuple(_answer(task["metric"], answer, classes) for answer in _some(row["answers"])),
-        classes=tuple(datasets.text({"all_classes": one}, "all_classes") for one in classes),
-        chat=not task.get("few_shot", False),
+        classes=tuple(datasets.text({"all_classes": class_name}, "all_classes") for class_name in classes),
+        chat=not task.get("few_shot", False),  # as LongBench's authors do: solved examples need no template
     )
 
 
@@ -111,7 +113,11 @@ def _some(answers: list[Any]) -> list[Any]:
 
 
 def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
-    """Return an answer, or raise a `ValueError` if no reply can be graded by it."""
+    """Return an answer, after a check that a reply can be graded by it.
+
+    Raises:
+        ValueError: no reply can be graded by the answer.
+    """
     said = datasets.text({"answers": answer}, "answers")
     if metric == "retrieval" and not re.search(r"Paragraph \d", said):
         raise ValueError(f"its answer {said!r:.30} names no paragraph, as in 'Paragraph 7'")
@@ -123,7 +129,11 @@ def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
 
 
 def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:
-    """Shorten an item to at most ``room`` tokens; the middle of a text that is too long is left out."""
+    """Return an item of at most ``room`` tokens; the middle of a text that is too long is left out.
+
+    Raises:
+        InputError: the question alone fills the room.
+    """
     if (size := len(tokens_of(checkpoint, item))) <= room:
         return item
     ids = checkpoint.tokenizer.encode(item.text, add_special_tokens=False)
@@ -137,14 +147,14 @@ def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item
         made = replace(item, text=text)
         if len(tokens_of(checkpoint, made)) <= room:
             return made
-        keep -= max(1, keep // 50)
+        keep -= max(1, keep // 50)  # the halves that are joined may be other, and more, tokens than they were
     raise InputError(
         f"longbench's {name} has a question that fills the {room} tokens of {checkpoint.name}; choose other `parts`."
     )
 
 
 def grade(task: Mapping[str, Any], item: Item, reply: str) -> float:
-    """Grade a reply by a task's metric, for the best of its answers."""
+    """Return the grade of a reply by a task's metric, for the best of the item's answers."""
     if task.get("first_line"):
         reply = reply.lstrip("\n").split("\n")[0]
     if task["metric"] == "classification":

@@ -59,7 +59,7 @@ class RetainedMass(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> RetainedMass:
-        """Cut the text.
+        """Return the task, with the text cut into texts of equal length.
 
         Raises:
             InputError: the text is too short.
@@ -93,7 +93,7 @@ class RetainedMass(Task):
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Replay the policy on the record, layer by layer within each token."""
+        """Replay the policy on the record, layer by layer within each token, and return the mass that it retains."""
         cache = Drive(writer, policy, budgets, setup=setup).cache
         layers = cache.bounded_layers()
         for index, tape in self.tapes.items():
@@ -110,7 +110,7 @@ class RetainedMass(Task):
         )
 
     def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:
-        """Means over texts and rows: per layer and head, and over all."""
+        """Return the means over texts and rows: per layer and head, and over all heads."""
         full = [self.full[index] for index in held]
         mass = _per_head([h + task.own(p) for h, p in zip(held.values(), full, strict=True)])
         dynamic = _per_head([task.best_dynamic(p, n) for p, n in zip(full, room, strict=True)])
@@ -119,7 +119,7 @@ class RetainedMass(Task):
             "mass": _mean(mass),
             "best_dynamic": _mean(dynamic),
             "best_static": _mean(static),
-            "regret": max(0.0, _mean(dynamic) - _mean(mass)),
+            "regret": max(0.0, _mean(dynamic) - _mean(mass)),  # nothing beats the best set but by rounding
             "regret_static": _mean(static) - _mean(mass),
             "n": self.rows * len(self.ids),
             "layers": list(held),

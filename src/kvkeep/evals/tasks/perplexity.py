@@ -46,7 +46,7 @@ class Perplexity(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Perplexity:
-        """Cut the text into windows.
+        """Return the task, with the text cut into windows.
 
         Raises:
             InputError: the text is too short, or the model has too few learned positions for a window.
@@ -58,7 +58,7 @@ class Perplexity(Task):
         return cls(ids, options.stride, task.describe(options), tuple(notes))
 
     def settings(self) -> dict[str, Any]:
-        """Text and number of windows."""
+        """Return the source of the text, and the number of windows."""
         return {"text": self.text, "windows": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
@@ -79,7 +79,7 @@ class Perplexity(Task):
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Feed all windows in pieces."""
+        """Feed all windows in pieces under a policy, and return the perplexity."""
         losses, memory = [], MemoryUsage()
         for at in batches([self.ids.shape[1]] * len(self.ids)):
             drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
@@ -89,7 +89,9 @@ class Perplexity(Task):
 
 
 def feed_in_pieces(drive: Drive, ids: Int[Tensor, "B T"], stride: int) -> Float[Tensor, "B n"]:
-    """Loss in nats of every token but the first of each row, ``n = T - 1``."""
+    """Feed rows in pieces of ``stride`` tokens, and return the loss in nats of every token but the first, ``n = T -
+    1``.
+    """
     pieces = []
     for start in range(0, ids.shape[1] - 1, stride):
         stop = min(start + stride, ids.shape[1] - 1)  # nothing follows the last token
@@ -99,11 +101,12 @@ def feed_in_pieces(drive: Drive, ids: Int[Tensor, "B T"], stride: int) -> Float[
 
 
 def _score(losses: Float[Tensor, "B n"]) -> dict[str, Any]:
-    """Compute the perplexity of all tokens, and the mean loss by the position of the predicted token."""
+    """Return the perplexity of all tokens, and the mean loss by the position of the predicted token."""
     mean = losses.double().mean().item()
     buckets = [
         {"from": start, "to": stop, "n": part.numel(), "nll": part.double().mean().item()}
         for start, stop in task.position_buckets(losses.shape[1] + 1)
         for part in [losses[:, start - 1 : stop - 1]]
     ]
+    # e^710 is more than a float holds
     return {"perplexity": math.exp(min(mean, 700.0)), "nll": mean, "n": losses.numel(), "buckets": buckets}

@@ -66,7 +66,7 @@ class Prompted:
 
 
 def wording_of(checkpoint: Checkpoint) -> Wording:
-    """Choose how to ask a model: in the embedded model's chat, by instruction, or as plain text."""
+    """Return how to ask a model: in the embedded model's chat, by instruction, or as plain text."""
     template = checkpoint.tokenizer.chat_template
     if template is None:
         return "plain"
@@ -77,7 +77,7 @@ def wording_of(checkpoint: Checkpoint) -> Wording:
 def ask(
     checkpoint: Checkpoint, options: Options, context: int, n: int, *, documents: int = LEAST_DOCUMENTS
 ) -> list[Prompted]:
-    """Make ``n`` questions, text by text, with prompts of about ``context`` tokens and never more.
+    """Make ``n`` questions, text by text, with prompts of about ``context`` tokens.
 
     A text is asked about all its facts, or about fewer if ``n`` questions would come from fewer than ``documents``
     texts.
@@ -90,6 +90,7 @@ def ask(
     for number in range(math.ceil(n / each)):
         asked += _about(checkpoint, options, number, context, each)[: n - len(asked)]
     longest = max(len(item.ids) for item in asked)
+    # a little more is no error: sentences are counted one by one, and together they may be other tokens
     if longest > context * 1.02 + 8:
         raise InputError(
             f"A recall prompt with {options.facts} facts has {longest} tokens, more than the context of {context}. "
@@ -99,17 +100,18 @@ def ask(
 
 
 def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, each: int) -> list[Prompted]:
-    """Make the questions about one text."""
+    """Return the questions about one text."""
     wording = wording_of(checkpoint)
     made = document(
-        options.seed * 1_000_003 + number,
+        task.text_seed(options.seed, number),
         n_facts=options.facts,
         n_questions=each,
+        # what the wording puts around text and question takes some: all but the two words
         tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
         depths=[options.depths[(number * each + i) % len(options.depths)] for i in range(each)]
         if options.depths
         else (),
-        first_kind=number * options.facts,
+        first_kind=number * options.facts,  # where the text before has ended, so that all kinds are equally frequent
         style=options.documents,
         count=lambda text: count_tokens(checkpoint, text),
     )
@@ -125,7 +127,7 @@ def right(wording: Wording, asked: Question, reply: str) -> bool:
     """Return whether a reply answers the question.
 
     The embedded model has to give exactly the answer. For other models the first line counts: it has to contain the
-    answer, and no other value that the text gives for such a thing.
+    answer, and no value that the text gives for another thing of that kind.
     """
     if wording == "embedded":
         return asked.right(reply)
@@ -142,14 +144,16 @@ def ending_of(asked: Question) -> str:
 
 
 def count_tokens(checkpoint: Checkpoint, text: str) -> int:
-    """Number of tokens of a part of a text."""
+    """Return the number of tokens of a part of a text."""
     return len(checkpoint.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _text_tokens(
     checkpoint: Checkpoint, wording: Wording, made: Document, prompts: Sequence[Int[torch.Tensor, "_"]]
 ) -> int:
-    """Number of tokens before the questions: those that all prompts share with one in which other words follow."""
+    """Return the number of tokens before the questions: those that all prompts share with one in which other words
+    follow.
+    """
     other = encoded(checkpoint, wording, f"{made.text} ;", ending_of(made.questions[0]))
     return min(_shared(other, ids) for ids in prompts)
 
@@ -161,7 +165,7 @@ def _shared(one: Int[torch.Tensor, " n"], two: Int[torch.Tensor, " m"]) -> int:
 
 
 def encoded(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
-    """Encode the prompt of a text and a question."""
+    """Return the tokens of a prompt: a text and a question, in the wording."""
     if wording == "embedded":
         return encode(checkpoint, f"{text} {ending}")[0]
     if wording == "instruction":
@@ -192,7 +196,7 @@ class Recall(Task):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Recall:
-        """Make the questions.
+        """Return the task with its questions made.
 
         Raises:
             InputError: the facts do not fit into a context, or the model has too few learned positions.
@@ -212,7 +216,7 @@ class Recall(Task):
         return cls(options, wording, questions, tuple(notes))
 
     def settings(self) -> dict[str, Any]:
-        """Number of questions and facts, the look of texts, depths and wording."""
+        """Return the number of questions and facts, the look of texts, depths and wording."""
         return {
             "questions": self.options.limit or QUESTIONS,
             "facts": self.options.facts,
@@ -234,13 +238,13 @@ class Recall(Task):
 
     @property
     def notes(self) -> list[str]:
-        """Notes about contexts longer than the model was trained for."""
+        """Return sentences about contexts longer than the model was trained for."""
         return list(self.notes_)
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> TaskOutcome:
-        """Ask all questions of a context."""
+        """Ask all questions of a context under a policy, and return the share of right replies."""
         questions, done = self.questions[case], list(self._ask(writer, case, policy, budgets, setup))
         texts = [text for batch in done for text in batch.texts]
         rights = [right(self.wording, q.question, text) for q, text in zip(questions, texts, strict=True)]
@@ -267,7 +271,7 @@ class Recall(Task):
 
 
 def _early(options: Options, turns: int) -> Options:
-    """Restrict the asked facts to turns that are followed by enough others; the other options stay.
+    """Return the options with the asked facts restricted to turns that are followed by enough others.
 
     Raises:
         InputError: there are no such turns, questions do not come later, or a text has fewer tokens than turns.

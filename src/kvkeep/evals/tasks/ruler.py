@@ -17,9 +17,11 @@ from kvkeep.evals.synthetic import Haystack
 from kvkeep.evals.task import Options, describe
 from kvkeep.models.checkpoint import Checkpoint
 
+# RULER's own numbers of new tokens
 _NEW = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 _NEW_OF_NEEDLES = 128
 _LEAST = {"cwe": 1, "fwe": 30, "qa_1": 0, "qa_2": 0}
+"""Fewest parts of a text that make a question, such as words or documents; 1 where none is named."""
 
 PARTS = (*synthetic.TASKS, "vt", "cwe", "fwe", "qa_1", "qa_2")
 
@@ -36,7 +38,7 @@ class Ruler(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make the cases of every task and context. By default, impossible tasks are left out with a note.
+        """Return the cases of every task and context. By default, tasks that do not fit are left out with a note.
 
         Raises:
             InputError: an unknown task, a missing file, or a context that is too short.
@@ -52,7 +54,7 @@ class Ruler(QATask):
                 try:
                     made[f"{name},length={length}"] = _case(checkpoint, options, name, length)
                 except TooShortError as error:
-                    if options.parts:
+                    if options.parts:  # the user has named it
                         raise
                     notes.append(f"{error} It is left out.")
         if not made:
@@ -78,7 +80,7 @@ def _makers(name: str, options: Options) -> _Maker:
         found = synthetic.library(name, options.data)
         asked = found.questions
         return lambda number, context, room: synthetic.document_items(
-            found, asked[(number + options.seed * 1009) % len(asked)], seed(number)
+            found, asked[(number + options.seed * task.ITEMS_APART) % len(asked)], seed(number)
         )
     if name == "vt":
         return lambda number, context, room: synthetic.chain(seed(number))

@@ -48,7 +48,7 @@ class Summary(QATask):
     def make(
         cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]
     ) -> dict[str, TaskCase]:
-        """Make a case for each chosen file.
+        """Return a case for each chosen file.
 
         Raises:
             InputError: rouge-score or a file is missing, or a line has another format.
@@ -60,11 +60,11 @@ class Summary(QATask):
         return {name: _case(checkpoint, options, name, notes) for name in chosen}
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
-        """Compute ROUGE-L of each reply."""
+        """Return ROUGE-L of each reply."""
         return self._rouge(case, texts)["rougeL"]
 
     def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
-        """Compute ROUGE-1 and ROUGE-2, and the mean length of a reply in words."""
+        """Return ROUGE-1 and ROUGE-2, and the mean length of a reply in words."""
         found = {kind: sum(f) / len(f) for kind, f in self._rouge(case, texts).items() if kind != "rougeL"}
         return {**found, "words": sum(len(text.split()) for text in texts) / len(texts)}
 
@@ -80,14 +80,19 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     items = [_item(name, found.rows[i], found.place(i)) for i in chosen]
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - _NEW[name]
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
-    if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
+    if cut := sum(item is not shortened for item, shortened in zip(items, short, strict=True)):
         notes.append(f"summary {name}: {cut} of {n} articles lose their end, to fit into {room} tokens.")
     prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
-    return TaskCase(prompts, _NEW[name], lambda item, reply: 0.0)
+    return TaskCase(prompts, _NEW[name], lambda item, reply: 0.0)  # see `grades`
 
 
 def _item(name: str, row: Mapping[str, Any], place: str) -> Item:
-    """Read an article with its summary; H2O's files have whole prompts, from which the article is taken."""
+    """Return an article with its summary as an item; H2O's files have whole prompts, from which the article is
+    taken.
+
+    Raises:
+        InputError: the row has no article with its summary.
+    """
     for article, summary in _FIELDS:
         text, answer = row.get(article), row.get(summary)
         if isinstance(text, str) and isinstance(answer, str) and text.strip() and answer.strip():
@@ -99,7 +104,11 @@ def _item(name: str, row: Mapping[str, Any], place: str) -> Item:
 
 
 def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:
-    """Shorten an item to at most ``room`` tokens by dropping the article's end."""
+    """Return an item of at most ``room`` tokens; the end of an article that is too long is left out.
+
+    Raises:
+        InputError: too few words of the article would be left.
+    """
     size = len(tokens_of(checkpoint, item))
     words = item.text.split(" ")
     while size > room:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from jaxtyping import Int
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, closest
+from kvkeep.evals.task import text_seed
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Wording, count_tokens, encoded, ending_of, right, wording_of
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tiny.documents import document
@@ -42,19 +42,19 @@ class UserQuestion:
     def right(self, reply: str) -> bool:
         """Return whether the first line of a reply contains an answer as whole words."""
         line = next(filter(None, (line.strip() for line in reply.splitlines())), "")
-        return any(_words(one) in _words(line) if _words(one) else one in line for one in self.answers)
+        return any(_words(answer) in _words(line) if _words(answer) else answer in line for answer in self.answers)
 
 
 def read_questions(content: str, source: str, text: str | None) -> list[UserQuestion]:
-    """Read the questions of a file.
+    """Return the questions of a file. Empty lines are left out.
 
     Args:
-        content: its content.
-        source: its name in messages.
+        content: the file's content.
+        source: the file's name in messages.
         text: the text of questions without one.
 
     Raises:
-        InputError: a line is no question, or there is none.
+        InputError: a line is no question, or the file has none.
     """
     found = [
         _question(line, f"Line {number} of {source}", text)
@@ -82,7 +82,7 @@ def _question(line: str, place: str, text: str | None) -> UserQuestion:
 def _answers(entry: dict[str, Any], place: str) -> tuple[str, ...]:
     given = entry.get("answer")
     several = given if isinstance(given, list) and given else [given]
-    return tuple(_text({**entry, "answer": one}, "answer", place) for one in several)
+    return tuple(_text({**entry, "answer": answer}, "answer", place) for answer in several)
 
 
 def _text(entry: dict[str, Any], field: str, place: str) -> str:
@@ -93,8 +93,8 @@ def _text(entry: dict[str, Any], field: str, place: str) -> str:
         return value.strip()
     if value is None:
         others = [name for name in entry if name not in FIELDS]
-        close = difflib.get_close_matches(field, others, n=1, cutoff=0.5)
-        meant = f" Did you mean {field!r} by {close[0]!r}?" if close else ""
+        close = closest(field, others)
+        meant = f" Did you mean {field!r} by {close!r}?" if close else ""
         raise InputError(f'{place} has no {field}.{meant} A line is {{"question": "…", "answer": "…"}}.')
     raise InputError(f"{place}: its {field} is empty or no text: {value!r:.80}.")
 
@@ -158,7 +158,7 @@ class Documents:
 
 
 def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: int, seed: int) -> Documents:
-    """Make documents of sentences of a text with facts between them; every fact is asked for.
+    """Return documents of sentences of a text with facts between them; every fact is asked for.
 
     Args:
         checkpoint: the model.
@@ -175,54 +175,55 @@ def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: in
 
     @cache
     def make(number: int) -> Unit:
-        return _planted(checkpoint, wording, parts, number=seed * 1_000_003 + number, context=context, facts=facts)
+        return _planted(checkpoint, wording, parts, number=text_seed(seed, number), context=context, facts=facts)
 
     first = make(0)
     longest = max(len(asked.ids) for asked in first)
-    if longest > context * 1.02 + 16:
+    if longest > context * 1.02 + 16:  # a little more is no error: sentences are counted one by one
         raise InputError(
             f"A document with {facts} facts has {longest} tokens, more than the context of {context}. Give fewer "
             "`facts` or a longer `context`."
         )
-    question = max(len(asked.ids) - asked.first for asked in first) + 8
+    question = max(len(asked.ids) - asked.first for asked in first) + 8  # other documents may have longer ones
     return Documents(make, None, float(facts), context, question, NEW_TOKENS[wording])
 
 
 def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) -> Documents:
-    """Group the user's questions into units: one for each text, or for each question if there are few texts.
+    """Return the user's questions in units: one for each text, or one for each question if there are few texts.
 
     Raises:
         InputError: a prompt cannot be encoded.
     """
     wording = wording_of(checkpoint)
-    by_text = sorted(questions, key=lambda one: one.text)
-    groups = [list(group) for _, group in groupby(by_text, key=lambda one: one.text)]
+    by_text = sorted(questions, key=lambda question: question.text)
+    groups = [list(group) for _, group in groupby(by_text, key=lambda question: question.text)]
     if len(groups) < _FEW_TEXTS:
-        groups = [[one] for group in groups for one in group]
+        groups = [[question] for group in groups for question in group]
     random.Random(seed).shuffle(groups)
     units = [
-        _asked(checkpoint, wording, group[0].text, [(one.question, one.right) for one in group]) for group in groups
+        _asked(checkpoint, wording, group[0].text, [(question.question, question.right) for question in group])
+        for group in groups
     ]
-    asked = [one for unit in units for one in unit]
-    longest = max(len(checkpoint.tokenizer.encode(answer)) for one in questions for answer in one.answers)
+    asked = [question for unit in units for question in unit]
+    longest = max(len(checkpoint.tokenizer.encode(answer)) for question in questions for answer in question.answers)
     return Documents(
         units.__getitem__,
         len(units),
         len(asked) / len(units),
-        length=max(one.first for one in asked),
-        question_tokens=max(len(one.ids) - one.first for one in asked),
-        reply_tokens=max(NEW_TOKENS[wording], longest + 8),
+        length=max(question.first for question in asked),
+        question_tokens=max(len(question.ids) - question.first for question in asked),
+        reply_tokens=max(NEW_TOKENS[wording], longest + 8),  # the answer, and some words around it
     )
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences; where it has none, into lines and pieces of lines."""
+    """Return the sentences of a text; if it has none, its lines and pieces of lines."""
     found = [part.strip() for part in _PART.split(text)]
     return [piece for part in found if part for piece in _pieces(part)]
 
 
 def _pieces(sentence: str) -> Iterator[str]:
-    """Yield a sentence, or parts of it that are not too long."""
+    """Yield a sentence whole, or in pieces if it is too long."""
     start = 0
     while start < len(sentence):
         stop = start + LONGEST_SENTENCE
@@ -250,16 +251,16 @@ def _planted(
 
 
 def _from(parts: Sequence[str], start: int) -> Iterator[str]:
-    """Yield the parts from one of them on; after the last comes the first."""
+    """Yield the parts from index ``start`` on, without end: after the last part comes the first."""
     return islice(cycle(parts), start, None)
 
 
 def _asked(
     checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
 ) -> Unit:
-    """Build a unit: the questions about one text, with the number of tokens that all prompts share."""
+    """Return a unit: the questions about one text, with the number of tokens that all prompts share."""
     prompts = [encoded(checkpoint, wording, text, ending) for ending, _ in pairs]
-    other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])
+    other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])  # shows where a tokenizer joins text and question
     first = min(_common(prompt, other) for prompt in prompts)
     return tuple(
         DocumentQuestion(text, ids, min(first, len(ids) - 1), grade)
@@ -268,7 +269,7 @@ def _asked(
 
 
 def _common(one: Int[torch.Tensor, " n"], other: Int[torch.Tensor, " m"]) -> int:
-    """Number of equal tokens at the beginning of two prompts."""
+    """Return the number of equal tokens at the beginning of two prompts."""
     n = min(len(one), len(other))
     different = (one[:n] != other[:n]).nonzero()
     return int(different[0]) if len(different) else n

@@ -16,7 +16,7 @@ from kvkeep.errors import BudgetError, InputError, UnsupportedModelError, Unsupp
 from kvkeep.evals.confidence import of_clustered_share, of_clusters, of_mean
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.qa_task import decode_greedily
-from kvkeep.evals.report import over
+from kvkeep.evals.results import over
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.documents import DocumentQuestion, Documents
 from kvkeep.models.load import ends_of
@@ -89,12 +89,13 @@ Ladder: TypeAlias = tuple[Candidate, ...]
 
 
 def budgets_of(length: int, shares: Sequence[float] = SHARES) -> list[int]:
-    """Convert shares of a text to numbers of tokens, each once, the smallest first."""
+    """Return shares of a text as numbers of tokens, each once, the smallest first."""
     return sorted({max(1, round(share * length)) for share in shares})
 
 
 def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int]) -> Ladder:
-    """Return the candidates of an arm; budgets that its policy or the model refuses are left out.
+    """Return the candidates of an arm, the smallest memory first; budgets that its policy or the model refuses are
+    left out.
 
     Args:
         arm: the arm.
@@ -105,7 +106,7 @@ def ladder(arm: Arm, budgets: Sequence[int], row_bytes: Callable[[Arm, int], int
     for budget in budgets:
         try:
             steps.append(Candidate(arm, budget, row_bytes(arm, budget)))
-        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):
+        except (BudgetError, UnsupportedModelError, UnsupportedOperationError):  # left out, see above
             continue
     return tuple(sorted(steps, key=lambda step: step.row_bytes))
 
@@ -122,6 +123,7 @@ Losses: nats beyond the full cache's, summed over tokens; and the number of toke
 Kind: TypeAlias = Literal["answers", "loss"]
 
 _MOST = 2**53
+"""Documents that no target needs; a float counts no further."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class KeptQuality:
 
 
 def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
-    """Compute the kept quality that tallies show."""
+    """Return the kept quality that tallies show; NaN if they have nothing to compare."""
     weight = float(sum(n for _, n in tallies))
     if not weight:
         return KeptQuality(math.nan, math.nan, math.nan, 0.0)
@@ -155,25 +157,27 @@ def kept(tallies: Sequence[Tally], kind: Kind) -> KeptQuality:
         return KeptQuality(sum(x for x, _ in tallies) / weight, low / 100, high / 100, weight)
     spread = over([x / n for x, n in tallies if n])
     low, high = of_mean(spread)
-    return KeptQuality(_ratio(spread.mean), _ratio(high), _ratio(low), weight)
+    return KeptQuality(_ratio(spread.mean), _ratio(high), _ratio(low), weight)  # a high loss is a low quality
 
 
 def most(questions: int, documents: int) -> float:
-    """Return the largest share that so many questions can show with confidence, which is when all answers stay."""
+    """Return the largest share that so many questions can show with confidence, if all answers stay; 0 below two
+    documents.
+    """
     return of_clusters(questions, questions, documents)[0] / 100 if questions and documents > 1 else 0.0
 
 
 def needed(target: float, each: float) -> tuple[int, int]:
-    """Return how many questions can show a target if all answers stay, and how many documents hold them."""
+    """Return how many questions can show a target if all answers stay, and in how many documents."""
     documents = bisect_left(range(_MOST), target, key=lambda n: most(round(n * each), n))
     return round(documents * each), documents
 
 
 def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> float:
-    """Return the interval's lower end if all answers to the questions that are still to be asked stay.
+    """Return the interval's lower end if all answers to the questions still to be asked stay; 1 below two documents.
 
     Args:
-        tallies: of the documents so far.
+        tallies: those of the documents so far.
         expected: questions that are still to be asked.
         documents: number of documents in the end.
     """
@@ -183,6 +187,7 @@ def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> floa
 
 def _ratio(excess: float) -> float:
     """Return the full cache's perplexity relative to one that is higher by this many nats per token."""
+    # e^710 is more than a float holds
     return excess if math.isnan(excess) else math.exp(-min(max(excess, -700.0), 700.0))
 
 
@@ -209,11 +214,13 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
-        """Run an arm; `FULL` with room for everything."""
+        """Run an arm at a budget on units, and return what was measured on each. `FULL` has room for everything."""
 
     @abc.abstractmethod
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Compare the outcome of a unit with the full cache's."""
+        """Return the outcome of a unit, compared with the full cache's: a sum, and the number of questions or
+        tokens.
+        """
 
     @property
     def room(self) -> int:
@@ -238,17 +245,17 @@ class Answers(Measure):
         self.length, self.new_tokens = documents.length, documents.question_tokens + documents.reply_tokens
 
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
-        """Ask the questions of all units."""
+        """Ask the questions of all units, and return for each unit a text of marks, ``1`` for a right reply."""
         made = [self._documents.make(number) for number in units]
-        asked = [one for unit in made for one in unit]
+        asked = [question for unit in made for question in unit]
         replies = list(self._replies(writer, arm, budget, asked, units.start))
-        marks = iter("01"[one.right(reply)] for one, reply in zip(asked, replies, strict=True))
+        marks = iter("01"[question.right(reply)] for question, reply in zip(asked, replies, strict=True))
         return ["".join(next(marks) for _ in unit) for unit in made]
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Of the questions that the full cache answers, those that stay right; and their number."""
+        """Return, of the questions that the full cache answers, how many stay right, and their number."""
         check(isinstance(outcome, str) and isinstance(full, str) and len(outcome) == len(full))
-        stays = [one == "1" for one, other in zip(outcome, full, strict=True) if other == "1"]
+        stays = [answered == "1" for answered, other in zip(outcome, full, strict=True) if other == "1"]
         return float(sum(stays)), float(len(stays))
 
     def _replies(
@@ -257,31 +264,33 @@ class Answers(Measure):
         if self._later:
             yield from self._later_replies(writer, arm, budget, asked, first)
             return
-        for at in batches([len(one.ids) for one in asked]):
+        for at in batches([len(question.ids) for question in asked]):
             part = asked[at]
             drive = _drive(writer, arm, budget, len(part), first + at.start)
-            drive.feed(*left_padded([one.ids[:-1] for one in part]), last_only=True)
-            yield from self._finish(writer, drive, part, [one.ids[-1:] for one in part])
+            drive.feed(*left_padded([question.ids[:-1] for question in part]), last_only=True)
+            yield from self._finish(writer, drive, part, [question.ids[-1:] for question in part])
 
     def _later_replies(
         self, writer: Writer, arm: Arm, budget: int, asked: Sequence[DocumentQuestion], first: int
     ) -> Iterator[str]:
-        """Read each text once, cut it, and ask all its questions in copies of that memory."""
-        texts = {one.text: one.ids[: one.first] for one in asked}
+        """Read each text once, cut it, ask all its questions in copies of that memory, and yield the replies."""
+        texts = {question.text: question.ids[: question.first] for question in asked}
         places = {text: place for place, text in enumerate(texts)}
         for at in batches([len(ids) for ids in texts.values()]):
             rows = list(texts.values())[at]
             read = _drive(writer, arm, budget, len(rows), first + at.start)
             read.feed(*left_padded(rows), last_only=True)
-            part = [one for one in asked if at.start <= places[one.text] < at.stop]
-            for few in batches([budget + len(one.ids) - one.first for one in part]):
-                copies = read.copies([places[one.text] - at.start for one in part[few]])
-                yield from self._finish(writer, copies, part[few], [one.ids[one.first :] for one in part[few]])
+            part = [question for question in asked if at.start <= places[question.text] < at.stop]
+            for few in batches([budget + len(question.ids) - question.first for question in part]):
+                copies = read.copies([places[question.text] - at.start for question in part[few]])
+                yield from self._finish(
+                    writer, copies, part[few], [question.ids[question.first :] for question in part[few]]
+                )
 
     def _finish(
         self, writer: Writer, drive: Drive, asked: Sequence[DocumentQuestion], rest: Sequence[Tensor]
     ) -> list[str]:
-        """Feed the rest of the prompts, their last tokens apart, and decode the replies."""
+        """Feed the rest of the prompts, their last tokens apart, and return the replies."""
         if any(len(ids) > 1 for ids in rest):
             drive.feed(*left_padded([ids[:-1] for ids in rest]), last_only=True)
         logits = drive.feed(*left_padded([ids[-1:] for ids in rest]), last_only=True)
@@ -312,7 +321,11 @@ class Losses(Measure):
         self.per_unit = self.length
 
     def run(self, writer: Writer, arm: Arm, budget: int, units: range) -> list[Outcome]:
-        """Read texts in pieces; the cache is cut after each."""
+        """Read texts in pieces, with a cut after each, and return the loss of each piece.
+
+        Raises:
+            InputError: a loss is infinite or no number.
+        """
         found: list[Outcome] = []
         ids = self._windows[units.start : units.stop]
         for at in batches([self.length] * len(ids)):
@@ -326,21 +339,21 @@ class Losses(Measure):
         return found
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
-        """Sum the nats beyond the full cache's in the pieces after the budget, and count their tokens."""
+        """Return the nats beyond the full cache's in the pieces after the budget, and the number of their tokens."""
         check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
         assert not isinstance(outcome, str)
         assert not isinstance(full, str)
         first = -(-budget // PIECE)
         tokens = self.length - 1 - first * PIECE
-        more = sum(one - other for one, other in zip(outcome[first:], full[first:], strict=True))
+        more = sum(loss - loss_of_full for loss, loss_of_full in zip(outcome[first:], full[first:], strict=True))
         return more, float(max(0, tokens))
 
 
 def check(fits: bool) -> None:
-    """Refuse what a folder holds of a document if it is nothing that this search has measured.
+    """Refuse a folder's measurement of a document that does not fit the full cache's.
 
     Raises:
-        InputError: it is not.
+        InputError: the measurement does not fit.
     """
     if not fits:
         raise InputError(
@@ -350,7 +363,7 @@ def check(fits: bool) -> None:
 
 
 def _sums(losses: Float[Tensor, " n"]) -> list[float]:
-    """Sum the losses of each piece."""
+    """Return the sum of the losses of each piece."""
     return [round(piece.double().sum().item(), 6) for piece in losses.split(PIECE)]
 
 

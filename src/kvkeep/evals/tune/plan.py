@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -46,6 +46,7 @@ SHORTEST, LONGEST = 32, 2**20
 """Fewest and most tokens of a text."""
 
 _EVERY = 2**20
+"""Stands for all: more windows than a text has, and a budget that is never too small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +100,13 @@ class TunePlan:
 
 
 def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: torch.dtype | None = None) -> TunePlan:
-    """Plan a search; needs no weights.
+    """Return the plan of a search, checked; no weights are needed.
 
     Args:
         checkpoint: configuration and tokenizer.
         name: the model's name in results.
         wanted: what is asked for.
-        dtype: of the cache; by default the checkpoint's.
+        dtype: the cache's dtype; by default the checkpoint's.
 
     Raises:
         InputError: something cannot be used with this model.
@@ -138,7 +139,13 @@ def _case(name: str) -> Case:
 
 
 def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm]:
-    """Combine the policies with the setup; of the default policies, keep those that run with it on this model."""
+    """Return the policies, each combined with the setup; of the default policies, those that run so on this model.
+
+    Raises:
+        PolicyError: a policy evicts nothing.
+        KVKeepError: a policy that the user named cannot run so.
+        InputError: none of the case's policies runs on this model.
+    """
     chosen = split_arms(",".join(POLICIES[case]) if wanted.policies is None else wanted.policies)
     arms = []
     for policy, bits in chosen:
@@ -150,7 +157,7 @@ def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm
                 setup.cache(checkpoint, policy, [_EVERY])
                 arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
             except KVKeepError:
-                if wanted.policies is not None:
+                if wanted.policies is not None:  # the user has named it
                     raise
     if not arms:
         raise InputError("None of the policies of this case runs on this model with these options. Name `policies`.")
@@ -185,7 +192,11 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments, options:
 def _ladders(
     checkpoint: Checkpoint, arms: Sequence[Arm], wanted: TuneArguments, measure: Measure, dtype: torch.dtype | None
 ) -> tuple[list[Ladder], int]:
-    """Return the candidates of every arm, and the bytes of a full cache."""
+    """Return the candidates of every arm, and the bytes of a full cache.
+
+    Raises:
+        InputError: no policy runs with any of the budgets, or none saves memory with one of them.
+    """
     shape = outline(checkpoint.name)
 
     def setting(arm: Arm, budget: int) -> Setting:
@@ -198,8 +209,8 @@ def _ladders(
             layer_budget=_listed(arm.setup.layer_budget),
             head_budget=arm.setup.head_budget,
             kv_bits=arm.setup.kv_bits,
-            positions=cast(Any, arm.setup.positions),
-            context=measure.length,
+            positions=cast(Literal["true", "slot"] | None, arm.setup.positions),  # `cache` above has checked it
+            context=measure.length,  # the bytes of a bounded row do not depend on it, nor on the chunk
             chunk=measure.length,
             dtype=own_dtype,
             weights_dtype=own_dtype,
@@ -212,6 +223,7 @@ def _ladders(
             f"No policy here runs with a budget of {', '.join(map(str, numbers))}: it protects more. Give larger "
             "`budgets`."
         )
+    # any arm does: a full cache depends on the model and the tokens alone, here with question and reply
     largest = replace(setting(arms[0], measure.room), context=measure.room, chunk=measure.room)
     full = largest.full().row_bytes
     smaller = [tuple(step for step in steps if step.row_bytes < full) for steps in made]
@@ -225,7 +237,11 @@ def _ladders(
 
 
 def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
-    """Return the budgets in tokens. A stream has to go on beyond each of them."""
+    """Return the budgets in tokens. Those that leave nothing to evict are left out.
+
+    Raises:
+        InputError: no budget is left.
+    """
     given = wanted.budgets or SHARES
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
     most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room
@@ -241,7 +257,7 @@ def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
 
 def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, Any]:
     """Return the part of ``run.json`` that is known without weights."""
-    asked = [(one.text, one.question, one.answers) for one in wanted.questions]
+    asked = [(question.text, question.question, question.answers) for question in wanted.questions]
     return {
         "model": name,
         "case": wanted.case,

@@ -25,21 +25,27 @@ _NOUN: dict[Kind, str] = {"answers": "questions", "loss": "tokens"}
 
 
 def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
-    """Return the table: confirmed candidates, and for each other arm its smallest budget on target in the search."""
+    """Return the table's lines: confirmed candidates, and for each other arm its smallest budget on target in the
+    search.
+    """
     confirmed = dict(sorted(result.found.confirmed.items(), key=lambda item: item[0].row_bytes))
-    rows = [_line(one, found, full_bytes, _verdict(result, one, found)) for one, found in confirmed.items()]
-    named = {one.arm for one in confirmed}
+    rows = [
+        _line(candidate, quality, full_bytes, _verdict(result, candidate, quality))
+        for candidate, quality in confirmed.items()
+    ]
+    named = {candidate.arm for candidate in confirmed}
     for ladder in result.ladders:
         if ladder and ladder[0].arm not in named:
-            one = _place(result, ladder)
-            rows.append(_line(one, replace(result.searched[one], low=math.nan), full_bytes, "searched"))
+            candidate = _place(result, ladder)
+            rows.append(_line(candidate, replace(result.searched[candidate], low=math.nan), full_bytes, "searched"))
     return rows
 
 
 def _place(result: TuneResult, ladder: tuple[Candidate, ...]) -> Candidate:
     """Return the smallest measured candidate that reached the target, or else the largest one."""
-    measured = [one for one in ladder if one in result.searched]
-    return next((one for one in measured if result.searched[one].share >= result.target), measured[-1])
+    measured = [candidate for candidate in ladder if candidate in result.searched]
+    enough = (candidate for candidate in measured if result.searched[candidate].share >= result.target)
+    return next(enough, measured[-1])
 
 
 def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
@@ -98,11 +104,11 @@ def failure(result: TuneResult) -> str:
 
 
 def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
-    """Plot the kept quality over the memory."""
+    """Return a plot of the kept quality over the memory."""
     series = [
-        _series(name, [one for one in ladder if one in result.searched], result, full_bytes)
+        _series(name, [candidate for candidate in ladder if candidate in result.searched], result, full_bytes)
         for ladder in result.ladders
-        if ladder and any(one in result.searched for one in ladder)
+        if ladder and any(candidate in result.searched for candidate in ladder)
         for name in [ladder[0].arm.name]
     ]
     goal = Series("target", x=[100.0], y=[100 * result.target], reference=True)
@@ -116,17 +122,20 @@ def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
 
 def _series(name: str, measured: list[Candidate], result: TuneResult, full_bytes: int) -> Series:
     confirmed = result.found.confirmed
-    found = [confirmed.get(one, replace(result.searched[one], low=math.nan, high=math.nan)) for one in measured]
+    qualities = [
+        confirmed.get(candidate, replace(result.searched[candidate], low=math.nan, high=math.nan))
+        for candidate in measured
+    ]
     return Series(
         name,
-        x=[100 * one.row_bytes / full_bytes for one in measured],
-        y=[100 * one.share for one in found],
-        interval=[(100 * one.low, 100 * one.high) for one in found],
+        x=[100 * candidate.row_bytes / full_bytes for candidate in measured],
+        y=[100 * quality.share for quality in qualities],
+        interval=[(100 * quality.low, 100 * quality.high) for quality in qualities],
     )
 
 
 def config(found: SearchResult, model: str | None) -> Config:
-    """Return the settings of the chosen candidate."""
+    """Return the settings of the chosen candidate as a configuration."""
     one = found.chosen
     assert one is not None
     setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
@@ -137,7 +146,7 @@ def config(found: SearchResult, model: str | None) -> Config:
 
 
 def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | int | float]:
-    """Tell how the settings were found, for the table in the file."""
+    """Return how the settings were found, for the table of notes in the file."""
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
@@ -153,13 +162,13 @@ def notes(result: TuneResult, case: Case, full_bytes: int) -> dict[str, str | in
 
 
 def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
-    """Return all numbers, for programs."""
+    """Return all numbers as plain data, for programs."""
     chosen = result.found.chosen
     return {
         "target": result.target,
         "chosen": None if chosen is None else _plain(chosen, result.found.confirmed[chosen], full_bytes),
-        "confirmed": [_plain(one, found, full_bytes) for one, found in result.found.confirmed.items()],
-        "searched": [_plain(one, found, full_bytes) for one, found in result.searched.items()],
+        "confirmed": [_plain(candidate, quality, full_bytes) for candidate, quality in result.found.confirmed.items()],
+        "searched": [_plain(candidate, quality, full_bytes) for candidate, quality in result.searched.items()],
         "asked": result.asked,
         "answered": result.answered,
         "fresh": result.sizes.fresh,

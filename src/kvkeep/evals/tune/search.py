@@ -87,11 +87,11 @@ class TuneRecords(RowFolder):
     beginning = b'{"tune": "'
 
     def forget(self) -> None:
-        """Forget all measurements."""
+        """Forget all measurements, which are about to be read again."""
         self.outcomes: dict[tuple[str, int, int], Outcome] = {}
 
     def keep(self, row: dict[str, Any]) -> None:
-        """Take the measurements of a row."""
+        """Add the measurements of a row that is in the file."""
         for unit, outcome in enumerate(row["found"], start=row["first"]):
             self.outcomes[row["tune"], row["budget"], unit] = outcome
 
@@ -105,13 +105,13 @@ class TuneRecords(RowFolder):
         return f"The measurements of {len(self.outcomes)} documents written before are safe." if self.outcomes else ""
 
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Compare a run with the run that the folder already holds.
+        """Compare a run with the run that the folder already holds, if it holds measurements.
 
         Args:
             manifest: values of `SETTINGS`; some may be missing.
 
         Returns:
-            The same.
+            The manifest, unchanged.
 
         Raises:
             InputError: the folder holds results of another run, or a damaged ``run.json``.
@@ -130,7 +130,7 @@ class TuneRecords(RowFolder):
         """Write a block of units and wait until it is on the disk.
 
         Raises:
-            InputError: it cannot be written; all earlier rows are safe.
+            InputError: the block cannot be written; all earlier rows are safe.
         """
         self.extend([{"tune": arm.name, "budget": budget, "first": first, "found": found}])
 
@@ -160,7 +160,7 @@ class Study(Protocol):
         """Return the tallies of the documents ``first`` to ``last - 1``."""
 
     def expected(self, first: int, last: int) -> float:
-        """Count the questions, or tokens, that these documents contribute to tallies."""
+        """Return how many questions, or tokens, these documents contribute to tallies."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,11 @@ class SearchResult:
     @property
     def best(self) -> Candidate:
         """Return the candidate that keeps the most quality."""
-        return max(self.confirmed, key=lambda one: (self.confirmed[one].share, -one.row_bytes))
+        return max(self.confirmed, key=lambda candidate: (self.confirmed[candidate].share, -candidate.row_bytes))
 
 
 def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float) -> SearchResult:
-    """Find the candidate with the smallest memory that keeps the target share.
+    """Return the result of a search for the candidate with the smallest memory that keeps the target share.
 
     Args:
         ladders: the candidates of each arm, the smallest memory first.
@@ -222,6 +222,7 @@ def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float)
     answers: list[Candidate] = []
     for ladder, place in zip(arms, places, strict=True):
         most = min((answer.row_bytes for answer in answers), default=None)
+        # an answer is the smallest memory of all, so only smaller candidates are worth a test
         worth = ladder if most is None else tuple(step for step in ladder if step.row_bytes < most)
         if worth and (most is None or place < len(worth)):
             answers += filter(None, [_descend(worth, place, test)])
@@ -242,7 +243,9 @@ def _by_share(study: Study, documents: int, target: float) -> _Reaches:
 
 
 def _halve(ladder: Ladder, place: int, reaches: _Reaches) -> int:
-    """Bisect for the first step of a ladder that reaches the target; return ``place``, the end, if none does."""
+    """Return the first step of a ladder that reaches the target, found by bisection; ``place``, the end, if none
+    does.
+    """
     low, high = 0, place
     while low < high:
         middle = (low + high) // 2
@@ -251,7 +254,9 @@ def _halve(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 
 
 def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
-    """Find the first step of a ladder that reaches the target, step by step from an earlier guess."""
+    """Return the first step of a ladder that reaches the target, found step by step from a guess; the ladder's
+    length if none does.
+    """
     if place < len(ladder) and reaches(ladder[place]):
         while place > 0 and reaches(ladder[place - 1]):
             place -= 1
@@ -262,7 +267,10 @@ def _walk(ladder: Ladder, place: int, reaches: _Reaches) -> int:
 
 
 def _best(arms: list[Ladder], places: list[int], n: int) -> tuple[list[Ladder], list[int]]:
-    """Return the arms that need the least memory; arms that do not reach the target come last."""
+    """Return the ``n`` arms that need the least memory, with their places.
+
+    Arms that do not reach the target come last.
+    """
 
     def memory(pair: tuple[Ladder, int]) -> tuple[bool, int]:
         ladder, place = pair
@@ -291,7 +299,7 @@ class Confirmation:
         self.seen: dict[Candidate, KeptQuality] = {}
 
     def __call__(self, candidate: Candidate) -> bool:
-        """Return whether a candidate passes."""
+        """Return whether a candidate passes. It is measured on the first call only."""
         if candidate not in self.seen:
             self.seen[candidate] = self._measure(candidate)
         return self.seen[candidate].passes(self._target)
@@ -299,7 +307,7 @@ class Confirmation:
     def _measure(self, candidate: Candidate) -> KeptQuality:
         first, last = self._span
         found: list[Tally] = []
-        step = max(1, (last - first) // 4)
+        step = max(1, (last - first) // 4)  # in quarters: after each it may be given up
         for start in range(first, last, step):
             stop = min(start + step, last)
             found += self._study.tallies(candidate, start, stop)
@@ -310,7 +318,8 @@ class Confirmation:
 
 
 def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) -> Candidate | None:
-    """Return the last candidate that passes on the way down from above the guess; ``None`` if the largest fails.
+    """Return the last candidate that passes on the way down from just above the guess; ``None`` if the largest
+    fails.
 
     Where the first step fails, the way begins higher, twice as far each time.
     """
@@ -344,6 +353,7 @@ _BLOCK = 8
 
 _SEARCHED_WINDOWS = 8
 _LEAST_WINDOWS = 6
+"""Fewest windows of the confirmation: with fewer, Student's quantile makes the interval useless."""
 
 
 @dataclass(frozen=True)
@@ -383,17 +393,17 @@ class CachedMeasure:
         return self._measure.kind
 
     def tallies(self, candidate: Candidate, first: int, last: int) -> list[Tally]:
-        """Return the tallies of some documents, compared with the full cache's."""
+        """Return the tallies of the documents ``first`` to ``last - 1``, compared with the full cache's."""
         pairs = zip(self._outcomes(candidate.arm, candidate.budget, first, last), self.full(first, last), strict=True)
-        return [self._measure.tally(one, full, candidate.budget) for one, full in pairs]
+        return [self._measure.tally(outcome, full, candidate.budget) for outcome, full in pairs]
 
     def expected(self, first: int, last: int) -> float:
-        """Count the questions that the full cache answers, or the tokens."""
+        """Return how many questions the full cache answers in these documents, or how many tokens they have."""
         found = self.full(first, last)
-        return float(sum(self._measure.tally(one, one, 0)[1] for one in found))
+        return float(sum(self._measure.tally(outcome, outcome, 0)[1] for outcome in found))
 
     def full(self, first: int, last: int) -> list[Outcome]:
-        """Return the full cache's outcomes."""
+        """Return the full cache's outcomes of the documents ``first`` to ``last - 1``."""
         return self._outcomes(FULL, self._measure.room, first, last)
 
     def _outcomes(self, arm: Arm, budget: int, first: int, last: int) -> list[Outcome]:
@@ -424,10 +434,11 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
     """
     if measure.kind == "loss":
         return _windows(measure.count or 0, limit or WINDOWS)
-    wanted = -(-(limit or QUESTIONS) // measure.per_unit)
+    wanted = -(-(limit or QUESTIONS) // measure.per_unit)  # documents, rounded up
     searched = max(1, round(_SEARCHED / measure.per_unit))
     documents = int(wanted)
     if measure.count is not None:
+        # without a limit, what matters is whether all of them together could show the target
         documents = measure.count if limit is None else min(measure.count, documents)
     questions = round(documents * measure.per_unit)
     if most(questions, documents) < target:
@@ -435,9 +446,11 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
         raise too_few(questions, documents, target, said)
     if measure.count is None:
         return _split(searched, searched + documents)
+    # most of the documents are left for the confirmation, on which the answer rests
     searched = min(searched, measure.count // 3)
     left = min(int(wanted), measure.count - searched)
     if most(round(left * measure.per_unit), left) < target or not searched:
+        # too few to keep some apart: the same ones choose and confirm, as the user is told
         return Sizes(_rounds(measure.count), (0, measure.count))
     return _split(searched, searched + left)
 
@@ -458,6 +471,7 @@ def _windows(count: int, limit: int) -> Sizes:
             f"The text is long enough for {count} windows, and the search compares {_LEAST_WINDOWS} or more. Give a "
             "longer `text`, or a shorter `context`."
         )
+    # as in `sizes_of`
     searched = min(_SEARCHED_WINDOWS, count // 3)
     if count - searched < _LEAST_WINDOWS:
         return Sizes(_rounds(count), (0, count))
@@ -506,19 +520,20 @@ def tune(
     limit: int | None,
     on_block: OnBlock = lambda progress: None,
 ) -> TuneResult:
-    """Search; the folder has to be open for more rows.
+    """Measure, search and confirm, and return the result. The folder has to be open for more rows.
 
     Raises:
         InputError: there are too few documents, the full cache answers too few questions, or a row cannot be written.
     """
     sizes = sizes_of(measure, target, limit)
     study = CachedMeasure(measure, writer, records, on_block)
-    study.full(0, sizes.rounds[-1])
+    study.full(0, sizes.rounds[-1])  # before all candidates, which are compared with it
     answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
-    counted = sum(1 for one in study.full(*sizes.confirm) if isinstance(one, str) and "1" in one)
+    # documents of which the full cache answers something
+    counted = sum(1 for outcome in study.full(*sizes.confirm) if isinstance(outcome, str) and "1" in outcome)
     if measure.kind == "answers" and most(answered, counted) < target:
         said = f"The full cache answers {answered} of {asked} questions"
-        if answered < _ABLE * asked:
+        if answered < _ABLE * asked:  # so few that more questions are no remedy
             raise InputError(f"{said}: these are beyond the model, whatever its memory. Ask others, or `case=stream`.")
         raise too_few(answered, counted, target, said)
     found = search(ladders, study, sizes, target)
@@ -526,7 +541,7 @@ def tune(
 
 
 def _asked(outcomes: Sequence[Outcome]) -> int:
-    return sum(len(one) if isinstance(one, str) else 1 for one in outcomes)
+    return sum(len(outcome) if isinstance(outcome, str) else 1 for outcome in outcomes)
 
 
 def _all(

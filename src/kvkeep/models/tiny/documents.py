@@ -44,7 +44,10 @@ def _plain(rng: random.Random, facts: Sequence[Fact]) -> Iterable[str]:
 
 
 def _others(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
-    """Yield facts about other owners and things, so that none contradicts the given ones, until all are used."""
+    """Yield facts about other owners and things, without end; none contradicts the given ones.
+
+    After all such facts, they come again in a new order. Nothing is yielded if there are none.
+    """
     kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
     names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
     things = sorted(set(HELD_OUT.things) - {fact.thing for fact in facts})
@@ -83,7 +86,7 @@ _ROW = "{owner} | {thing} | {kind} | {value}"
 
 
 def _program(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    """Yield comments that state other facts, each with lines of a program below it."""
+    """Yield, for each of the facts, a comment that states it, with random lines of a program below."""
     for comment in _stated(rng, facts):
         names = {"owner": rng.choice(HELD_OUT.names).lower(), "thing": rng.choice(HELD_OUT.things)}
         yield "\n".join([comment, *(line.format(**names, n=rng.randrange(10)) for line in rng.choice(_PROGRAMS))])
@@ -173,14 +176,14 @@ def document(  # noqa: PLR0913  each decides about the text
 
 
 def _links(rng: random.Random, facts: Sequence[Fact]) -> list[Fact]:
-    """For each owner a fact that a thing of some material belongs to them."""
+    """Return for each owner a fact that a thing of some material belongs to that owner."""
     owners = sorted({fact.owner for fact in facts})
     pairs = rng.sample(list(product(HELD_OUT.materials, HELD_OUT.things)), len(owners))
     return [Fact(HELD_OUT.kind("owner"), *pair, owner) for pair, owner in zip(pairs, owners, strict=True)]
 
 
 def _named_by(links: Sequence[Fact], facts: Sequence[Fact]) -> list[Fact]:
-    """Return the facts with each owner described by what belongs to the owner."""
+    """Return the facts with each owner replaced by a description: the thing that belongs to that owner."""
     names = {link.value: f"the owner of the {link.owner} {link.thing}" for link in links}
     return [replace(fact, owner=names[fact.owner]) for fact in facts]
 
@@ -201,7 +204,7 @@ def _facts(rng: random.Random, n: int, first_kind: int, kinds: Sequence[str]) ->
 
 
 def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float) -> Question:
-    """Build the question about one fact, and put this fact last among the question's facts."""
+    """Return the question about the fact at an index. That fact stands last among the question's facts."""
     asked = facts[at]
     same = tuple(fact.value for fact in facts if fact.kind.name == asked.kind.name)
     ordered = (*facts[:at], *facts[at + 1 :], asked)

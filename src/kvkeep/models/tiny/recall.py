@@ -379,7 +379,7 @@ def own_filler(rng: random.Random) -> Iterable[str]:
 
 
 def _new_fact(kind: str, facts: Sequence[Fact], rng: random.Random) -> Fact:
-    """Draw another fact of a kind, whose key comes from the other facts' grid but is not taken."""
+    """Return another fact of a kind, whose key is of the other facts' grid but not taken."""
     spec = HELD_OUT.kind(kind)
     taken = {(f.kind.name, f.owner, f.thing) for f in facts}
     is_material = kind == "owner"
@@ -402,7 +402,7 @@ def _estimate(text: str) -> int:
 
 
 def take(filler: Iterable[str], room: int, count: Callable[[str], int]) -> list[str]:
-    """Take sentences from the filler until the room is used up. A sentence that does not fit is left out."""
+    """Return sentences of the filler until the room is used up. A sentence that does not fit is left out."""
     taken: list[str] = []
     misses = 0
     for sentence in filler:
@@ -412,7 +412,7 @@ def take(filler: Iterable[str], room: int, count: Callable[[str], int]) -> list[
             room -= size
         else:
             misses += 1
-        if room < 6 or misses > 20:
+        if room < 6 or misses > 20:  # nearly no sentence is shorter, or none of many fits
             break
     return taken
 
@@ -420,7 +420,7 @@ def take(filler: Iterable[str], room: int, count: Callable[[str], int]) -> list[
 def _weave(
     sentences: list[str], said: list[str], last: str, depth: float, rng: random.Random, *, earlier: str | None
 ) -> tuple[str, float]:
-    """Spread facts over the filler; returns the text and where in it the asked fact came to stand."""
+    """Spread facts over the filler. Return the text, and where in it the asked fact stands (0 = start, 1 = end)."""
     slots: list[tuple[float, str]] = [((i + 0.5) / len(sentences), s) for i, s in enumerate(sentences)]
     slots += [(rng.random() * depth if s is earlier else rng.random(), s) for s in said]
     slots.append((depth, last))

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep_lab.analysis.measure import Context, Rows
+from kvkeep_lab.analysis.measure import AttentionRows, Context
 
 _NORMAL_95 = 1.96
 """Standard errors on either side that contain 95 % of a normal distribution."""
@@ -178,7 +178,7 @@ class ColumnSums:
     def __init__(self, context: Context) -> None:
         self.sums = torch.zeros(context.n_layers, context.n_heads, context.n_tokens, dtype=torch.float64)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: AttentionRows) -> None:
         """Add some rows of one layer."""
         part = rows.weights.sum(dim=1)
         self.sums[rows.layer, :, : part.shape[-1]] += part

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvkeep_lab.analysis.groups import _ranks as stats
 from kvkeep_lab.analysis.groups._ranks import by_kind
-from kvkeep_lab.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, Context, Measurement, Reading, Result, Verdict
 
 WINDOW = 128
 """Tokens of a window: about a paragraph."""
@@ -45,7 +45,7 @@ class Cooccurrence(Measurement):
         super().__init__(context)
         self._mass = torch.zeros(context.n_layers, context.n_tokens, dtype=torch.float64)
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Add the attention that each key receives, over all heads."""
         part = rows.weights.sum(dim=(0, 1))
         self._mass[rows.layer, : len(part)] += part

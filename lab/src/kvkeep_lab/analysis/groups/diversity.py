@@ -101,9 +101,9 @@ class WrittenDiversity(Measurement):
         """Self-BLEU and repetition as two marks per policy."""
         found = result["policies"]
         places = range(len(found))
-        bleus = [one["self_bleu_smooth"][str(MAIN)] for one in found.values()]
+        bleus = [measured["self_bleu_smooth"][str(MAIN)] for measured in found.values()]
         axes.plot(places, bleus, marker="o", linestyle="none", color="black", label=f"Self-BLEU-{MAIN}")
-        inside = [one["repeated"]["3"] for one in found.values()]
+        inside = [measured["repeated"]["3"] for measured in found.values()]
         axes.plot(places, inside, marker="x", linestyle="none", color="black", label="repeated 3-grams")
         axes.set_xticks(list(places), list(found), rotation=20)
         axes.set_ylabel("share (lower is more diverse)")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep_lab.analysis.groups._shared import lines, show
-from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, ClaimLine, Context, Measurement, Reading, Result
 
 SAMPLES = 512
 """Number of measured rows, evenly spaced; neighbours hardly differ."""
@@ -81,7 +81,7 @@ class Entropy(Measurement):
         self._rows = torch.arange(FIRST_ROW, n, step)
         self._found = torch.full((context.n_layers, len(self._rows), 4), torch.nan, dtype=torch.float64)
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Measure the sampled rows of the block."""
         here = self._in(rows)
         if not here.any():
@@ -99,7 +99,7 @@ class Entropy(Measurement):
         ]
         self._found[rows.layer, here] = torch.stack([value.mean(dim=0) for value in found], dim=-1)
 
-    def _in(self, rows: Rows) -> Bool[Tensor, " m"]:
+    def _in(self, rows: AttentionRows) -> Bool[Tensor, " m"]:
         return (self._rows >= rows.first) & (self._rows < rows.first + rows.weights.shape[1])
 
     def result(self) -> Result:

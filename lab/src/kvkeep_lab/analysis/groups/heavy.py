@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep_lab.analysis.groups import _ranks as stats
 from kvkeep_lab.analysis.groups._ranks import ColumnSums, by_kind
-from kvkeep_lab.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, Context, Measurement, Reading, Result, Verdict
 
 SHARES = {"1%": 0.01, "5%": 0.05, "20%": 0.2}
 """Shares of the tokens whose part of the mass is reported."""
@@ -45,7 +45,7 @@ class MassByRank(Measurement):
         super().__init__(context)
         self._columns = ColumnSums(context)
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Add the attention that each key receives."""
         self._columns.add(rows)
 

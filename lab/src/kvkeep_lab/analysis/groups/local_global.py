@@ -85,7 +85,7 @@ class LocalGlobal(Measurement):
         losses = {}
         for number, (name, policy) in enumerate({**policies, "full": parse("full")}.items()):
             losses[name] = _run_freely(writer, policy, length if name == "full" else budget, ids)
-            progress((number + 5) / 8)
+            progress((number + 5) / 8)  # these four runs are the second half
         facts = {"window": length, "texts": len(ids), "budget": budget}
         self._found: Result = {**facts, **judged(losses), **compared(kept, budget, looks)}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep_lab.analysis.groups._shared import by_layer, mean, percent
-from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, ClaimLine, Context, Measurement, Reading, Result, Verdict
 
 SHORTEST = 256
 """The shortest prefix; half of it is enough for shares of a few percent."""
@@ -141,7 +141,7 @@ class Persistence(Measurement):
         self._lengths = prefixes(context.n_tokens)
         self._layers = [Sets(self._lengths) for _ in range(context.n_layers)]
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Add to the sets of pivotal tokens."""
         self._layers[rows.layer].add(rows.weights, rows.first)
 

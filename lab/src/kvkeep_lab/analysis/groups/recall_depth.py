@@ -201,8 +201,8 @@ def _replies(writer: Writer, policy: str, questions: Sequence[Prompted], wording
         )
     ]
     return [
-        Reply(right(wording, one.question, text), one.question.depth, named_depth(one.question, text))
-        for one, text in zip(questions, texts, strict=True)
+        Reply(right(wording, asked.question, text), asked.question.depth, named_depth(asked.question, text))
+        for asked, text in zip(questions, texts, strict=True)
     ]
 
 

@@ -70,6 +70,7 @@ class Removal(Measurement):
             "full": full,
             "guessing": _shared.guesses(model),
             **losses,
+            # e to the power of 50 is bad enough, and a float holds it
             "perplexity": {name: math.exp(min(found[-1], 50.0)) for name, found in {**losses, "full": [full]}.items()},
         }
 

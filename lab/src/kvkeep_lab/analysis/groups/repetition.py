@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep_lab.analysis.groups._shared import by_layer, mean, percent, show
-from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, ClaimLine, Context, Measurement, Reading, Result, Verdict
 
 PLACES = (178, 228, 278)
 """The rows, numbered from 1, that Figure 1 compares."""
@@ -101,7 +101,7 @@ class RepetitivePatterns(Measurement):
         self._places = places(context.n_tokens)
         self._sets: dict[tuple[int, int], Bool[Tensor, "heads _"]] = {}
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Keep the significant positions of the rows to compare."""
         last = rows.first + rows.weights.shape[1]
         for row in {row for triple in self._places for row in triple if rows.first < row <= last}:
@@ -119,7 +119,7 @@ class RepetitivePatterns(Measurement):
 
     def _layer(self, layer: int) -> dict[str, float | None]:
         found = [compare(self._common(layer, triple)) for triple in self._places]
-        return {key: mean(torch.cat([one[key] for one in found]).tolist()) for key in found[0]}
+        return {key: mean(torch.cat([heads[key] for heads in found]).tolist()) for key in found[0]}
 
     def _common(self, layer: int, triple: tuple[int, int, int]) -> Bool[Tensor, "heads 3 N"]:
         """The significant positions of three rows among those that all three see."""

@@ -23,7 +23,7 @@ from kvkeep.policies.registry import parse
 from kvkeep.types import Phase, Report, View
 from kvkeep_lab.analysis.groups._ranks import uniform_mass
 from kvkeep_lab.analysis.groups._shared import in_bins, lines, percent, show
-from kvkeep_lab.analysis.measure import Axes, ClaimLine, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, ClaimLine, Context, Measurement, Reading, Result, Verdict
 
 RECENT_ONLY = "ahakv:sg_softmax=false,value_prior=false"
 POLICIES = ("h2o", "h2o_avg", RECENT_ONLY, "ahakv", "scissorhands", "tova", "snapkv")
@@ -87,7 +87,7 @@ class Retained(Measurement):
             for name in POLICIES
         }
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Show the rows to every policy."""
         for prompts in self._prompts.values():
             prompts[rows.layer].add(rows)
@@ -217,7 +217,7 @@ class LayerPrompt:
         self._selected = self.statistic.selects(torch.arange(n)[None])
         self._sums = {name: torch.zeros(1, context.n_kv_heads, n) for name in self.statistic.fields}
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: AttentionRows) -> None:
         """Reduce the policy's statistic over a block of rows; at the last block, take the values."""
         R, S = rows.weights.shape[1:]
         last = rows.first + R

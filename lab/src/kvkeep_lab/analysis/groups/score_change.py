@@ -73,7 +73,7 @@ def change(full: Float[Tensor, "heads R n"], bounded: Float[Tensor, "heads R n"]
     kept = counts & ~gone
     ratio = ((bounded - full) / full)[kept].double()
     quantiles = _quantiles(ratio, (0.05, 0.25, 0.5, 0.75, 0.95))
-    clipped = ratio.clamp(max=EDGES[-1] - 1e-9)
+    clipped = ratio.clamp(max=EDGES[-1] - 1e-9)  # histc leaves out what lies beyond its edges
     histogram = torch.histc(clipped.float(), len(EDGES) - 1, EDGES[0], EDGES[-1])
     return {
         "lost_mass": (full * gone).sum(dim=-1).mean().item(),
@@ -206,7 +206,7 @@ def _by_head(weights: Float[Tensor, "1 Hk G R n"]) -> Float[Tensor, "Hq R n"]:
 
 def _summary(full: list[Float[Tensor, "Hq R n"]], bounded: list[Float[Tensor, "Hq R n"]]) -> Result:
     """All layers together, and the main numbers of each."""
-    layers = [change(one, other) for one, other in zip(full, bounded, strict=True)]
+    layers = [change(exact, other) for exact, other in zip(full, bounded, strict=True)]
     whole = change(torch.cat(full), torch.cat(bounded))
     by_layer = {key: [layer[key] for layer in layers] for key in ("lost_mass", "dropped", "median", "l1")}
     return {**whole, "by_layer": by_layer, "median_of_layers": mean(by_layer["median"])}

@@ -6,7 +6,7 @@ from typing import ClassVar, final
 
 import torch
 
-from kvkeep_lab.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, Context, Measurement, Reading, Result
 
 RELATIVE = 0.01
 """Weights below this share of their row's largest are nearly nothing."""
@@ -36,7 +36,7 @@ class Sparsity(Measurement):
         self._shares = torch.zeros(context.n_layers, dtype=torch.float64)
         self._large = torch.zeros(context.n_layers, dtype=torch.float64)
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Count the weights that are not small."""
         skipped = max(0, FIRST_ROW - rows.first)
         weights = rows.weights[:, skipped:]

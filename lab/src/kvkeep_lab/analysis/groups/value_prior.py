@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.kv import ranking
 from kvkeep_lab.analysis.groups._shared import in_bins, lines, percent, show
-from kvkeep_lab.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep_lab.analysis.measure import AttentionRows, Axes, Context, Measurement, Reading, Result, Verdict
 
 KERNEL = 5
 """Width of the average over the values' sizes: the policy's default; the paper gives none."""
@@ -47,7 +47,7 @@ class ValuePrior(Measurement):
         self._sizes = torch.zeros_like(self._mass)
         self._prior = torch.zeros_like(self._mass)
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: AttentionRows) -> None:
         """Add up the attention of each key; at the last block, take the values."""
         S = rows.weights.shape[2]
         grouped = rows.weights.sum(dim=1).unflatten(0, (self.context.n_kv_heads, -1)).mean(dim=1)
@@ -61,7 +61,7 @@ class ValuePrior(Measurement):
         """Both curves, over all heads and by layer, and the sizes of the values by position."""
         plain, weighed = self._mass.flatten(0, 1), (self._mass * self._prior).flatten(0, 1)
         sizes = self._sizes.double().flatten(0, 1)
-        relative = sizes / sizes.median(dim=-1, keepdim=True).values.clamp(min=1e-300)
+        relative = sizes / sizes.median(dim=-1, keepdim=True).values.clamp(min=1e-300)  # values may all be 0
         return {
             "thresholds": THRESHOLDS,
             "without": retention(plain).tolist(),

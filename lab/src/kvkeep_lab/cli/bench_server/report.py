@@ -16,11 +16,9 @@ from kvkeep.errors import InputError, three_digits
 from kvkeep.result_files import in_full
 from kvkeep_lab.cli.bench_server.options import BenchServerOptions
 from kvkeep_lab.loadtest.client import RequestOutcome, Target, base_url, model_of
-from kvkeep_lab.loadtest.lengths import Lengths
 from kvkeep_lab.loadtest.percentiles import SHARES
-from kvkeep_lab.loadtest.plan import Load, arrivals, read_lines
-from kvkeep_lab.loadtest.running import send
-from kvkeep_lab.loadtest.summary import summary
+from kvkeep_lab.loadtest.plan import Lengths, Load, arrivals, read_lines
+from kvkeep_lab.loadtest.running import send, summary
 
 _TIMES = {
     "ttft_s": "first token",
@@ -67,7 +65,7 @@ def run(target: Target, load: Load, *, sessions: bool, warmup: int, output: str 
         file = None if output is None else open_ones.enter_context(_opened(output))
         found, outcomes = asyncio.run(_measured(target, load, sessions=sessions, warmup=warmup))
         if file is not None:
-            file.writelines(_line(one) for one in outcomes)
+            file.writelines(_line(outcome) for outcome in outcomes)
     if json:
         console.write_json(found)
     else:
@@ -88,7 +86,7 @@ async def _measured(
     planned = arrivals(load)
     console.progress(f"sending {console.count(load.requests, 'request')} within {planned[-1].at:.0f} s …")
     outcomes = await send(target, planned, sessions=sessions)
-    start, end = min(one.planned for one in outcomes), max(one.ended for one in outcomes)
+    start, end = min(outcome.planned for outcome in outcomes), max(outcome.ended for outcome in outcomes)
     settings = {name: value for name, value in asdict(load).items() if name != "lines"}
     settings |= {"rate": str(load.rate)} if load.rate == float("inf") else {}
     asked = {"url": target.url, "model": target.model, "chat": target.chat, "sessions": sessions, "warmup": warmup}
