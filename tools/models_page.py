@@ -37,7 +37,14 @@ checkpoint with other options, such as `num_kv_shared_layers` or `attention_chun
 - **States.** Layers with a state of fixed size (Mamba, linear attention, convolution) keep it. Layers with attention
   and a state (FalconH1, Zamba) are bounded in their attention. The engine reads a prompt of such a model whole.
 - **Adapters.** `attach` and `Engine` take a model of PEFT whose adapter changes weights, such as LoRA. A learned
-  prompt or prefix is refused.
+  prompt or prefix, aLoRA, X-LoRA and an adapter for each row (`adapter_names`) are refused. A memory belongs to the
+  adapters that were active when it was made; an idle one may be added or changed.
+- **Rotary frequencies that follow the length of a text** (longrope, dynamic NTK: Phi-3 128k, MiniCPM3, InternLM3). Each
+  text gets those of its own length, whatever runs beside or before it and in whatever chunks its prompt is read. A text
+  of the Phi family that grows over the border is read again, as in transformers' `generate`. A memory (prefix,
+  snapshot, session, cache) is not continued by a prompt across the border. Use the engine for the Phi family:
+  transformers' `generate` drops every cache that is given to it, a `BoundedCache` too, when such a text is over the
+  border.
 - **Compiled models.** `torch.compile(model)`, `model.compile()` and `torch.compile(model.forward)` work with a
   `BoundedCache`.
 """

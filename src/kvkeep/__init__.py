@@ -67,7 +67,6 @@ _HOME = {
     "Report": "types:Report",
     "Request": "engine.request:Request",
     "Result": "engine.request:Result",
-    "Sampling": "engine.sampling_params:SamplingParams",  # as scripts before 0.1.0 call it; not in __all__
     "SamplingParams": "engine.sampling_params:SamplingParams",
     "ShapeError": "errors:ShapeError",
     "Snapshot": "snapshot.snapshot:Snapshot",
@@ -137,6 +136,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    name = "SamplingParams" if name == "Sampling" else name  # what scripts called it before 0.1.0
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOME[name].partition(":")

@@ -130,7 +130,7 @@ def chosen(layout: Layout, budget: int, held: GenericSequence[Number]) -> int:
 
 
 def _totals(layout: Layout, budgets: GenericSequence[Number]) -> list[Fraction]:
-    """Return the sum over the layers that share a budget (0 if none do), then the average budget of each other layer."""
+    """Return the sum over layers that share a budget (0 if none do), then the average budget of each other layer."""
     each = [Fraction(number) if isinstance(number, int) else Fraction(sum(number), len(number)) for number in budgets]
     shares = [own.shares_layers for own in layout.policies]
     pairs = list(zip(each, shares, strict=False))  # a memory of another model has other layers
