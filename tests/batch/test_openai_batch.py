@@ -98,6 +98,17 @@ def test_several_texts_for_one_prompt(tmp_path, target):
     assert "".join(choices[2]["logprobs"]["tokens"]) == choices[3]["text"]  # greedy
 
 
+def test_parts_of_characters_have_log_probabilities(tmp_path, target):
+    form = {"structured_outputs": {"choice": ["a 😀"]}, "max_tokens": 32}
+    source = write(tmp_path / "in.jsonl", chat("a", logprobs=True, **form), text("b", logprobs=2, **form))
+    assert run("-i", source, "-o", target, *SMALL).exit_code == 0
+    a, b = (answers(target)[name]["response"]["body"] for name in "ab")
+    content = a["choices"][0]["logprobs"]["content"]
+    assert len(content) == a["usage"]["completion_tokens"] > len("a 😀")
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "a 😀"
+    assert {len(named) for named in b["choices"][0]["logprobs"]["top_logprobs"]} == {2}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [chat("a"), text("a"), chat("a", tools=[1]), {"custom_id": "a", "body": {}}])
 def test_a_name_that_occurs_twice_is_refused_before_anything_runs(tmp_path, target, first):

@@ -341,3 +341,32 @@ def test_a_forked_process_leaves_the_workers_process_alone(engine):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert worker.runs
+
+
+CLOSED = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"choice": ["<|end|>"]},
+        {"regex": "a<\\|user\\|>b"},
+        {"json": {"const": "x<|end|>y"}},
+        {"json": {"type": "object", "properties": {"<|pad|>": {"const": 1}}, "required": ["<|pad|>"], **CLOSED}},
+        {"grammar": 'start: "<|end|>" "b"'},
+        {"grammar": 'root ::= "<|end|>" "b"'},
+    ],
+)
+def test_a_form_may_spell_a_special_token(engine, form):
+    (found,) = engine.generate(request(form, n=40, temperature=0.0))
+    assert (found.finish_reason, found.error) == ("stop", None)
+    assert re.search(r"<\|(end|user|pad)\|>", found.text)
+
+
+def test_a_grammar_may_name_a_special_token(engine, parts):
+    (found,) = engine.generate(
+        request({"grammar": 'start: "a" <|user|> "<|user|>" // <|user|>'}, n=40, temperature=0.0)
+    )
+    user = parts[1].convert_tokens_to_ids("<|user|>")
+    assert (found.finish_reason, found.text) == ("stop", "a<|user|>")
+    assert found.token_ids.count(user) == 1

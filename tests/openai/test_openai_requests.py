@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.batch.input import InputLine, parse
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
+from kvkeep.models.load import embedded, find
 from kvkeep.openai.messages import ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
 from kvkeep.openai.responses import answer, error
@@ -55,6 +57,9 @@ def request_of(url=CHAT, number=1, defaults=DEFAULTS, **body):
         ({"temperature": None, "top_p": None, "seed": None, "max_tokens": None}, {}),
         ({"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stream": False}, {}),
         ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False}, {}),
+        ({"store": True, "metadata": {"a": "b"}}, {}),
+        ({"max_tokens": -1}, {}),
+        ({"max_completion_tokens": -1, "max_tokens": -1}, {}),
         ({"user": "me", "metadata": {"a": "b"}, "model": "gpt", "parallel_tool_calls": True}, {}),
     ],
 )
@@ -181,7 +186,7 @@ def test_prompts_of_completions(prompt, expected):
 
 def test_choices_are_drawn_apart_and_the_first_as_a_line_of_its_own():
     fields = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": ["a", "b"], "n": 2}}
-    own = parse(3, b'{"prompt": "a"}', lambda prompt: [1], DEFAULTS)
+    own = parse(3, b'{"prompt": "a"}', lambda prompt: [1], DEFAULTS, raws=True)
     found = parse(3, json.dumps(fields).encode(), lambda prompt, raw: [1], DEFAULTS).requests
     assert len({one.sequence for one in found}) == len(found) == 4
     assert found[0] == own.request
@@ -333,22 +338,23 @@ def test_any_body_is_read_or_refused(url, body):
 # ------------------------------------------------------------------ answers
 
 
-def show(before, token):
-    return {1: "a", 2: " b", 3: "\ufffd", 9: "</s>"}[token]
+TOKENIZER = find(embedded()).tokenizer
+WORDS = TokenTexts(TOKENIZER)
+A, B, PART, END = TOKENIZER.convert_tokens_to_ids(["a", "Ġb", "ð", "<|end|>"])
 
 
 def logprob(token, value=-0.5, top=()):
     return Logprob(token, value, top)
 
 
-TOKENS = (logprob(1, top=((1, -0.5), (2, float("-inf")))), logprob(2, -1.5, ((3, -0.1),)), logprob(9))
+TOKENS = (logprob(A, top=((A, -0.5), (B, float("-inf")))), logprob(B, -1.5, ((PART, -0.1),)), logprob(END))
 
 
 def test_an_answer_to_a_chat():
     asked = chat(n=2, logprobs=True, top_logprobs=2)
-    one = result_of(text="a b", token_ids=(1, 2, 9), prompt_tokens=4, logprobs=TOKENS)
+    one = result_of(text="a b", token_ids=(1, 2, 9), prompt_tokens=4, logprobs=TOKENS, end_token=True)
     two = result_of(text="a", finish_reason="length", prompt_tokens=4, logprobs=TOKENS[:1])
-    found = answer(asked, [one, two], name="7", created=12, model="m", show=show)
+    found = answer(asked, [one, two], name="7", created=12, model="m", texts=WORDS)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert (found["id"], found["object"], found["created"], found["model"]) == (
         "chatcmpl-7",
@@ -365,16 +371,18 @@ def test_an_answer_to_a_chat():
     content = first["logprobs"]["content"]
     assert "".join(entry["token"] for entry in content) == "a b"
     assert content[0]["top_logprobs"][1] == {"token": " b", "logprob": -9999.0, "bytes": [32, 98]}
-    assert content[1]["top_logprobs"][0]["bytes"] is None
+    assert content[1]["top_logprobs"][0] == {"token": "\ufffd", "logprob": -0.1, "bytes": [0xF0]}
     assert chat().options == {}
-    plain = answer(chat(), [one], name="7", created=12, model="m", show=show)
+    plain = answer(chat(), [one], name="7", created=12, model="m", texts=WORDS)
     assert plain["choices"][0]["logprobs"] is None
 
 
 def test_an_answer_to_a_completion():
     asked = text(prompt=["x", "y"], logprobs=2)
-    results = [result_of(text="a b", logprobs=TOKENS, prompt_tokens=n, token_ids=(1, 2, 9)) for n in (3, 5)]
-    found = answer(asked, results, name="7", created=12, model="m", show=show)
+    results = [
+        result_of(text="a b", logprobs=TOKENS, prompt_tokens=n, token_ids=(1, 2, 9), end_token=True) for n in (3, 5)
+    ]
+    found = answer(asked, results, name="7", created=12, model="m", texts=WORDS)
     assert (found["id"], found["object"]) == ("cmpl-7", "text_completion")
     assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (8, 6)
     choice = found["choices"][1]
@@ -382,10 +390,12 @@ def test_an_answer_to_a_completion():
     assert choice["logprobs"] == {
         "tokens": ["a", " b"],
         "token_logprobs": [-0.5, -1.5],
-        "top_logprobs": [{"a": -0.5, " b": -9999.0}, {"\ufffd": -0.1}],
+        "top_logprobs": [{"a": -0.5, " b": -9999.0}, {"bytes:\\xf0": -0.1}],
         "text_offset": [0, 1],
     }
-    nothing = answer(asked, [result_of(text="", logprobs=TOKENS[2:])], name="7", created=12, model="m", show=show)
+    nothing = answer(
+        asked, [result_of(text="", logprobs=TOKENS[2:], end_token=True)], name="7", created=12, model="m", texts=WORDS
+    )
     assert nothing["choices"][0]["logprobs"]["text_offset"] == []
 
 

@@ -151,7 +151,7 @@ class Deadly:
                 os.kill(os.getpid(), signal.SIGKILL)
             return parse(number, raw, lambda prompt, *, raw=False: [5, 6, 7], kvkeep.SamplingParams(max_new_tokens=2))
 
-        return Built(Engine(network, tokenizer, budget=16, rows=2), read, str, "w")
+        return Built(Engine(network, tokenizer, budget=16, rows=2), read, None, "w")
 
 
 def test_a_line_that_kills_its_worker_fails_alone(address, ray):

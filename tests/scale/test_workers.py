@@ -45,7 +45,7 @@ class Making:
         def encode(prompt, *, raw=False):
             return tokenizer(prompt if isinstance(prompt, str) else prompt[0]["content"])["input_ids"]
 
-        return Built(engine, lambda n, raw: parse(n, raw, encode, kvkeep.SamplingParams(max_new_tokens=3)), str, "w")
+        return Built(engine, lambda n, raw: parse(n, raw, encode, kvkeep.SamplingParams(max_new_tokens=3)), None, "w")
 
 
 def answers(one, *lines):

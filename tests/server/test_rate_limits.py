@@ -179,7 +179,7 @@ def test_one_request_after_the_other_is_never_refused(ample):
                 (COMPLETE, {"prompt": "A", "max_tokens": 2}),
                 (COMPLETE, {"prompt": "A", "max_tokens": 2, "stream": True}),
                 (RESPOND, {"input": "A", "max_output_tokens": 2, "stream": True}),
-                (COMPLETE, {"prompt": "A", "max_tokens": -1}),
+                (COMPLETE, {"prompt": "A", "max_tokens": -2}),
                 (CHAT, {"messages": HELLO, "session_id": "nobody"}),
             ):
                 with ample.client.stream("POST", path, json=body) as answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvkeep
+from kvkeep.server.settings import ServerSettings
 
 from .running import HELLO, NAME, alone, events, keys, serve
 
@@ -109,6 +110,22 @@ def test_completions_of_texts_and_token_ids(server):
     assert len(server.post("/v1/completions", {"prompt": "a", "ignore_eos": True}).json()["choices"]) == 1
 
 
+def test_an_answer_may_be_as_long_as_the_server_allows(server):
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        asked = {"messages": HELLO} if "chat" in path else {"prompt": " \n"}  # white space is a text to go on with
+        found = server.post(path, {**asked, "max_tokens": -1, "ignore_eos": True, "temperature": 0}).json()
+        assert found["usage"]["completion_tokens"] == ServerSettings(name=NAME).max_new_tokens
+    assert "empty" in server.refused(server.complete(prompt=""))["message"]
+    server.refused(server.complete(max_tokens=-2))
+
+
+def test_a_load_balancer_asks_for_the_status_alone(server):
+    for path in ("/health", "/v1/models", "/metrics", "/version", "/"):
+        answer = server.client.head(path)
+        assert (answer.status_code, answer.content) == (server.client.get(path).status_code, b"")
+    assert server.client.head("/v1/sessions/nobody").status_code == 404
+
+
 def test_echo_with_logprobs_scores_the_prompt(server):
     """As lm-eval asks: token ids, one new token, ``echo``, ``logprobs``."""
     ids = server.post("/tokenize", {"prompt": "Once upon a time there was a dog"}).json()["tokens"]
@@ -141,6 +158,25 @@ def test_logprobs_of_chats_and_streams(server):
     parts = [one["logprobs"] for piece in events(server.complete(logprobs=1, stream=True)) for one in piece["choices"]]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         assert [one for part in parts if part for one in part[name]] == text["logprobs"][name]
+
+
+def test_parts_of_characters_have_entries_in_answers_and_streams(server):
+    asked = {"structured_outputs": {"choice": ["a 😀 好"]}, "max_tokens": 32}
+    whole = server.chat(**asked, logprobs=True, top_logprobs=20).json()
+    (choice,) = whole["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == whole["usage"]["completion_tokens"] > len("a 😀 好")
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == choice["message"]["content"] == "a 😀 好"
+    pieces = events(server.chat(**asked, logprobs=True, top_logprobs=20, stream=True))
+    parts = [one["logprobs"] for piece in pieces for one in piece["choices"] if one["logprobs"]]
+    assert [one for part in parts for one in part["content"]] == content
+    (text,) = server.complete(**asked, logprobs=20).json()["choices"]
+    found = text["logprobs"]
+    assert {len(column) for column in found.values()} == {len(content)}
+    assert {len(named) for named in found["top_logprobs"]} == {20}
+    pieces = events(server.complete(**asked, logprobs=20, stream=True))
+    parts = [one["logprobs"] for piece in pieces for one in piece["choices"] if one["logprobs"]]
+    assert {name: [one for part in parts for one in part[name]] for name in found} == found
 
 
 def test_tokens_and_texts(server):

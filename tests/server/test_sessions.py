@@ -65,7 +65,7 @@ def test_tokens_are_pinned_afterwards(server):
         server.refused(server.post("/v1/sessions/pinned/pin", body))
     assert server.refused(server.post("/v1/sessions/nobody/pin", {"pins": []}), 404)
     card = server.post("/v1/sessions/pinned/pin", {"pins": [[kept, kept + 1]]}).json()
-    assert card["turns_to_rewind"] == 0
+    assert card["turns_to_rewind"] == 1
     for _ in range(3):
         server.chat(session_id="pinned", max_tokens=10, ignore_eos=True)
     found = server.client.get("/v1/sessions/pinned/positions").json()
@@ -73,6 +73,18 @@ def test_tokens_are_pinned_afterwards(server):
     assert found["positions"][0] == kept
     server.post("/v1/sessions/pinned/pin", {"pins": []})
     assert server.client.get("/v1/sessions/pinned/positions").json()["pins"] == []
+
+
+def test_the_first_turn_can_be_taken_back(server):
+    server.post("/v1/sessions", {"id": "first", "policy": "h2o", "budget": 64})
+    one = turn(server, "first", A)["choices"][0]["message"]["content"]
+    turn(server, "first", B)
+    card = server.post("/v1/sessions/first/rewind", {"turns": 2}).json()
+    assert (card["messages"], card["seen_tokens"], card["turns_to_rewind"]) == ([], 0, 0)
+    assert (card["policy"], card["budget"]) == ("h2o", 64)
+    assert turn(server, "first", A)["choices"][0]["message"]["content"] == one
+    assert server.post("/v1/sessions/first/rewind").json()["messages"] == []
+    assert "can go back 0 turns" in server.refused(server.post("/v1/sessions/first/rewind"))["message"]
 
 
 def test_fork_and_rewind(server):
@@ -85,7 +97,7 @@ def test_fork_and_rewind(server):
     back = server.post("/v1/sessions/root/rewind", {"turns": 1}).json()
     assert len(back["messages"]) == 2
     assert turn(server, "root", B)["choices"][0]["message"]["content"] == one
-    assert "can go back 1 turns" in server.refused(server.post("/v1/sessions/root/rewind", {"turns": 2}))["message"]
+    assert "can go back 2 turns" in server.refused(server.post("/v1/sessions/root/rewind", {"turns": 3}))["message"]
     server.refused(server.post("/v1/sessions/root/rewind", {"turns": 0}))
     assert server.post("/v1/sessions/root/fork").json()["id"].startswith("sess_")
 

@@ -148,7 +148,13 @@ _SHOWN = 60
 
 
 def request_of(
-    number: int, prompt: Sequence[int], options: object, defaults: SamplingParams, pinned: Spans = ()
+    number: int,
+    prompt: Sequence[int],
+    options: object,
+    defaults: SamplingParams,
+    pinned: Spans = (),
+    *,
+    chat: bool = False,
 ) -> Request:
     """Build the request of an input line. Its seed is the line's own, else the job's with the line's number.
 
@@ -158,6 +164,7 @@ def request_of(
         options: the line's own options.
         defaults: sampling options, where the line has none of its own.
         pinned: spans of the prompt that are never evicted, beside the line's own.
+        chat: whether the prompt is in the form of the chat template.
 
     Raises:
         InputError: an option is unknown, has another type, or is out of range.
@@ -180,7 +187,7 @@ def request_of(
         chosen["logit_bias"] = {_token(name): value for name, value in chosen["logit_bias"].items()}
     sampling = dataclasses.replace(defaults, **chosen)
     # lines draw in their own ways; a line with a seed of its own draws as it would alone
-    return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
+    return Request(prompt=prompt, chat=chat, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
 
 
 def _token(name: object) -> int:
@@ -323,7 +330,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(
-    number: int, raw: bytes, encode: Encode, defaults: SamplingParams, *, pinned: Pinned = lambda prompt: ()
+    number: int,
+    raw: bytes,
+    encode: Encode,
+    defaults: SamplingParams,
+    *,
+    pinned: Pinned = lambda prompt: (),
+    raws: bool = False,
 ) -> InputLine | BadLine:
     """Return an input line with its requests, or a `BadLine` with the reason why it cannot be run.
 
@@ -335,6 +348,7 @@ def parse(
         encode: turns a prompt or a list of messages into token ids.
         defaults: sampling options, where the line has none of its own.
         pinned: returns spans of a prompt's tokens that are never evicted, beside the line's own.
+        raws: whether prompts in kvkeep's own format are taken without the chat template.
     """
     custom_id: str | None = None
     try:
@@ -342,7 +356,7 @@ def parse(
         if is_batch_line(fields):
             custom_id = custom_id_of(fields)
             return _batch_line(number, digest(raw), fields, encode, defaults, pinned=pinned)
-        return _own_line(number, digest(raw), fields, encode, defaults, pinned=pinned)
+        return _own_line(number, digest(raw), fields, encode, defaults, pinned=pinned, raws=raws)
     except json.JSONDecodeError as error:
         reason, param = f"it is no JSON ({error}); a line is one whole object, such as {_EXAMPLE}", None
     except RecursionError:
@@ -372,7 +386,14 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
 
 
 def _own_line(
-    number: int, fingerprint: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+    number: int,
+    fingerprint: str,
+    fields: dict[str, Any],
+    encode: Encode,
+    defaults: SamplingParams,
+    *,
+    pinned: Pinned,
+    raws: bool,
 ) -> InputLine:
     """Parse a line in kvkeep's own format. Its prompt and options are removed from ``fields``.
 
@@ -384,7 +405,8 @@ def _own_line(
         raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
     check_place(fields)
     options = {} if options is None else options
-    request = request_of(number, encode(prompt), options, defaults, pinned(prompt))
+    chat = not (isinstance(prompt, str) and raws)
+    request = request_of(number, encode(prompt), options, defaults, pinned(prompt), chat=chat)
     return InputLine(number, fingerprint, fields, request, options)
 
 
@@ -412,7 +434,7 @@ def _batch_line(
                 moves[0], "moves the tokens of the system message, which are to be pinned; leave it out"
             )
         try:
-            first = request_of(number, ids, asked.options, defaults, pins)
+            first = request_of(number, ids, asked.options, defaults, pins, chat=asked.url == CHAT)
         except KVKeepError as error:
             raise in_words_of(asked, error) from error
         made += [first] * asked.n

@@ -15,9 +15,10 @@ from typing import IO, Any
 from kvkeep import result_files
 from kvkeep.batch import input as batch_input
 from kvkeep.batch.input import COMPLETION, InputLine
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
-from kvkeep.openai.responses import Show, answer
+from kvkeep.openai.responses import answer
 
 # The lines of an output: how a completion is written, and recognised by a later run.
 #
@@ -31,18 +32,20 @@ _WRITTEN_HERE = re.compile(
 )
 
 
-def record(line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any], show: Show) -> dict[str, Any]:
+def record(
+    line: InputLine, results: Sequence[Result], made_by: Mapping[str, Any], texts: TokenTexts | None
+) -> dict[str, Any]:
     """Build the output line for an input line.
 
     Args:
         line: the line of the input.
         results: the results of its requests.
         made_by: the settings of the job.
-        show: returns the text of a token, for log-probabilities in OpenAI's format.
+        texts: decodes tokens, for log-probabilities in OpenAI's format.
     """
     if line.asked is not None:
         name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
-        body = answer(line.asked, results, name=name, created=int(time.time()), model=model, show=show)
+        body = answer(line.asked, results, name=name, created=int(time.time()), model=model, texts=texts)
         found = batch_input.line(line.number, line.digest, line.custom_id, body)
         ignored = {"ignored": list(line.asked.ignored)} if line.asked.ignored else {}
         kept = result_files.finite([_kept(result) for result in results])
@@ -140,14 +143,14 @@ class OutputFile:
         name: name of the file in messages.
         done: line number → fingerprint, of all lines with a completion.
         made_by: the settings of these completions; empty if there are none.
-        show: returns the text of a token, for log-probabilities in OpenAI's format.
+        texts: decodes tokens, for log-probabilities in OpenAI's format.
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
         self._file, self.name, self._path = file, name, path
         self.done: dict[int, str] = {}
         self.made_by: dict[str, Any] = {}
-        self.show: Show = lambda before, token: str(token)
+        self.texts: TokenTexts | None = None
         self._own: dict[str, Any] = {}
         self._torn: bytes = b""
         self._torn_at = 0
@@ -264,7 +267,7 @@ class OutputFile:
         Raises:
             InputError: the disk is full or fails; earlier lines stay.
         """
-        self.put(line.number, line.digest, as_line(record(line, results, self._own, self.show)))
+        self.put(line.number, line.digest, as_line(record(line, results, self._own, self.texts)))
 
     def put(self, number: int, digest: str, whole: bytes) -> None:
         """Write a finished output line for a line of the input, such as one that a worker has made.

@@ -23,10 +23,11 @@ from kvkeep.cli import console, distributed
 from kvkeep.cli.cluster import ended_with_its_cluster, interruptible
 from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
-from kvkeep.cli.generate_batch_workers import Read, engine_of, reader, show_with
+from kvkeep.cli.generate_batch_workers import Read, engine_of, reader
 from kvkeep.cli.generate_run import SavedMemory, sampling_of, with_file_settings, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.progress import BatchBar, batch_progress
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result, checked_guard
 from kvkeep.engine.sampling_params import SamplingParams
@@ -471,7 +472,7 @@ class _Job:
 def _near(job: _Job, budget: int) -> None:
     """Load the model, and run a job on one engine in this process."""
     writer = _load(job.request, job.checkpoint, job.output, job.settings)
-    job.output.show = show_with(writer)
+    job.output.texts = TokenTexts(job.checkpoint.tokenizer)
     engine = _engine(writer, job, budget=budget)
     # anew, since the engine has chosen the layout only now
     job.output.agree({**job.output.own, LAYOUT: chosen(writer.model)})

@@ -19,6 +19,7 @@ from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of
 from kvkeep.cli.loading import writer_of
 from kvkeep.cli.progress import BatchBar
 from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.prompt_encoding import ConversationHistory, question_of
 from kvkeep.engine.request import Request as Asked
@@ -35,7 +36,6 @@ from kvkeep.models.tokenization import Writer
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt
-from kvkeep.openai.responses import Show
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
 from kvkeep.scale.driver import run_pieces
@@ -71,7 +71,7 @@ def reader(
         return system_spans(checkpoint, prompt) if request.pin_system else ()
 
     def read(number: int, raw: bytes) -> InputLine | BadLine:
-        line = parse(number, raw, encode, defaults, pinned=pinned)
+        line = parse(number, raw, encode, defaults, pinned=pinned, raws=request.raw)
         return line if memory is None else after(line, memory.snapshot, request.policy)
 
     return read
@@ -169,19 +169,6 @@ def engine_of(
     return engine
 
 
-def show_with(writer: Writer) -> Show:
-    """Return a function that decodes a token after the token before it: many tokenizers drop leading white space."""
-
-    def show(before: int | None, token: int) -> str:
-        if before is not None:
-            first, both = writer.show_token(before), str(writer.checkpoint.tokenizer.decode([before, token]))
-            if both.startswith(first):
-                return both.removeprefix(first)
-        return writer.show_token(token)
-
-    return show
-
-
 _ANY_LINE = b'{"prompt": "a"}'
 
 
@@ -242,7 +229,7 @@ class EngineRecipe:
                 weights = fingerprint(writer.model)  # before layers are packed
             engine = engine_of(writer, self.request, self.batch, most=self.most, budget=self.budget, like=like)
         snapshot = None if memory is None else memory.snapshot
-        return Built(engine, read_line, show_with(writer), weights, chosen(writer.model), snapshot)
+        return Built(engine, read_line, TokenTexts(checkpoint.tokenizer), weights, chosen(writer.model), snapshot)
 
 
 # A batch job on workers of Ray: this process reads the lines, hands them out, and writes the answers.

@@ -215,7 +215,13 @@ class PreparedRequest:
         form = None if schema is None else json_structure(schema)
         # without a memory the engine was made with the policy, and the prompt is token ids already
         if self.memory is None:
-            return engines.Request(prompt=self.prompt, sampling=self.sampling, pins=self.pins, structured_outputs=form)
+            return engines.Request(
+                prompt=self.prompt,
+                chat=not self.request.raw,
+                sampling=self.sampling,
+                pins=self.pins,
+                structured_outputs=form,
+            )
         return engines.Request(
             prompt=self.prompt,
             raw=self.request.raw,

@@ -312,7 +312,7 @@ class Admission:
         self._staging = staging
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
-        self._end_ids = frozenset(ends_of(model))
+        self._end_ids = frozenset(ends_of(model, tokenizer))
         self.rule = LengthRule.of(model)
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
@@ -340,6 +340,7 @@ class Admission:
             budget = budget_guard.chosen(self._layout(policy), budget, past.budgets)
         if past and past.ids and request.prompt_logprobs is not None:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
+        turn_ends = self.words.turn_ends if self.words.is_chat(request) else frozenset()
         prompt = self.words.continued(request, past or ConversationHistory())
         if past and (why := self.rule.refusal(len(past.ids), len(prompt))) is not None:
             raise InputError(why)
@@ -358,7 +359,7 @@ class Admission:
         self._check_tokens(prompt, request.sampling)
         if request.stop and self._tokenizer is None:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
-        ends = self._ends(request)
+        ends = self._ends(request, turn_ends)
         decode = partial(self._decode, special=not request.skip_special_tokens)
         keeps = request.include_stop_str_in_output
         tail = StopText(decode, request.stop, keeps=keeps) if self._tokenizer else None
@@ -369,8 +370,8 @@ class Admission:
             found.held, found.held_pins = len(past.ids), past.pins
         return found
 
-    def _ends(self, request: Request) -> frozenset[int]:
-        """Return the tokens that end a request's text.
+    def _ends(self, request: Request, turn_ends: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end a request's text, with those that end an answer in its chat template.
 
         Raises:
             InputError: one of its own is outside of the vocabulary, or no token is left for the least number of tokens.
@@ -380,7 +381,7 @@ class Admission:
             raise InputError(
                 f"stop_token_ids={own[-1]} is no token: the model's vocabulary has {self._vocabulary}. Leave it out."
             )
-        ends = frozenset(own) if request.ignore_end else self._end_ids.union(own)
+        ends = frozenset(own) if request.ignore_end else self._end_ids.union(own, turn_ends)
         if request.sampling.min_new_tokens and len(ends) >= self._vocabulary:
             raise InputError(
                 "stop_token_ids has all tokens, so none is left for min_new_tokens. Leave one of them out."

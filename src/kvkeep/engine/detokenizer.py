@@ -1,9 +1,15 @@
-"""Text that appears while a model is still writing, and ends where a stop text begins."""
+"""Text that appears while a model is still writing, and ends where a stop text begins; and the part of each token."""
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.models.checkpoint import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 """The character to which half a character is decoded."""
@@ -171,3 +177,144 @@ def _longer(wanted: str, shorter: list[int], matched: int, character: str) -> in
     while matched >= 0 and wanted[matched] != character:
         matched = shorter[matched]
     return matched + 1
+
+
+# The part of a text that each of its tokens spells. A token may be some bytes of a character.
+
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
+}
+"""The characters in which vocabularies of byte-level BPE write bytes."""
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A token of one byte, as vocabularies of SentencePiece write it."""
+
+
+@dataclass(frozen=True)
+class TextToken:
+    """A token of a text.
+
+    Attributes:
+        text: the token as it is shown; a part of a character is U+FFFD.
+        bytes: the part of the text that it spells; ``None`` for a special token that the text leaves out.
+        start: characters of the text before the one in which it begins.
+    """
+
+    text: str
+    bytes: bytes | None
+    start: int
+
+
+class TokenTexts:
+    """Decodes single tokens of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+        self._special: dict[int, bool] = {}
+
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """Return the text of tokens; special ones are left out on demand."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    def after(self, before: int | None, token: int) -> str:
+        """Return a token's text after another token. Many tokenizers drop white space at the start of a text."""
+        if before is not None:
+            first, both = self.decode([before]), self.decode([before, token])
+            if both.startswith(first):
+                return both.removeprefix(first)
+        return self.decode([token])
+
+    def is_special(self, token: int) -> bool:
+        """Return whether texts leave the token out."""
+        if token not in self._special:
+            self._special[token] = bool(self.decode([token])) and not self.decode([token], special=False)
+        return self._special[token]
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text that has begun before it."""
+        if token not in self._bytes:
+            self._bytes[token] = self._read(token)
+        return self._bytes[token]
+
+    def _read(self, token: int) -> bytes:
+        entry: Any = self._tokenizer.convert_ids_to_tokens(token)  # a text, bytes, or nothing beyond the vocabulary
+        alone = self.decode([token])
+        if isinstance(entry, bytes):
+            return entry
+        if isinstance(entry, str):
+            if (found := _BYTE.fullmatch(entry)) and alone != entry:
+                return bytes.fromhex(found[1])
+            if _REPLACEMENT in alone and all(character in _BYTE_LEVEL for character in entry):
+                return bytes(_BYTE_LEVEL[character] for character in entry)
+        anchor = self._tokenizer.encode("a", add_special_tokens=False)
+        text = self.after(anchor[-1], token) if anchor else alone
+        return text.encode("utf-8", "surrogatepass")
+
+
+class TokenSpans:
+    """Divides a growing text among its tokens, so that their bytes are the text's.
+
+    Args:
+        texts: decodes tokens.
+        special: whether the text has special tokens.
+    """
+
+    def __init__(self, texts: TokenTexts, *, special: bool = False) -> None:
+        self._texts, self._special = texts, special
+        self._pieces = TextPieces(lambda ids: texts.decode(ids, special=special))
+        self._group: list[int] = []
+        self._length = 0
+
+    def add(self, token_id: int) -> list[TextToken]:
+        """Return the tokens whose characters are complete with one more token: often that token, sometimes none."""
+        self._group.append(token_id)
+        piece = self._pieces.add(token_id)
+        return self._divided(piece) if piece else []
+
+    def end(self) -> list[TextToken]:
+        """Return the tokens that are left, even if they are no whole characters."""
+        return self._divided(self._pieces.end())
+
+    def _divided(self, piece: str) -> list[TextToken]:
+        """Return the tokens since the last piece, with their parts of this one."""
+        group, self._group = self._group, []
+        left_out = [not self._special and self._texts.is_special(token) for token in group]
+        spelled = [token for token, out in zip(group, left_out, strict=True) if not out]
+        parts, found = iter(self._parts(spelled, piece)), []
+        reader = codecs.getincrementaldecoder("utf-8")("replace")
+        start, self._length = self._length, self._length + len(piece)
+        for token, out in zip(group, left_out, strict=True):
+            if out:
+                found.append(TextToken(self._texts.decode([token]), None, start))
+                continue
+            part = next(parts)
+            found.append(TextToken(part.decode("utf-8", "replace"), part, start))
+            start = min(start + len(reader.decode(part)), self._length)
+        return found
+
+    def _parts(self, tokens: Sequence[int], piece: str) -> Sequence[bytes]:
+        """Return the bytes of each token in a piece. What cannot be divided belongs to the last one."""
+        whole = piece.encode("utf-8", "surrogatepass")
+        if len(tokens) == 1 and _REPLACEMENT not in piece:
+            return [whole]
+        parts = [self._texts.bytes_of(token) for token in tokens]
+        if _alike(b"".join(parts), piece):
+            return parts
+        first = next((place for place, part in enumerate(parts) if part), None)
+        if first is not None and _alike(b"".join(parts).removeprefix(b" "), piece):  # dropped at the start of a text
+            return [*parts[:first], parts[first].removeprefix(b" "), *parts[first + 1 :]]
+        return [b""] * (len(tokens) - 1) + [whole] if tokens else []
+
+
+def _alike(raw: bytes, text: str) -> bool:
+    """Tell whether bytes are a text; tokenizers show the same broken bytes as one U+FFFD or as several."""
+    return _joined(raw.decode("utf-8", "replace")) == _joined(text)
+
+
+def _joined(text: str) -> str:
+    return re.sub(f"{_REPLACEMENT}+", _REPLACEMENT, text)

@@ -128,6 +128,10 @@ MOST_WAITING = 8
 """New grammars that may wait to be compiled."""
 
 _START_S = 60.0
+_HIDDEN = "\U0010fffd"
+"""Stands around the number of a special token in place of its text; no text has this character."""
+_QUOTED = r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*'
+"""A text, a regular expression or a comment of a grammar."""
 _LONGEST = 160
 _MOST_TRIED = 200
 """Grammars that one process tries, since its memory fills up."""
@@ -264,7 +268,7 @@ class Grammars:
         backend: Any = self._tokenizer.backend_tokenizer if self._tokenizer is not None else None
         ends = self._ends or (getattr(self._tokenizer, "eos_token_id", None),)
         size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
-        return backend.to_str(), size, [token for token in ends if token is not None]
+        return without_special_texts(backend.to_str()), size, [token for token in ends if token is not None]
 
     def _grammar(self, asked: Structure) -> str:
         """Return llguidance's grammar for a form, compiled on trial in the other process.
@@ -273,7 +277,7 @@ class Grammars:
             FormError: the grammar is wrong, or takes too much time or memory.
         """
         what = NAMES[asked.kind]
-        found = self._ask({"kind": asked.kind, "text": asked.text})
+        found = self._ask({"kind": asked.kind, "text": self._by_ids(asked)})
         if found is None:
             raise FormError(
                 f"The {what} takes more than {TIMEOUT_S:g} s or {MEMORY_BYTES >> 20} MiB to compile. Use a simpler one."
@@ -282,6 +286,18 @@ class Grammars:
             raise FormError(f"The {what} cannot be used: {_shown(found['error'])}.")
         grammar: str = found["grammar"]
         return grammar
+
+    def _by_ids(self, asked: Structure) -> str:
+        """Return the text of a form. A Lark grammar may name special tokens, which get their ids for names."""
+        ids = {name: token for token, name in special_texts(self._tokenizer)}
+        if asked.kind not in ("grammar", "lark") or not ids:
+            return asked.text
+        names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
+        return re.sub(
+            rf"{_QUOTED}|(?P<name>{names})",
+            lambda found: f"<[{ids[found['name']]}]>" if found["name"] else found[0],
+            asked.text,
+        )
 
     def _ask(self, asked: dict[str, str]) -> dict[str, Any] | None:
         """Return the answer of the process that tries grammars, started if it does not run.
@@ -304,6 +320,31 @@ class Grammars:
             return self._worker.ask(json.dumps(asked), TIMEOUT_S)
         except OSError as error:
             raise FormError(f"The process that tries grammars cannot be used ({error!s:.160}).") from error
+
+
+def special_texts(tokenizer: Tokenizer | None) -> list[tuple[int, str]]:
+    """Return the ids and the texts of a tokenizer's special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [(token, entry.content) for token, entry in added.items() if entry.special]
+
+
+def without_special_texts(description: str) -> str:
+    """Return a tokenizer's file in which no text spells a special token.
+
+    A text that a form forces would otherwise become that token, which no form allows: a choice of ``<|im_end|>``.
+    """
+    file = json.loads(description)
+    hidden = {one["content"]: f"{_HIDDEN}{one['id']}{_HIDDEN}" for one in file["added_tokens"] if one["special"]}
+    for one in file["added_tokens"]:
+        one["content"] = hidden.get(one["content"], one["content"])
+    model = file["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hidden.get(text, text): token for text, token in model["vocab"].items()}
+    else:
+        model["vocab"] = [[hidden.get(text, text), score] for text, score in model["vocab"]]
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    return json.dumps(file)
 
 
 def _shown(error: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +13,7 @@ import torch
 from kvkeep.engine.request import Request, conversation
 from kvkeep.engine.sampling_params import whole_within
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.models import tokenization
+from kvkeep.models import chat_templates, tokenization
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer
 from kvkeep.models.tokenization import Opening, opened, opening_of
 from kvkeep.pins import Spans
@@ -98,7 +99,18 @@ class PromptEncoder:
     def __init__(
         self, model: Model, tokenizer: Tokenizer | None, limit: int | None, ends: Collection[int] = ()
     ) -> None:
-        self._model, self._tokenizer, self._limit, self._ends = model, tokenizer, limit, ends
+        self._model, self._tokenizer, self._limit, self._ends = model, tokenizer, limit, frozenset(ends)
+
+    @functools.cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Return the tokens with which the chat template ends an answer."""
+        return frozenset() if self._tokenizer is None else chat_templates.turn_ends(self._tokenizer)
+
+    def is_chat(self, request: Request) -> bool:
+        """Tell whether a request's prompt is a conversation in the form of the chat template."""
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            return False
+        return request.chat or request.messages is not None or (isinstance(request.prompt, str) and not request.raw)
 
     def ids_of(self, request: Request) -> tuple[int, ...]:
         """Return the token ids of a request.
@@ -145,7 +157,7 @@ class PromptEncoder:
         ids = tuple(
             tokenization.encode_next(checkpoint, past.messages, new, request.tools, **request.templated)[0].tolist()
         )
-        if past.messages and past.pending and past.pending[-1] in self._ends:
+        if past.messages and past.pending and past.pending[-1] in self._ends | self.turn_ends:
             # the new ids begin with the end of the last answer, as the template writes it
             before = before[:-1]
         return before + ids

@@ -311,6 +311,8 @@ class Request:
         chat_template_kwargs: more variables of the chat template, such as ``{"enable_thinking": False}``.
         add_generation_prompt: end the prompt with the beginning of the model's answer, as the chat template writes it.
         continue_final_message: end the prompt within the last message, whose text the model goes on with.
+        chat: the prompt's token ids are a conversation in the form of the chat template, as messages become anyway: the
+            token with which the template ends an answer ends the text.
         sampling: how tokens are chosen, and how many.
         policy: the eviction policy or its string; by default the engine's.
         budget: tokens kept per layer and head; by default, and at most, the engine's.
@@ -345,6 +347,7 @@ class Request:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     policy: str | Policy | None = None
     budget: int | None = None
@@ -415,7 +418,7 @@ class Request:
             InputError: there is neither a prompt nor messages, or both; or the one given is empty or of another
                 form.
         """
-        for name in ("raw", "add_generation_prompt", "continue_final_message"):
+        for name in ("raw", "chat", "add_generation_prompt", "continue_final_message"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
         object.__setattr__(self, "chat_template_kwargs", variables(self.chat_template_kwargs))
@@ -434,7 +437,7 @@ class Request:
             raise InputError("tools are told by the chat template, and a prompt goes without; give messages instead.")
         elif not isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", token_ids(self.prompt))
-        elif not self.prompt.strip():
+        elif not (self.prompt if self.raw else self.prompt.strip()):
             raise InputError("The prompt is an empty text; give some words.")
 
 
@@ -478,6 +481,7 @@ class Result:
         cached_tokens: tokens of the prompt that were not read again: a session's or a snapshot's, or a common
             beginning of prompts.
         prompt_logprobs: one entry per token of the prompt but the first, if asked for.
+        end_token: whether the last token is one that ends a text, and no part of it.
     """
 
     id: int
@@ -497,6 +501,7 @@ class Result:
     guarded: bool | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[Logprob, ...] = ()
+    end_token: bool = False
 
 
 @dataclass(frozen=True)

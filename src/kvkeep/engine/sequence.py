@@ -24,7 +24,7 @@ from kvkeep.snapshot.snapshot import Pending
 from kvkeep.types import MemoryUsage
 
 _FREE = {
-    *("prompt", "messages", "raw", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("prompt", "messages", "raw", "chat", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("sampling", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "ignore_end"),
     *("structured_outputs", "logprobs"),
     *("policy", "budget", "sequence", "snapshot"),
@@ -237,7 +237,7 @@ class Sequence:
             read = len(self.prompt) - self.cached
         self.token_ids.append(token_id)
         looks = len(self.token_ids) > self.request.sampling.min_new_tokens
-        ended = token_id in self.ends
+        ended = token_id in self.ends  # no part of the text, also where the tokenizer has it as an ordinary token
         shown = not ended or self.request.include_stop_str_in_output
         piece, stopped = self.tail.add(token_id, looks=looks) if self.tail and shown else ("", False)
         if stopped or ended or (self.constraint and self.constraint.complete):
@@ -261,6 +261,12 @@ class Sequence:
             return self.tail.end() if self.tail else ""
         return ""
 
+    @property
+    def _hides_end(self) -> bool:
+        """Return whether the last token has ended the text, and is no part of it."""
+        ended = self.finish_reason == "stop" and self.token_ids[-1] in self.ends
+        return ended and not self.request.include_stop_str_in_output
+
     def result(self) -> Result:
         """Return the finished request as the user gets it."""
         assert self.finish_reason is not None
@@ -283,5 +289,6 @@ class Sequence:
             memory_usage=self.memory_usage,
             budget=self.budget,
             lost_mass=self.lost,
+            end_token=self._hides_end,
             guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,
         )

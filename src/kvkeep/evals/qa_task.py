@@ -150,7 +150,10 @@ def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) ->
     if any(map(len, between)):
         drive.feed(*left_padded(between), last_only=True)
     logits = drive.feed(*left_padded([prompt.ids[-1:] for prompt in prompts]), last_only=True)
-    return [writer.text_of(row) for row in decode_greedily(drive, logits, most, ends_of(writer.model))]
+    return [
+        writer.text_of(row)
+        for row in decode_greedily(drive, logits, most, ends_of(writer.model, writer.checkpoint.tokenizer))
+    ]
 
 
 def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:

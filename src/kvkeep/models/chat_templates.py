@@ -270,6 +270,34 @@ os.register_at_fork(after_in_child=_begin_anew)
 atexit.register(lambda: _WORKER.end())
 
 
+# The token with which a template ends an assistant's turn.
+
+_ANSWER = "kvkeepanswer"
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that a tokenizer has beside those of its model: special ones, and others that were added."""
+    return {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the token with which the chat template ends an assistant's turn; none if it is no control token.
+
+    Where nothing ends the last turn, it is the token with which the user's next one begins.
+    """
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}
+    for messages in ([asked, answer], [asked, answer, asked]):
+        try:
+            text = fill(tokenizer, messages, variables={"add_generation_prompt": False})
+        except InputError:  # the template fails, which is told to whoever sends a conversation
+            return frozenset()
+        _, found, after = text.rpartition(_ANSWER)
+        if found and after.strip():
+            first = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1]
+            return frozenset(first) & control_tokens(tokenizer)
+    return frozenset()
+
+
 # The tokens of system messages within a conversation, found through the chat template and the tokenizer's offsets.
 
 

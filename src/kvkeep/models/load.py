@@ -36,6 +36,7 @@ from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
 from kvkeep.models import quantized_weights, tiny
 from kvkeep.models.attention import attach
+from kvkeep.models.chat_templates import control_tokens
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import (
@@ -57,8 +58,9 @@ from kvkeep.models.tokenization import Writer
 
 # The model's ``generation_config.json``: which of its settings kvkeep uses.
 #
-# kvkeep uses the tokens that end a text, and those that may not be generated. It leaves out all other settings, so that
-# a single prompt, a batch and a session give the same text. `remark` names the settings that are left out.
+# kvkeep uses the tokens that end a text, beside those of config.json and the tokenizer, and those that may not be
+# generated. It leaves out all other settings, so that a single prompt, a batch and a session give the same text.
+# `remark` names the settings that are left out.
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -128,10 +130,30 @@ def remark(model: PreTrainedModel) -> str | None:
     return f"{start} {same}, which kvkeep leaves out: it changes no text." if same else None
 
 
-def ends_of(model: PreTrainedModel) -> set[int]:
-    """Return the ids of the tokens that end a text of this model; an empty set if its configuration names none."""
-    ids = model.generation_config.eos_token_id
-    return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
+def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
+    """Return the tokens that end a text of this model.
+
+    Args:
+        model: its generation config names some.
+        tokenizer: names one more. Those of the model's configuration count if they are special tokens here, since
+            transformers fills in a number where the file has none.
+    """
+    found = _listed_ids(getattr(model.generation_config, "eos_token_id", None))
+    if tokenizer is None:
+        return found
+    text = model.config.get_text_config(decoder=True)
+    for config in (model.config, text):
+        found |= _listed_ids(getattr(config, "eos_token_id", None)) & control_tokens(tokenizer)
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own != getattr(tokenizer, "unk_token_id", None):  # of a token that the vocabulary does not have
+        found |= {token for token in _listed_ids(own) if 0 <= token < text.vocab_size}
+    return found
+
+
+def _listed_ids(ids: object) -> set[int]:
+    """Return the token ids of a setting that holds one, several or none."""
+    listed = ids if isinstance(ids, list | tuple) else [ids]
+    return {token for token in listed if isinstance(token, int) and not isinstance(token, bool)}
 
 
 class BannedTokens(NamedTuple):

@@ -35,7 +35,7 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
         InputError: the prompt is empty or no valid text, or the tokenizer does not belong to the model.
         ModelFileError: the tokenizer fails.
     """
-    if not prompt.strip():
+    if not (prompt if raw else prompt.strip()):  # white space as it is can be continued
         raise InputError("The prompt is empty. Give some text.")
     _check_text(prompt)
     if raw:

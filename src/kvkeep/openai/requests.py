@@ -114,6 +114,8 @@ _COMMON: Mapping[str, tuple[type, ...]] = {
     "n": _WHOLE,
     **dict.fromkeys(("stream", "ignore_eos"), _FLAG),
     **dict.fromkeys(("model", "user"), _TEXT),
+    "store": _FLAG,
+    "metadata": (dict,),
     "stop": (str, list),
     **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
     **dict.fromkeys(_KINDS_OF_FORM, _FORM),
@@ -306,6 +308,8 @@ _OPTIONS = {
     "ignore_eos": "ignore_end",
     "min_tokens": "min_new_tokens",
 }
+_NO_LIMIT = -1
+"""The number of new tokens by which clients of other servers ask for as many as there may be."""
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
 
@@ -328,6 +332,7 @@ class ParsedBody:
         template: how the chat template is filled in, by the arguments of `kvkeep.models.tokenization.encode_chat`.
         truncate: the most tokens of a prompt, of which the last are kept; -1: as many as fit; ``None``: all.
         ignored: fields that nobody knows.
+        unbounded: whether an answer is as long as it may be: ``"max_tokens": -1``.
     """
 
     url: str
@@ -343,6 +348,13 @@ class ParsedBody:
     template: Mapping[str, Any] = field(default_factory=dict)
     truncate: int | None = None
     ignored: tuple[str, ...] = ()
+
+    unbounded: bool = False
+
+    @property
+    def shows_special(self) -> bool:
+        """Return whether the text of an answer has special tokens."""
+        return not self.options.get("skip_special_tokens", True)
 
     def truncated(self, ids: list[int], most: int | None) -> list[int]:
         """Return the last tokens of a prompt, as many as the body asks for.
@@ -412,6 +424,7 @@ def read(
         template=_template(given),
         truncate=_truncated(given),
         ignored=unknown,
+        unbounded=_NO_LIMIT in (given.get("max_tokens"), given.get("max_completion_tokens")),
     )
 
 
@@ -453,7 +466,7 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
     if not prompts:
         raise ParameterError("prompt", "has no text")
     for text_or_ids in prompts:
-        if isinstance(text_or_ids, str) and not text_or_ids.strip():
+        if text_or_ids == "":
             raise ParameterError("prompt", "is an empty text")
         if not isinstance(text_or_ids, str) and not (text_or_ids and _are_ids(text_or_ids)):
             raise ParameterError("prompt", "is no text, no list of texts, and no list of token ids")
@@ -476,7 +489,7 @@ def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     if len({given[name] for name in names}) > 1:
         raise ParameterError("max_tokens", "and max_completion_tokens differ; give one of them")
-    if not names:
+    if not names or given[names[0]] == _NO_LIMIT:
         return {}, {}
     return {"max_new_tokens": given[names[0]]}, {"max_new_tokens": names[0]}
 

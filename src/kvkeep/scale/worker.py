@@ -20,10 +20,10 @@ from typing import Any, Protocol, runtime_checkable
 from kvkeep.batch.input import BadLine, InputLine, reason_of
 from kvkeep.batch.output import as_line, record
 from kvkeep.batch.survey import Shape, problem
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result
 from kvkeep.errors import KVKeepError
-from kvkeep.openai.responses import Show
 from kvkeep.scale.worker_pool import Layout, WorkerFacts, WorkKind, WorkResult
 from kvkeep.snapshot.snapshot import Snapshot
 
@@ -35,7 +35,7 @@ class Built:
     Attributes:
         engine: runs requests.
         read: reads a line with the model's tokenizer, from its number and its bytes.
-        show: returns the text of a token, for log-probabilities in OpenAI's format.
+        texts: decodes tokens, for log-probabilities in OpenAI's format.
         weights: a fingerprint of the model's weights.
         layout: how they were laid out.
         memory: the memory that every line follows.
@@ -43,7 +43,7 @@ class Built:
 
     engine: Engine
     read: Callable[[int, bytes], InputLine | BadLine]
-    show: Show
+    texts: TokenTexts | None
     weights: str
     layout: Layout = (False, False)
     memory: Snapshot | None = None
@@ -127,7 +127,7 @@ class LineWorker:
         results = await asyncio.wrap_future(loop.put(line))
         if isinstance(results, str):
             return WorkResult(number, line.digest, reason=results)
-        whole = as_line(record(line, results, made_by, built.show))
+        whole = as_line(record(line, results, made_by, built.texts))
         return WorkResult(number, line.digest, whole, new=sum(len(result.token_ids) for result in results))
 
 

@@ -150,6 +150,8 @@ def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | 
             schema = _inlined(schema, name, part)
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     app.add_api_route(path, route, methods=[method], openapi_extra=extra, response_model=None)
+    if method == "GET":  # load balancers ask for the status alone
+        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)
 
 
 def _inlined(schema: Any, name: str, part: object) -> Any:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request, Response
 
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.dispatcher import AsyncEvents
-from kvkeep.engine.request import Event, Logprob, Result
-from kvkeep.openai import responses
+from kvkeep.engine.request import Event, Result
+from kvkeep.openai import logprobs, responses
+from kvkeep.openai.logprobs import Scored, ScoredTokens
 from kvkeep.openai.requests import CHAT, COMPLETIONS
-from kvkeep.openai.responses import Show, calls_of, column_of, content_of, echoed, reason_of
+from kvkeep.openai.responses import calls_of, echoed, reason_of
 from kvkeep.server.errors import RefusalError, in_words_of
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_parsing import ParsedRequest, parse_request, parse_turn
@@ -63,19 +65,17 @@ class _Choice:
         parsed: the request that is answered.
         name: the answer's.
         index: the text's, among those of the answer.
-        show: returns the text of a token; ``None`` if no log-probabilities are asked for.
+        texts: decodes tokens; ``None`` if no log-probabilities are asked for.
     """
 
-    def __init__(self, parsed: ParsedRequest, name: str, index: int, show: Show | None) -> None:
-        self._chat, self._index, self._show = parsed.is_chat, index, show
+    def __init__(self, parsed: ParsedRequest, name: str, index: int, texts: TokenTexts | None) -> None:
+        self._chat, self._index, self._texts = parsed.is_chat, index, texts
         self._calls = calls_of(parsed.parameters, name, index)
-        self._before: int | None = None
-        self._offset = 0
-        self._pending: list[dict[str, Any]] = []
+        self._scored = None if texts is None else ScoredTokens(texts, special=parsed.parameters.shows_special)
+        self._length = 0
 
     def first(self, text: str = "") -> dict[str, Any]:
         """Return the choice that comes first: in a chat the role, else the echoed prompt."""
-        self._offset = len(text)
         return self._choice({"role": "assistant", "content": ""} if self._chat else text)
 
     def next(self, event: Event) -> list[dict[str, Any]]:
@@ -83,17 +83,17 @@ class _Choice:
 
         Log-probabilities of held-back text are sent with the next choice.
         """
-        if self._show is not None and event.logprob is not None:
-            self._pending.append(self._entry(event.logprob, self._show))
+        self._length += len(event.text)
+        if self._scored and event.logprob and not (event.result and event.result.end_token):
+            self._scored.add(event.logprob)
         deltas, reason = self._deltas(event), None
         if event.result is not None:
             reason = reason_of(event.result, self._calls)
             deltas = deltas or [{} if self._chat else ""]
         if not deltas:
             return []  # half of a character, or of a tool's call: its log-probabilities go with the rest
-        logprobs, self._pending = self._pending, []
         *first, last = deltas
-        return [*(self._choice(delta) for delta in first), self._choice(last, reason, logprobs)]
+        return [*(self._choice(delta) for delta in first), self._choice(last, reason, self._ready(event))]
 
     def _deltas(self, event: Event) -> list[Any]:
         """Return what an event adds: strings of text, or in a chat deltas with content and tool calls."""
@@ -102,28 +102,29 @@ class _Choice:
         ended = () if event.result is None else self._calls.end()
         return [*self._calls.add(event.text), *ended]
 
-    def _entry(self, logprob: Logprob, show: Show) -> dict[str, Any]:
-        before, self._before = self._before, logprob.token_id
-        if self._chat:
-            return content_of(before, logprob, show)
-        column = column_of(before, logprob, show, self._offset)
-        self._offset += len(column["tokens"][0])
-        return column
+    def _ready(self, event: Event) -> list[Scored]:
+        """Return the tokens of the text that has been sent, with their log-probabilities."""
+        if self._scored is None:
+            return []
+        return self._scored.within(self._length) if event.result is None else self._scored.rest(event.result)
 
     def _choice(
-        self, delta: Mapping[str, Any] | str, reason: str | None = None, entries: list[dict[str, Any]] | None = None
+        self, delta: Mapping[str, Any] | str, reason: str | None = None, tokens: Sequence[Scored] = ()
     ) -> dict[str, Any]:
-        logprobs: dict[str, Any] | None = None
-        if entries and self._chat:
-            logprobs = {"content": entries, "refusal": None}  # OpenAI's schema requires the key
-        elif entries:
-            logprobs = {name: [value for column in entries for value in column[name]] for name in entries[0]}
+        scores: dict[str, Any] | None = None
+        if tokens and self._texts:
+            content, columns = logprobs.content, logprobs.columns
+            scores = (
+                {"content": content(tokens, self._texts), "refusal": None}  # OpenAI's schema requires the key
+                if self._chat
+                else columns(tokens, self._texts)
+            )
         inner = {"delta": delta} if self._chat else {"text": delta}
-        return {"index": self._index, **inner, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": self._index, **inner, "logprobs": scores, "finish_reason": reason}
 
 
 async def answer_chunks(
-    parsed: ParsedRequest, run: Run, *, model: str, show: Show, prompts: list[str], with_usage: bool
+    parsed: ParsedRequest, run: Run, *, model: str, texts: TokenTexts, prompts: list[str], with_usage: bool
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     """Yield the chunks of an answer. The first one is empty, for `begun`, and means that the request has a row.
 
@@ -131,7 +132,7 @@ async def answer_chunks(
         parsed: the request that is answered.
         run: the events of its requests to the engine.
         model: the model's name.
-        show: returns the text of a token.
+        texts: decodes tokens.
         prompts: texts that are echoed, one for each request; empty: no echo.
         with_usage: whether the last chunk has the numbers of tokens.
 
@@ -140,8 +141,8 @@ async def answer_chunks(
     """
     head = AnswerHead(parsed, model)
     more: dict[str, Any] = {"usage": None} if with_usage else {}
-    shown = show if parsed.wants_logprobs else None
-    choices = [_Choice(parsed, head.name, index, shown) for index in range(len(parsed.requests))]
+    wanted = texts if parsed.wants_logprobs else None
+    choices = [_Choice(parsed, head.name, index, wanted) for index in range(len(parsed.requests))]
     results: dict[int, Result] = {}
     try:
         async for item in run:
@@ -232,7 +233,7 @@ class GenerateRoutes:
             parsed,
             self._queue.run(streams, meter_of(request)),
             model=self._settings.name,
-            show=self._served.show,
+            texts=self._served.token_texts,
             prompts=self._echoes(parsed),
             with_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         )
@@ -246,14 +247,14 @@ class GenerateRoutes:
         if parsed.scores_only:  # the engine has drawn a token, and none was asked for
             nothing: dict[str, Any] = {"token_ids": (), "text": "", "logprobs": (), "finish_reason": "length"}
             results = [dataclasses.replace(result, **nothing) for result in results]
-        head, show, parameters = AnswerHead(parsed, self._settings.name), self._served.show, parsed.parameters
+        head, texts, parameters = AnswerHead(parsed, self._settings.name), self._served.token_texts, parsed.parameters
         answer = responses.answer(
-            parameters, results, name=head.name, created=head.created, model=self._settings.name, show=show
+            parameters, results, name=head.name, created=head.created, model=self._settings.name, texts=texts
         )
         if parsed.echo:
-            texts, n, wanted = self._echoes(parsed), parameters.n, show if parsed.wants_logprobs else None
+            prompts, n, wanted = self._echoes(parsed), parameters.n, texts if parsed.wants_logprobs else None
             answer["choices"] = [
-                echoed(choice, texts[index], parsed.prompts[index // n], results[index], wanted)
+                echoed(choice, prompts[index], parsed.prompts[index // n], results[index], wanted)
                 for index, choice in enumerate(answer["choices"])
             ]
         return {**answer, "usage": usage_of(results, parameters.n)}

@@ -152,7 +152,7 @@ _HEADERS = {
 def add_page(app: FastAPI) -> None:
     """Add the routes of the page's files."""
     for path in PAGE_FILES:
-        app.add_api_route(path, _show, methods=["GET"], include_in_schema=False, response_model=None)
+        app.add_api_route(path, _show, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
 
 
 async def _show(request: Request) -> Response:

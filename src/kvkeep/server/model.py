@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
@@ -125,15 +126,10 @@ class ServedModel:
         """Return the text of tokens, with special tokens unless ``special`` is false."""
         return str(self.checkpoint.tokenizer.decode(list(ids), skip_special_tokens=not special))
 
-    def show(self, before: int | None, token: int) -> str:
-        """Return the text that a token adds after the token ``before``, as many tokenizers drop white space at a text's
-        start.
-        """
-        if before is not None:
-            first, both = self.text_of([before]), self.text_of([before, token])
-            if both.startswith(first):
-                return both.removeprefix(first)
-        return self.text_of([token])
+    @functools.cached_property
+    def token_texts(self) -> TokenTexts:
+        """Return what decodes single tokens."""
+        return TokenTexts(self.checkpoint.tokenizer)
 
 
 # Which form of calls a model uses, found by a look at what its chat template writes.

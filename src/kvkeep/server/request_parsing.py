@@ -95,7 +95,7 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
     defaults = sampling_of(parameters, settings)
     made: list[Request] = []
     for ids in prompts:
-        wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids}
+        wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids, "chat": not raw}
         fitting = fitted(defaults, parameters, len(ids), settings)
         if echo and "logprobs" in parameters.options:
             wishes["prompt_logprobs"] = parameters.options["logprobs"]
@@ -153,7 +153,7 @@ def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True
 
 def sampling_of(parameters: ParsedBody, settings: ServerSettings) -> SamplingParams:
     """Return the sampling parameters for what a body does not say: OpenAI's defaults, and a random seed."""
-    most = settings.max_new_tokens if parameters.url == CHAT else _FEW
+    most = settings.max_new_tokens if parameters.url == CHAT or parameters.unbounded else _FEW
     return SamplingParams(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
 
 

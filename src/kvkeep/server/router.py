@@ -218,7 +218,7 @@ class Router:
         """Answer a request: sum up health, metrics and sessions of all replicas, or pass it to one replica."""
         request = Request(scope, receive)
         sums = {"/health": self._health, "/metrics": self._metrics, "/v1/sessions": self._sessions}
-        if request.method == "GET" and (summed := sums.get(scope["path"])) is not None:
+        if request.method in ("GET", "HEAD") and (summed := sums.get(scope["path"])) is not None:
             await (await summed(request))(scope, receive, send)
             return
         if self.draining:
@@ -368,13 +368,13 @@ class Router:
     async def _health(self, request: Request) -> Response:
         """Answer with the health of all replicas and the sums of their rows."""
         forwarded = await _received(request, self._settings)
-        answers = await self._all(replace(forwarded, query=b"check=live"))
+        answers = await self._all(replace(forwarded, method="GET", query=b"check=live"))
         body, status = health({replica: json.loads(raw) for replica, raw in answers.items()}, draining=self.draining)
         return reply(body, 200 if request.query_params.get("check") == "live" else status)
 
     async def _metrics(self, request: Request) -> Response:
         """Answer with the metrics of all replicas and of the router, labelled by replica."""
-        answers = await self._all(await _received(request, self._settings))
+        answers = await self._all(replace(await _received(request, self._settings), method="GET"))
         text = metrics({replica: raw.decode() for replica, raw in answers.items()}, self.refusals.text())
         return Response(text, headers={"Content-Type": _METRICS})
 
@@ -385,7 +385,7 @@ class Router:
             RefusalError: no replica answers.
         """
         self._here()
-        if not (answers := await self._all(await _received(request, self._settings))):
+        if not (answers := await self._all(replace(await _received(request, self._settings), method="GET"))):
             raise RefusalError(
                 503, "No replica could list its sessions. Try again in 5 s.", headers={"Retry-After": "5"}
             )

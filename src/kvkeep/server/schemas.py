@@ -118,7 +118,7 @@ class Generating(Body):
 
     generates: ClassVar[bool] = True
     model: str | None = None
-    max_tokens: int | None = _within(0, description="The most new tokens.")
+    max_tokens: int | None = _within(-1, description="The most new tokens; -1: as many as the server allows.")
     min_tokens: int | None = _within(0, description=parameters.MIN_NEW_TOKENS.help)
     temperature: float | None = _described(parameters.TEMPERATURE, "0: the likeliest token. By default 1.")
     top_p: float | None = _described(parameters.TOP_P)
@@ -180,7 +180,7 @@ class ChatBody(Templated, Generating):
     """The body of a chat."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
-    max_completion_tokens: int | None = _within(1)
+    max_completion_tokens: int | None = _within(-1)
     logprobs: bool | None = None
     top_logprobs: int | None = _within(0, 20)
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or a function.")

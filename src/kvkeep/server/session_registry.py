@@ -48,6 +48,7 @@ class ServerSession:
         answer: the answer of ``/v1/responses`` with which it ends; ``None`` for a session that a client has named.
         created: seconds since 1970 at which it was opened.
         states: its memories after its last turns.
+        beginning: the settings with which a client has made it, if it was made here.
     """
 
     id: str
@@ -55,6 +56,7 @@ class ServerSession:
     answer: Mapping[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     states: TurnStates = field(default_factory=TurnStates)
+    beginning: Mapping[str, Any] | None = None
     _users: set[threading.Event] = field(default_factory=set)
     _unwritten: bool = False
     _not_before: float = 0.0
@@ -82,16 +84,24 @@ class ServerSession:
         with suppress(SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
             self.states.add(self.session.snapshot())
 
+    def state_before(self, turns: int) -> Snapshot | None:
+        """Return the memory before the last turns; ``None`` before the first one of all.
+
+        Raises:
+            RefusalError: it is not kept.
+        """
+        if turns > (most := self.states.turns):
+            raise RefusalError(400, f"The session {self.id} can go back {most} turns, and not {turns}.", param="turns")
+        return self.states[-1 - turns]
+
     def rewind(self, turns: int) -> None:
-        """Take back the last turns.
+        """Take back the last turns, but not the first one of all.
 
         Raises:
             RefusalError: the earlier turns are not kept.
         """
-        if turns > (most := self.states.turns):
-            raise RefusalError(400, f"The session {self.id} can go back {most} turns, and not {turns}.", param="turns")
-        target = self.states[-1 - turns]
-        assert target is not None  # `note` adds a state only after a turn
+        target = self.state_before(turns)
+        assert target is not None  # the registry begins such a session anew
         self.session.rewind(target)
         self.states.take_back(turns)
 
@@ -224,9 +234,10 @@ class SessionRegistry:
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
-        return self._opened(
-            owner, self._reserve(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins
-        )
+        settings = {"policy": body.policy, "budget": body.budget, "pins": pins}
+        entry = self._opened(owner, self._reserve(owner, body.id), None, **settings)
+        entry.beginning, entry.states = settings, TurnStates(None)
+        return entry
 
     @_alone
     def find(self, owner: str, name: str, until: threading.Event | None = None) -> ServerSession:
@@ -280,8 +291,18 @@ class SessionRegistry:
             RefusalError: there is no such session, or its earlier turns are not kept.
         """
         entry = self.find(owner, name)
-        entry.rewind(turns)
+        if entry.state_before(turns) is None:
+            self._begin_anew(owner, entry)
+        else:
+            entry.rewind(turns)
         return entry
+
+    def _begin_anew(self, owner: str, entry: ServerSession) -> None:
+        """Take back all turns of a session."""
+        entry.session.rewind(entry.session.snapshot())  # refuses while a turn runs
+        entry.session.close(delete=True)
+        entry.session = self._engine.session(name=_full(owner, entry.id), **(entry.beginning or {}))
+        entry.states = TurnStates(None)
 
     @_alone
     def pin(self, owner: str, name: str, pins: Spans) -> ServerSession:

@@ -39,7 +39,10 @@ def held(entry: ServerSession, served: ServedModel) -> dict[str, Any]:
         "heads": heads,
         "positions": sorted(counts),
         "shares": [round(counts[position] / heads, 4) for position in sorted(counts)],
-        "texts": [served.show(ids[position - 1] if position else None, ids[position]) for position in sorted(counts)],
+        "texts": [
+            served.token_texts.after(ids[position - 1] if position else None, ids[position])
+            for position in sorted(counts)
+        ],
         "pins": [list(span) for span in layers[0].pins] if layers else [],
     }
 

@@ -112,7 +112,7 @@ class Agreement(Task):
         tokens, logits = [], []
         for _ in range(self.new):
             allowed = last.clone()  # an end would leave fewer tokens to compare
-            allowed[:, list(ends_of(writer.model))] = -torch.inf
+            allowed[:, list(ends_of(writer.model, writer.checkpoint.tokenizer))] = -torch.inf
             tokens.append(allowed.argmax(dim=-1))
             last = drive.feed(tokens[-1][:, None])[:, -1]
             logits.append(last.cpu())

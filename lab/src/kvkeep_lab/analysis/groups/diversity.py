@@ -125,7 +125,7 @@ def continuations(
     """Continue all prompts at once by `NEW` tokens; the same seed draws the same random numbers under every policy."""
     drive = Drive(writer, parse(policy), [budget] * len(prompts))
     rows = [SamplingParams(temperature=TEMPERATURE, seed=seed * PROMPTS + row) for row in range(len(prompts))]
-    ends = sorted(ends_of(writer.model))
+    ends = sorted(ends_of(writer.model, writer.checkpoint.tokenizer))
     tokens, given = [], prompts
     for step in range(NEW):
         logits = drive.feed(given, last_only=True)[:, -1].float().cpu()
