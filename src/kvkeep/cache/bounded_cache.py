@@ -107,7 +107,7 @@ class BoundedCache(PhasedCache):
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget}
         rules: dict[str, Any] = {"prefill_chunk": prefill_chunk, "positions": positions, "kv_bits": kv_bits}
         layout = Layout.of(config, self.policy, **rules, **spread)
-        self.policy = layout.policy
+        self.policy = layout.policy  # with `head_budget` applied to it
         self._first = min(layout.windows, default=0)
         pinned = spans_of_rows(pins)
         together = SharedBudget.by_layer(layout.sharing)

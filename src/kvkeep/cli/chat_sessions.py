@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -269,6 +270,7 @@ def _describe(folder: ChatFolder, name: str) -> dict[str, Any]:
     path = folder.file_of(name)
     try:
         with opened(path) as (file, size):
+            used = os.fstat(file.fileno()).st_mtime  # not by its path: another process may remove it meanwhile
             about = read_header(file, size).about
             made, tokens = fingerprint_of(about), described_layers(about)[0].numbers["seen"]
     except (OSError, ValueError) as error:
@@ -281,5 +283,5 @@ def _describe(folder: ChatFolder, name: str) -> dict[str, Any]:
         "turns": turns_of(note if isinstance(note := about.get("note"), dict) else {}),
         "tokens": tokens,
         "bytes": size,
-        "last_used": path.stat().st_mtime,
+        "last_used": used,
     }

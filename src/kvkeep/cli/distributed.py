@@ -67,7 +67,7 @@ def quiet_followers(words: Sequence[str]) -> Iterator[None]:
         return
     with tempfile.TemporaryFile() as said:
         spoken, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 1)
+        os.dup2(nothing, 1)  # for the rest of the process, which ends with the context
         os.dup2(said.fileno(), 2)
         try:
             yield

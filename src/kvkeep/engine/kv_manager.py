@@ -355,6 +355,7 @@ class KVManager:
             }
             steps = joined(list(before.items()))
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
+        # sorted, since layers with a state came first
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
         cache.latent = self._latent
         return cache

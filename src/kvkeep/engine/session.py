@@ -84,7 +84,9 @@ class SessionMemory:
         self.state, self.messages = state, tuple[Mapping[str, str], ...]()
         self._admission, self._store, self._settled = admission, store, settled
         self._sequence, self._name = sequence, name
-        self._fingerprint: Fingerprint  # of the turn that runs, as it was at its beginning
+        self._fingerprint: (
+            Fingerprint  # of the turn that runs, as it was at its beginning; `load` sets it before `keep` reads it
+        )
 
     def turn(self, asked: Sequence) -> Sequence:
         """Return the sequence of a turn. Its prompt is the session's tokens so far and those of the request.

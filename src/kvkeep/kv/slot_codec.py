@@ -199,6 +199,7 @@ def encode(x: Float[Tensor, "*B D"], bits: int) -> Codes:
     scales = (largest / greatest).clamp(max=_LARGEST_SCALE).half()
     scales = scales.masked_fill(~largest.isfinite(), 0.0)
     # 0 / 0 in a group of zeros, and in one that cannot be coded
+    # clamped, since half precision may have rounded a scale down
     numbers = (grouped / scales.float()).round().clamp(-greatest, greatest).masked_fill(scales == 0, 0.0)
     if bits == 4:
         # two numbers in a byte, stored without their sign

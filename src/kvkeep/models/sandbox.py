@@ -52,9 +52,10 @@ class SandboxProcess:
             OSError: the process does not start.
         """
         if not self.runs:
-            self.end()
+            self.end()  # one that has ended is waited for; a forked child leaves its parent's alone
             self._process = self._start()
         process = cast("subprocess.Popen[bytes]", self._process)
+        # the process waits for a line, since one that has not answered was killed: it takes this one at once
         with suppress(OSError):  # a process that has just ended does not answer either
             cast(IO[bytes], process.stdin).write(line.encode() + b"\n")
             cast(IO[bytes], process.stdin).flush()

@@ -424,6 +424,7 @@ def make_router(
         prefixes: whether replicas keep common beginnings of prompts.
     """
     app = FastAPI(title="kvkeep", docs_url=None, redoc_url=None, openapi_url=None)
+    # as in make_app: the HTTP server tells app.state.queue that it drains
     app.state.queue = router = Router(replicas, settings, prefixes=prefixes)
     app.mount("/", router)
     for kind in (RefusalError, GoneError, ClientDisconnect, HTTPException):

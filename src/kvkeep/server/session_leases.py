@@ -191,7 +191,7 @@ class SharedFolder:
         for folder in self._folders():
             with suppress(FileNotFoundError):  # it is in another folder, or nowhere yet
                 (folder / file).replace(self.own / file)
-                sync_folder(self.own)
+                sync_folder(self.own)  # before the old folder goes: after a power cut the file must be somewhere
                 self._clear(folder)
                 return
 
