@@ -85,9 +85,7 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch):
     assert threads.check(None) is None
 
 
-@pytest.mark.parametrize(
-    "command", ["generate -p hi", "eval -o out", "analyze --text x -o out", "calibrate -o out", "demo"]
-)
+@pytest.mark.parametrize("command", ["generate -p hi", "eval -o out", "analyze --text x -o out", "calibrate -o out"])
 def test_commands_refuse_impossible_numbers_before_they_load_anything(command: str):
     for number in (0, 9):
         result = CliRunner().invoke(main.app, [*command.split(), "--threads", str(number)])
