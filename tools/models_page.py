@@ -44,7 +44,8 @@ checkpoint with other options, such as `num_kv_shared_layers` or `attention_chun
   of the Phi family that grows over the border is read again, as in transformers' `generate`. A memory (prefix,
   snapshot, session, cache) is not continued by a prompt across the border. Use the engine for the Phi family:
   transformers' `generate` drops every cache that is given to it, a `BoundedCache` too, when such a text is over the
-  border.
+  border. With transformers before 5.20 this holds for longrope of other families alone: texts under dynamic NTK and of
+  the Phi family may still depend on their neighbours.
 - **Compiled models.** `torch.compile(model)`, `model.compile()` and `torch.compile(model.forward)` work with a
   `BoundedCache`.
 """

@@ -174,11 +174,11 @@ def test_fields_that_ask_for_nothing_are_taken_and_labels_are(server):
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/sessions", "/tokenize"])
 def test_unknown_fields_are_named_in_a_header_and_once_in_the_log(path, caplog):
     body = {"/v1/responses": {"input": "a"}, "/v1/sessions": {}, "/tokenize": {"prompt": "a"}}
-    sent = {**body.get(path, {"messages": HELLO, "max_tokens": 1}), "foo": 1, "a\r\nb": 2, "\ud83d": {"x": []}}
+    sent = {**body.get(path, {"messages": HELLO, "max_tokens": 1}), "foo": 1, "a\r\nb": 2, "\ud83d": {"x": []}, "": 0}
     with serve() as server, caplog.at_level(logging.INFO, "kvkeep.access"):
         for _ in range(2):
             answer = server.client.post(path, content=json.dumps(sent))
-            assert answer.headers["x-kvkeep-ignored"] == "foo, a%0D%0Ab, %3F"
+            assert answer.headers["x-kvkeep-ignored"] == 'foo, a%0D%0Ab, %3F, ""'
     assert sum("ignored: foo" in line for line in caplog.messages) == 1
 
 

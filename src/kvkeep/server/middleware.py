@@ -97,7 +97,8 @@ class AuthMiddleware:
         ignored: Sequence[str] = scope["state"].get("ignored", ())
         if not ignored or message["type"] != "http.response.start":
             return
-        names = [quote(name[:_LONGEST], errors="replace") for name in ignored[:_MOST_NAMED]]
+        # a header may not end with white space, so that an empty name needs a sign
+        names = [quote(name[:_LONGEST], errors="replace") or '""' for name in ignored[:_MOST_NAMED]]
         if len(self._told) < _MOST_TOLD and (new := [name for name in names if name not in self._told]):
             self._told.update(new)
             log.warning("Requests have fields that are unknown and ignored: %s.", ", ".join(new))
