@@ -114,8 +114,6 @@ _COMMON: Mapping[str, tuple[type, ...]] = {
     "n": _WHOLE,
     **dict.fromkeys(("stream", "ignore_eos"), _FLAG),
     **dict.fromkeys(("model", "user"), _TEXT),
-    "store": _FLAG,
-    "metadata": (dict,),
     "stop": (str, list),
     **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
     **dict.fromkeys(_KINDS_OF_FORM, _FORM),
