@@ -120,6 +120,8 @@ def test_an_end_token_and_a_stop_text_have_no_entries():
         "top_logprobs": 0,
     }
     assert [entry.token_id for _, entry in ScoredTokens.of(ended, texts, whole=True)] == [*ids, user, end]
+    shown = result_of(text=said, finish_reason="stop", logprobs=scored([*ids, user, end]))  # the end is to be kept
+    assert [entry.token_id for _, entry in ScoredTokens.of(shown, texts)] == [*ids, user, end]
     stopped = result_of(text="a ", finish_reason="stop", logprobs=scored(ids))
     assert "".join(columns(ScoredTokens.of(stopped, texts), texts)["tokens"]).startswith("a")
     assert len(ScoredTokens.of(stopped, texts)) < len(ids)

@@ -56,6 +56,13 @@ def _sampling():
     return kvkeep.SamplingParams(max_new_tokens=4)
 
 
+@pytest.mark.parametrize("pins", [[[0, 10**9]], [[0, 17]]])
+def test_pins_that_no_turn_could_keep_are_refused_at_once(server, pins):
+    body = {"id": "full", "policy": "local", "budget": 16, "pins": pins}
+    assert "pinned" in server.refused(server.post("/v1/sessions", body))["message"]
+    server.refused(server.client.get("/v1/sessions/full"), 404)
+
+
 def test_tokens_are_pinned_afterwards(server):
     server.post("/v1/sessions", {"id": "pinned", "policy": "local", "budget": 16})
     assert "no turn yet" in server.refused(server.post("/v1/sessions/pinned/pin", {"pins": [[0, 1]]}))["message"]

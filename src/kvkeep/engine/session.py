@@ -624,6 +624,8 @@ class Sessions:
         """Return a new session, which goes on from a snapshot if there is one, and register its name."""
         settled = host.admission.settle(policy, budget, snapshot)
         host.admission.fingerprint(*settled)  # refuses what the engine has no rows for
+        if pins:
+            host.admission.check_pins(*settled, pins)  # no turn could keep them
         state = State(ConversationHistory(), pins=pins)
         if snapshot is not None:
             past = ConversationHistory.of(snapshot)

@@ -58,6 +58,11 @@ class ScoredTokens:
         self._know(self._spans.end())
         stopped = result.finish_reason == "stop" and not result.end_token and not whole
         found = self.within(len(result.text)) if stopped else list(self._known)
+        # special tokens that the text leaves out have no length, and come before the stop text
+        while stopped and self._known and self._known[0][0].bytes is None:
+            if self._known[0][0].start > len(result.text):
+                break
+            found.append(self._known.popleft())
         self._known.clear()
         return found
 
