@@ -190,13 +190,14 @@ class FusedGate(nn.Module):
     gate_proj: nn.Linear
     up_proj: nn.Linear
     down_proj: nn.Linear
+    _activation: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where it can compute it."""
         out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
         whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children()))
         if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
-            out = small.gated(args[0], *parts)
+            out = small.gated(args[0], *parts, self._activation)
         return super().forward(*args, **kwargs) if out is None else out
 
 
@@ -220,9 +221,27 @@ def is_bare(layer: nn.Module) -> bool:
     return type(layer) is FusedLinear and not is_heard(layer)
 
 
+class PromptHook:
+    """A forward hook that has nothing to do in a step of one token per row, which may be made without calling it.
+
+    Args:
+        hook: is called with the module, its arguments and its output.
+    """
+
+    def __init__(self, hook: Callable[[nn.Module, tuple[Any, ...], Any], None]) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        """Call the hook."""
+        self._hook(module, args, made)
+
+
 def is_heard(module: nn.Module) -> bool:
-    """Return whether a module's calls have a hook, or another ``forward``."""
-    own = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    """Return whether a module's calls have a hook, or another ``forward``. A `PromptHook` does not count."""
+    hooks = module._forward_hooks
+    if hooks and any(type(hook) is not PromptHook for hook in hooks.values()):
+        return True
+    own = module._forward_pre_hooks or "forward" in module.__dict__
     return bool(own or _global_forward_hooks or _global_forward_pre_hooks)
 
 

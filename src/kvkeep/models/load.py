@@ -51,7 +51,7 @@ from kvkeep.models.files import (
     no_conversion_service,
     optional,
 )
-from kvkeep.models.fused_modules import fuse_if_slow
+from kvkeep.models.fused_modules import PromptHook, fuse_if_slow
 from kvkeep.models.quantized_weights import check_format, check_readable
 from kvkeep.models.support import auto_class, generates_text, try_out
 from kvkeep.models.tokenization import Writer
@@ -577,7 +577,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
         if states is not None and states.dim() == 3 and states.shape[1] > 1:  # 1: a decode step
             on_read(states.shape[0] * states.shape[1] / len(parts))
 
-    handles = [part.register_forward_hook(hook) for part in parts]
+    handles = [part.register_forward_hook(PromptHook(hook)) for part in parts]
     try:
         yield
     finally:

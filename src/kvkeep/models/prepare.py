@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvkeep.backends import small
+from kvkeep.models.fused_decoder import FusedDecoder, fuse_decoder
 from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
 from kvkeep.models.fused_modules import (
     REPEATS,
@@ -43,7 +44,7 @@ FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
 
 _PLAIN, _FUSED, _PACKED = "plain", "fused", "packed"
-_MIXINS = (FusedGate, FusedNorm, FusedLayer)
+_MIXINS = (FusedGate, FusedNorm, FusedLayer, FusedDecoder)
 FUSED = (FusedLinear, *_MIXINS)
 """Classes of fused modules."""
 
@@ -81,7 +82,8 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
     for module in modules:
         _join(module)
     layers = [module for module in modules if fuse_layer(module)]
-    return len(norms) + len(linear) + len(gates) + len(layers)
+    decoders = [module for module in modules if fuse_decoder(module)]
+    return len(norms) + len(linear) + len(gates) + len(layers) + len(decoders)
 
 
 def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
@@ -211,14 +213,17 @@ def _fuse_norm(module: nn.Module) -> bool:
 
 
 def _fuse_gate(module: nn.Module) -> bool:
-    """Fuse a module if it is a feed-forward layer with a gate under SiLU; return whether it was fused."""
+    """Fuse a module if it is a feed-forward layer with a gate under SiLU or GELU; return whether it was fused."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
         return False
-    if not agrees(module, gate.weight, gate.in_features, lambda x: small.gated(x, gate, up, down), (gate, up)):
-        return False
-    module.__class__ = mixed(FusedGate, type(module))
-    return True
+    for activation in small.ACTIVATIONS:
+        kernel = functools.partial(small.gated, gate=gate, up=up, down=down, activation=activation)
+        if agrees(module, gate.weight, gate.in_features, kernel, (gate, up)):
+            vars(module)["_activation"] = activation  # first, since another thread may be in the module
+            module.__class__ = mixed(FusedGate, type(module))
+            return True
+    return False
 
 
 def _join(module: nn.Module) -> None:
