@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.backends.base import AttentionInputs, Backend, Repeat, SecondReading
+from kvkeep.backends.base import AttentionInputs, Backend, SecondReading
 from kvkeep.budget import Number
 from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step

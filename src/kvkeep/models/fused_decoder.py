@@ -1,4 +1,4 @@
-"""A whole decoder as one call of the native kernel, for decode steps that differ from the last one in their tokens alone."""
+"""A whole decoder as one call of the native kernel, for steps that differ from the last ones in their tokens alone."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ class FusedDecoder(nn.Module):
     tokens, see `Layer.repeat`. Embedding, angles and the last norm are computed by their modules.
     """
 
+    config: Any
+    embed_tokens: Any
+    layers: Any
+    norm: Any
+    rotary_emb: Any
     rotation_kinds: tuple[str, ...]
     is_checked: bool | None
 
@@ -80,7 +85,8 @@ class FusedDecoder(nn.Module):
         x, angles = self.embed_tokens(ids), self.angles(ids, positions)
         if (step := self._recorded(replays, angles)) is None or not _replayed(replays, step, x, angles):
             return None
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{_returned(): cache})
+        held: dict[str, Any] = {_returned(): cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **held)
 
     def angles(self, ids: Tensor, positions: Int[Tensor, "_B 1"]) -> list[tuple[Tensor, Tensor]]:
         """Return cosines and sines of the positions, for each kind of layer."""
@@ -108,8 +114,8 @@ class FusedDecoder(nn.Module):
             part, options = cache.begin(index), fused.attention_options
             if part is None or part.window != options.window or part.phase_of(1) is not Phase.DECODE:
                 return None
-            layer = part.stepper
-            if type(layer) is not Layer or not is_known(fused.self_attn, **fused.attention_arguments):
+            layer, attention = part.stepper, fused.get_submodule("self_attn")
+            if type(layer) is not Layer or not is_known(attention, **fused.attention_arguments):
                 return None
             if (recorded := layer.replayable(options)) is None:
                 return None
@@ -124,14 +130,15 @@ class FusedDecoder(nn.Module):
         """
         kinds = [self.kind_of(index) for index in range(len(replays.parts))]
         fused = [layer.calls(angles[kind][0].shape[-1]) for layer, kind in zip(self.layers, kinds, strict=True)]
-        first = replays.calls[0]
-        if any(calls is None for calls in fused) or not all(map(layers.is_native, replays.calls)):
+        recorded = [call for call in replays.calls if layers.is_native(call)]
+        if any(calls is None for calls in fused) or len(recorded) < len(fused):
             return None
-        within = first.within
+        first = recorded[0]
+        within: _Within | None = first.within
         # the first layer's step owns the call, so the call must not hold it
-        made_of = [*fused, *replays.calls[1:]]
+        made_of = [*fused, *recorded[1:]]
         if within is None or len(within.made_of) != len(made_of) or any(map(_differ, within.made_of, made_of)):
-            each = zip(fused, replays.calls, kinds, strict=True)
+            each = zip(fused, recorded, kinds, strict=True)
             step = layers.ModelStep([(calls.before, call, calls.behind, kind) for calls, call, kind in each])
             within = first.within = _Within(step, made_of)
         return within.step if within.step.fits else None
@@ -203,7 +210,7 @@ def fuse_decoder(module: nn.Module) -> bool:
 @torch.inference_mode()
 def _agrees(decoder: Any) -> bool:
     """Return whether a fused decoder computes for a few tokens what its class computes."""
-    plain = type(decoder).__mro__[2].forward  # behind the mixed class and the mixin
+    plain: Any = type(decoder).__mro__[2]  # behind the mixed class and the mixin
     ids, positions = torch.arange(3)[None] + 5, torch.tensor([_TRIAL_POSITIONS])
 
     def run(way: Any, cache: BoundedCache, columns: slice) -> Any:
@@ -215,9 +222,9 @@ def _agrees(decoder: Any) -> bool:
 
     whole, steps = (BoundedCache(decoder.config, "local", 8) for _ in range(2))
     try:
-        expected = run(of(plain), whole, slice(0, 3)).last_hidden_state[:, -1].float()
+        expected = run(of(plain.forward), whole, slice(0, 3)).last_hidden_state[:, -1].float()
         for column in range(2):
-            run(of(plain), steps, slice(column, column + 1))
+            run(of(plain.forward), steps, slice(column, column + 1))
         found = run(decoder._step, steps, slice(2, 3))
     except Exception:  # it takes something else
         return False

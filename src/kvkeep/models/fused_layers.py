@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,12 +14,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.backends import Repeat, layers
+from kvkeep.backends import layers
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
-from kvkeep.cache.layer import Layer
-from kvkeep.models.attention import ATTENTION, PaddingMask, is_known
+from kvkeep.models.attention import ATTENTION, is_known
 from kvkeep.models.fused_modules import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
-from kvkeep.types import AttentionOptions, Phase
+from kvkeep.types import AttentionOptions
 
 # The parts of a decoder layer, and their two calls of the native kernel, with weights that are packed once.
 
@@ -34,11 +31,6 @@ _NORMED = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedfo
 
 _KINDS = {frozenset((*_PARTS, *norms)): norms for norms in (_PLAIN, _NORMED)}
 _LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-
-
-def is_decoder(module: nn.Module) -> bool:
-    """Return whether a module has the parts of a decoder layer that may be fused."""
-    return frozenset(module._modules) in _KINDS and all(part is not None for part in module._modules.values())
 
 
 class FusedParts(NamedTuple):
@@ -107,8 +99,8 @@ class FusedCalls:
     def __init__(self, layer: nn.Module, parts: FusedParts, turned: int) -> None:
         heads, added = ([None if norm is None else _norm(norm) for norm in two] for two in (parts.heads, parts.added))
         self.before = layers.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, turned)
-        feed = {"added": added, "activation": parts.feed._activation}
-        self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated, **feed)
+        feed, second = parts.feed._activation, _norm(parts.second)
+        self.behind = layers.Behind(parts.output, second, *parts.gated, added=added, activation=feed)
         self.turned = turned
         self._names, modules = _modules_of(layer)
         self._modules, self._kinds = [*map(id, modules)], [*map(type, modules)]
@@ -246,12 +238,6 @@ class FusedLayer(nn.Module):
         return _run(parts, x, angles, attend, calls)
 
 
-def copied(layer: nn.Module) -> nn.Module:
-    """Return a copy of a decoder layer that shares the layer's weights."""
-    same: list[Any] = [*layer.parameters(), *layer.buffers(), getattr(layer.self_attn, "config", None)]
-    return copy.deepcopy(layer, {id(shared): shared for shared in same})
-
-
 def fuse_layer(layer: nn.Module) -> bool:
     """Fuse a decoder layer, in place, and return whether it was fused.
 
@@ -271,7 +257,9 @@ def fuse_layer(layer: nn.Module) -> bool:
 
 def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
     """Return whether a layer has no weights but those of its parts. Other weights could change after the trial."""
-    known = {id(weight) for part in (*parts.norms(), *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()}
+    known = {
+        id(weight) for part in (*parts.norms(), *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()
+    }
     return known == {id(weight) for weight in (*layer.parameters(), *layer.buffers())}
 
 
@@ -366,22 +354,6 @@ def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
 
     out = trial.run(parts, compare)
     return trial.constants if out is not None and all(same) and is_close(out, trial.out) else None
-
-
-@torch.inference_mode()
-def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
-    """Return the seconds that decoder layers take in turn, without attention; ``None`` if a layer cannot be run so."""
-    took = 0.0
-    for layer in layers:
-        try:
-            trial, parts = _Trial(layer, (1.0,) * rows), parts_of(layer) if isinstance(layer, FusedLayer) else None
-            start = time.perf_counter()
-            if (trial.ask() if parts is None else trial.run(parts)) is None:
-                return None
-            took += time.perf_counter() - start
-        except Exception:  # it takes something else
-            return None
-    return took
 
 
 def _is_constant(given: dict[str, Any] | None) -> bool:

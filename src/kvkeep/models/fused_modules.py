@@ -73,11 +73,15 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
         for parent in model.modules()
         if id(parent) not in compiled
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and _is_plain(child, formats) and uses[id(child.weight)] == 1
+        if isinstance(child, nn.Linear)
+        and type(child) in (nn.Linear, FusedLinear)
+        and _is_plain(child, formats)
+        and uses[id(child.weight)] == 1
     ]
     if if_faster and not faster([cast(nn.Linear, parent.get_submodule(name)) for parent, name in found], rows):
         return 0
     for parent, name in found:  # names only: a list of layers would keep every plain weight alive
+        vars(parent.get_submodule(name)).pop("_together", None)  # they hold each other
         setattr(parent, name, PackedLinear(cast(nn.Linear, parent.get_submodule(name)), rows))
     return len(found)
 
@@ -281,24 +285,29 @@ def is_close(found: Tensor, expected: object) -> bool:
 
 
 def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a module's class in which the mixin's ``forward`` comes first. It is made once."""
+    """Return a subclass of a module's class in which the mixin's ``forward`` comes first. It is made once.
+
+    It has the name of the module's class, by which other libraries know it.
+    """
     if (mixin, kind) not in _MIXED:
-        names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-        _MIXED[mixin, kind] = type(f"Fused{kind.__name__}", (mixin, kind), names)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        made = type(kind.__name__, (mixin, kind), {**names, "__reduce_ex__": _reduced})
+        _MIXED[mixin, kind] = made
     return _MIXED[mixin, kind]
 
 
-# Which modules may be fused; and linear layers alone, whose products torch computes slowly in some dtypes.
+def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Return how to make a copy of a module whose class was made by `mixed`, since no file has the class."""
+    _, mixin, kind, *_ = type(module).__mro__
+    return _blank, (mixin, kind), vars(module)
 
 
-def fuse_if_slow(model: nn.Module) -> int:
-    """Fuse linear layers in dtypes that torch is slow at on this processor, and return how many were fused.
+def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
+    made: nn.Module = object.__new__(mixed(mixin, kind))
+    return made
 
-    All their products are faster then, those of prompts above all. Hooks of every module are still called.
-    """
-    linear = [layer for layer in fusable(open_modules(model)) if is_still(layer) and small.slow(layer.weight.dtype)]
-    fuse_linear(linear)
-    return len(linear)
+
+# Which modules may be fused.
 
 
 def fusable(modules: Iterable[nn.Module]) -> list[nn.Linear]:

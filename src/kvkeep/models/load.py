@@ -51,7 +51,8 @@ from kvkeep.models.files import (
     no_conversion_service,
     optional,
 )
-from kvkeep.models.fused_modules import PromptHook, fuse_if_slow
+from kvkeep.models.fused_modules import PromptHook
+from kvkeep.models.prepare import prepare
 from kvkeep.models.quantized_weights import check_format, check_readable
 from kvkeep.models.support import auto_class, generates_text, try_out
 from kvkeep.models.tokenization import Writer
@@ -246,6 +247,7 @@ def load(
     allow_pickle: bool = False,
     load_in: str | None = None,
     tp: bool = False,
+    fused: bool | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -257,6 +259,8 @@ def load(
         load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started.
+        fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
+            unless the environment says ``KVKEEP_FUSED=0``.
 
     Raises:
         ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
@@ -267,7 +271,8 @@ def load(
     check_format(load_in)
     parse_device(device)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    return read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp), checkpoint.tokenizer
+    model = read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp, fused=fused)
+    return model, checkpoint.tokenizer
 
 
 def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, weights: bool = True) -> Checkpoint:
@@ -305,6 +310,7 @@ def read_weights(
     *,
     load_in: str | None = None,
     tp: bool = False,
+    fused: bool | None = None,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint with its weights, see `load`.
 
@@ -318,11 +324,11 @@ def read_weights(
     how = split_options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
         model = _read(checkpoint, kind, place, how or quantized_weights.options(load_in, checkpoint.config, place))
-    model.eval()
-    if not how:
+    attach(model.eval())
+    if not how:  # not split layers: their hooks divide the weights
         with enough_memory(place):
-            fuse_if_slow(torch.nn.Module.to(model, place))  # not split layers: their hooks divide the weights
-    return attach(model)
+            prepare(torch.nn.Module.to(model, place), fused)
+    return model
 
 
 def _read(
@@ -527,6 +533,7 @@ def load_with_tokenizer(
     allow_pickle: bool = False,
     load_in: str | None = None,
     tp: bool = False,
+    fused: bool | None = None,
 ) -> tuple[Model, Tokenizer]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -541,6 +548,8 @@ def load_with_tokenizer(
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started, each of which calls this; see
             ``docs/tensor-parallel.md``.
+        fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
+            unless the environment says ``KVKEEP_FUSED=0``.
 
     Raises:
         ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub has no answer.
@@ -553,7 +562,7 @@ def load_with_tokenizer(
         raise InputError(f"{name_or_path!r:.80} is neither a hub name nor a folder; give one as a text or a path.")
     name = embedded() if name_or_path is None else name_or_path
     kind = str(dtype).removeprefix("torch.")
-    return load(name, kind, str(device), allow_pickle=allow_pickle, load_in=load_in, tp=tp)
+    return load(name, kind, str(device), allow_pickle=allow_pickle, load_in=load_in, tp=tp, fused=fused)
 
 
 # How far a model has read: prompts of many tokens take long, and nothing is returned before their end.
@@ -607,7 +616,7 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
         config = copy.deepcopy(writer.model.config)
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
         torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
-    fuse_if_slow(attach(model.eval()))
+    prepare(attach(model.eval()))
     return replace(writer, model=model)
 
 
