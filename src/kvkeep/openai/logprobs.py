@@ -81,6 +81,14 @@ def content(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]
     ]
 
 
+def output_text(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return the entries of a response's tokens: a chat's, but with an empty list where a token adds no bytes."""
+    found = content(tokens, texts)
+    for entry in (part for token in found for part in (token, *token["top_logprobs"])):
+        entry["bytes"] = entry["bytes"] or []
+    return found
+
+
 def _entry(text: str, raw: bytes | None, value: float) -> dict[str, Any]:
     return {"token": text, "logprob": max(value, LEAST), "bytes": None if raw is None else list(raw)}
 

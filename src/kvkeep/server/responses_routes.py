@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.request import Event, Request, Result
 from kvkeep.engine.session import Session
 from kvkeep.errors import InputError
-from kvkeep.openai.messages import ParameterError
+from kvkeep.openai import logprobs
+from kvkeep.openai.logprobs import Scored, ScoredTokens
+from kvkeep.openai.messages import ParameterError, short
 from kvkeep.openai.requests import ParsedBody, format_of
 from kvkeep.openai.responses import calls_of
 from kvkeep.openai.tools import ToolCallParser
@@ -31,6 +34,14 @@ from kvkeep.server.sse import EventStream, begun, kept_of, meter_of, owner_of, r
 # Bodies of ``/v1/responses`` as requests to the engine, by way of the parameters of a chat.
 
 _ROLES = ("system", "developer", "user", "assistant")
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (
+    _LOGPROBS,
+    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url"),
+    "code_interpreter_call.outputs",
+)
+"""Parts of an answer that ``include`` may ask for. All but log-probabilities are of tools that no answer calls here."""
 
 
 def parse_response_body(
@@ -55,8 +66,23 @@ def parse_response_body(
     wishes = {"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p}
     effort = {"reasoning_effort": (body.reasoning or {}).get("effort")}
     fields = {"messages": messages, "seed": body.seed, **wishes, **effort, **_form(body), **_tools(body)}
+    fields |= _logprobs(body)
     names = {"max_tokens": "max_output_tokens"}
     return sampling_request(served, fields, settings, names=names, own=own, before=before or 0)
+
+
+def _logprobs(body: ResponseBody) -> dict[str, Any]:
+    """Return whether the body asks for log-probabilities, as fields with a chat's names.
+
+    Raises:
+        ParameterError: ``include`` has an unknown entry.
+    """
+    for name in body.include or ():
+        if name not in _INCLUDABLE:
+            raise ParameterError("include", f"has {short(name)}; there are {', '.join(_INCLUDABLE)}")
+    if _LOGPROBS in (body.include or ()) or body.top_logprobs:
+        return {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return {}
 
 
 def _form(body: ResponseBody) -> dict[str, Any]:
@@ -171,6 +197,7 @@ class MessageItem:
 
     place: int
     text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -178,15 +205,16 @@ class MessageItem:
         yield _event("response.output_item.added", self.place, item={**self.shown("in_progress"), "content": []})
         yield self._part("response.content_part.added", part=_output_text(""))
 
-    def more(self, text: str) -> Iterator[dict[str, Any]]:
-        """Add text to the item, and yield the events of it."""
+    def more(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+        """Add text to the item, with the log-probabilities of its tokens, and yield the events of it."""
         self.text += text
-        yield self._part("response.output_text.delta", delta=text, logprobs=[])
+        self.logprobs += logprobs
+        yield self._part("response.output_text.delta", delta=text, logprobs=list(logprobs))
 
     def end(self, status: str) -> Iterator[dict[str, Any]]:
         """Yield the events that close the item with a status."""
-        yield self._part("response.output_text.done", text=self.text, logprobs=[])
-        yield self._part("response.content_part.done", part=_output_text(self.text))
+        yield self._part("response.output_text.done", text=self.text, logprobs=self.logprobs)
+        yield self._part("response.content_part.done", part=_output_text(self.text, self.logprobs))
         yield _event("response.output_item.done", self.place, item=self.shown(status))
 
     def shown(self, status: str) -> dict[str, Any]:
@@ -196,7 +224,7 @@ class MessageItem:
             "type": "message",
             "status": status,
             "role": "assistant",
-            "content": [_output_text(self.text)],
+            "content": [_output_text(self.text, self.logprobs)],
         }
 
     def _part(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -238,8 +266,8 @@ def _event(kind: str, place: int, **fields: Any) -> dict[str, Any]:
     return {"type": kind, "output_index": place, **fields}
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 # The objects and the events of ``/v1/responses``.
@@ -253,14 +281,18 @@ class ResponseStream:
         body: what was asked for.
         model: the model's name.
         calls: reads calls of tools from the text; ``None``: there are none.
+        texts: decodes tokens; ``None`` if no log-probabilities are asked for.
 
     Attributes:
         stored: whether it can be continued later.
     """
 
-    def __init__(self, name: str, body: ResponseBody, model: str, calls: ToolCallParser | None) -> None:
+    def __init__(
+        self, name: str, body: ResponseBody, model: str, calls: ToolCallParser | None, texts: TokenTexts | None
+    ) -> None:
         self.name, self.stored = name, body.store is not False
-        self._body, self._model, self._calls = body, model, calls
+        self._body, self._model, self._calls, self._texts = body, model, calls, texts
+        self._scored = None if texts is None else ScoredTokens(texts)
         self._items: list[MessageItem | ToolCallItem] = []
         self._created = int(time.time())
         self._numbers = itertools.count()
@@ -275,6 +307,8 @@ class ResponseStream:
 
         An answer without any gets an empty message at its end.
         """
+        if self._scored and event.logprob and not (event.result and event.result.end_token):
+            self._scored.add(event.logprob)
         for delta in self._deltas(event):
             if "content" in delta:
                 yield from self._text(delta["content"])
@@ -283,8 +317,13 @@ class ResponseStream:
                     yield from self._begun(ToolCallItem(len(self._items), part["function"]["name"], part["id"]))
                 else:
                     yield from map(self._numbered, self._items[-1].more(part["function"]["arguments"]))
-        if event.result is not None and not self._items:
-            yield from self._begun(MessageItem(0))
+        if event.result is not None:
+            if not self._items:
+                yield from self._begun(MessageItem(0))
+            if self._scored and isinstance(message := self._items[-1], MessageItem):
+                # tokens without a text of their own, such as special ones
+                if left := self._entries(self._scored.rest(event.result)):
+                    yield from map(self._numbered, message.more("", left))
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
         """Return what an event adds to content and tool calls."""
@@ -295,7 +334,13 @@ class ResponseStream:
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
         if not self._items:
             yield from self._begun(MessageItem(0))
-        yield from map(self._numbered, self._items[-1].more(text))
+        item = self._items[-1]
+        assert isinstance(item, MessageItem)  # no text follows a call
+        ready = self._scored.within(len(item.text) + len(text)) if self._scored else ()
+        yield from map(self._numbered, item.more(text, self._entries(ready)))
+
+    def _entries(self, tokens: Sequence[Scored]) -> list[dict[str, Any]]:
+        return logprobs.output_text(tokens, self._texts) if self._texts and tokens else []
 
     def _begun(self, item: MessageItem | ToolCallItem) -> Iterator[dict[str, Any]]:
         """Close the item before, if there is one, and open another; yield the events of both."""
@@ -347,6 +392,7 @@ class ResponseStream:
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "usage": None,
@@ -391,7 +437,8 @@ class ResponsesRoutes:
         parameters, turn = await in_thread(lambda: self._parsed(body, previous))
         session = await in_thread(lambda: self._begin(body, previous))
         name = secrets.token_hex(16)
-        answer = ResponseStream(f"resp_{name}", body, self._settings.name, calls_of(parameters, name, 0))
+        texts = self._served.token_texts if "logprobs" in parameters.options else None
+        answer = ResponseStream(f"resp_{name}", body, self._settings.name, calls_of(parameters, name, 0), texts)
         chunks = self._chunks(request, session, turn, answer)
         with in_words_of({"response_format": "text.format"}.get(parameters.form or "", parameters.form)):
             ready = await unless_gone(request, begun(chunks))

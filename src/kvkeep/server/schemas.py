@@ -266,6 +266,8 @@ class ResponseBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    include: list[str] | None = Field(None, description="message.output_text.logprobs: log-probabilities of tokens.")
+    top_logprobs: int | None = _within(0, 20, "Likeliest tokens beside each token.")
     seed: int | None = None
     reasoning: dict[str, Any] | None = Field(None, description="effort: for a chat template that reads it.")
     policy: str | None = None
