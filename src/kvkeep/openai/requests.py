@@ -86,7 +86,8 @@ def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
         return None
     if kind not in _FORMATS:
         raise ParameterError(f"{name}.type", f"is {short(kind)}; there are {', '.join(_FORMATS)}")
-    place = f"{name}.json_schema"
+    nested = name == "response_format" or "json_schema" in given
+    place = f"{name}.json_schema" if nested else name
     if kind == "json_object" and given.get("schema") is None:
         return json_structure({"type": "object"})
     described = given.get("json_schema") if "schema" not in given else given
@@ -144,6 +145,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
 """Values of parameters with which a body asks for nothing that kvkeep cannot do."""
 LABELS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "prompt_cache_options",
     *("request_id", "rid", "guided_decoding_backend", "cache_prompt", "id_slot", "keep_alive", "timings_per_token"),
 )
 """Fields that describe a request, or say how a server should work, and never change the answer."""
@@ -157,7 +159,14 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
             *("custom_logit_processor", "custom_params", "session_params", "lora_path", "lora", "adapter_id"),
             *("samplers", "image_data", "reasoning_format", "dry_sequence_breakers", "grammar_triggers", "n_keep"),
             *("options", "format", "template", "system", "images", "context", "no_repeat_ngram_size", "conversation"),
-            *("negative_prompt", "guidance_scale", "transforms", "prediction_tokens", "instructions"),
+            *(
+                "negative_prompt",
+                "guidance_scale",
+                "transforms",
+                "prediction_tokens",
+                "instructions",
+                "context_management",
+            ),
             *("exponential_decay_length_penalty", "forced_decoder_ids", "suppress_tokens", "custom_token_bans"),
         ),
         (),

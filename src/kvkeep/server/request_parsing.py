@@ -239,7 +239,12 @@ def sampling_request(
         KVKeepError: a parameter is out of range, in the words of the body.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    parameters = openai.read(CHAT, given, tells=not before, use=served.tool_use)
+    try:
+        parameters = openai.read(CHAT, given, tells=not before, use=served.tool_use)
+    except ParameterError as error:
+        if (name := names.get(error.param)) is None:
+            raise
+        raise ParameterError(name, str(error).removeprefix(f"the parameter {error.param} ")) from error
     spelling = {option: names.get(name, name) for option, name in parameters.spelling.items()}
     parameters = dataclasses.replace(parameters, spelling=spelling)
     tokens = before + _counted(parameters, served, settings)

@@ -111,6 +111,7 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Nothing is added to events, whatever it says.")
 
 
 class Generating(Body):
@@ -256,9 +257,11 @@ class ResponseBody(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
+    max_tool_calls: int | None = Field(None, description="Of tools of OpenAI's own, which no answer calls here.")
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
