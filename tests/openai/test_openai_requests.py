@@ -101,6 +101,18 @@ def test_fields_of_vllm_become_options_of_the_request():
     assert chat(continue_final_message=True, add_generation_prompt=False).template == {"continue_final_message": True}
 
 
+@pytest.mark.parametrize(("url", "usual"), [(CHAT, False), (COMPLETIONS, True)])
+def test_a_line_says_whether_the_tokenizers_own_tokens_are_put_around_its_prompt(url, usual):
+    def encode(prompt, raw=False, add_special_tokens=usual):
+        return [1, 2] if add_special_tokens else [2]
+
+    body = {"messages": HELLO} if url == CHAT else {"prompt": "a"}
+    for wanted in (None, False, True):
+        fields = {"custom_id": "a", "method": "POST", "url": url, "body": {**body, "add_special_tokens": wanted}}
+        found = parse(1, json.dumps(fields).encode(), encode, SamplingParams())
+        assert len(found.request.prompt) == 1 + (usual if wanted is None else wanted)
+
+
 @pytest.mark.parametrize("body", [{"max_token": 5, "foo": [1]}, {"foo": None, "max_token": 0}])
 def test_fields_that_nobody_knows_are_ignored_and_named(body):
     asked = chat(**body, user="me", store=True, metadata={"a": 1}, service_tier="flex")

@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from .running import HELLO, alone, events, serve
 
@@ -117,6 +118,31 @@ def test_variables_reach_the_template(server, monkeypatch):
     server.post("/v1/sessions", {"id": "quiet"})
     assert server.chat(**quiet, session_id="quiet").json()["usage"]["prompt_tokens"] > plain
     assert "session" in server.refused(server.chat(continue_final_message=True, session_id="quiet"))["message"]
+
+
+def test_the_tokenizers_own_tokens_are_put_around_a_prompt_as_in_vllm(server):
+    backend = server.served.checkpoint.tokenizer.backend_tokenizer
+    before = backend.post_processor
+
+    def count(ask, **body):
+        answer = ask(**body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens"]
+
+    bare = [count(ask) for ask in (server.chat, server.complete)]
+    backend.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 1)])
+    try:
+        for wanted, more in ((None, (0, 1)), (False, (0, 0)), (True, (1, 1))):
+            found = [count(ask, add_special_tokens=wanted) for ask in (server.chat, server.complete)]
+            assert found == [tokens + added for tokens, added in zip(bare, more, strict=True)]
+            told = server.post("/tokenize", {"messages": HELLO, "add_special_tokens": wanted}).json()["count"]
+            assert told == found[0]
+    finally:
+        backend.post_processor = before
+    server.post("/v1/sessions", {"id": "special"})
+    assert server.chat(session_id="special", add_special_tokens=False).status_code == 200
+    for body in ({"add_special_tokens": True}, {"chat_template_kwargs": {"add_generation_prompt": False}}):
+        assert "session" in server.refused(server.chat(session_id="special", **body))["message"]
 
 
 REFUSED = [

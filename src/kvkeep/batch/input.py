@@ -246,7 +246,8 @@ class Encode(Protocol):
     """Turns a prompt, a list of messages or token ids into token ids that the model has."""
 
     def __call__(self, prompt: Prompt, *, raw: bool = False, **template: Any) -> Sequence[int]:
-        """Encode; with ``raw`` a text is taken without the chat template, which ``template`` says how to fill in.
+        """Encode; with ``raw`` a text is taken without the chat template. ``template`` are further arguments of
+        `kvkeep.models.tokenization.encode_chat` or `encode`.
 
         Raises:
             KVKeepError: the text cannot be encoded, or the model has no such token.
@@ -427,7 +428,9 @@ def _batch_line(
     defaults = dataclasses.replace(defaults, **off)
     made = []
     for prompt in asked.prompts:
-        ids = encode(prompt, raw=True) if asked.url == COMPLETIONS else encode(prompt, **asked.template)
+        ids = (
+            encode(prompt, raw=True, **asked.template) if asked.url == COMPLETIONS else encode(prompt, **asked.template)
+        )
         ids, pins = asked.truncated(list(ids), None), pinned(prompt)
         if pins and (moves := [*asked.template, *(["truncate_prompt_tokens"] if asked.truncate else [])]):
             raise ParameterError(

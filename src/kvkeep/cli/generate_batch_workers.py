@@ -58,14 +58,16 @@ def reader(
     def encode(prompt: Prompt, *, raw: bool = False, **template: Any) -> Sequence[int]:
         if _are_ids(prompt):
             return _known(checkpoint, prompt)
-        raw = raw or request.raw
+        raw, special = raw or request.raw, {}
+        if "add_special_tokens" in template:
+            special["add_special_tokens"] = template.pop("add_special_tokens")
         if isinstance(prompt, str):
             asked = Asked(prompt=prompt, raw=raw)
         else:
             asked = Asked(messages=cast(list[dict[str, str]], prompt), **template)
-        if past is not None and template:
-            raise ParameterError(min(template), "changes a chat template, and the line follows a remembered text")
-        return _encode(checkpoint, asked) if past is None else _encode_after(checkpoint, asked, past)
+        if past is not None and (more := [*template, *(name for name, wanted in special.items() if wanted)]):
+            raise ParameterError(min(more), "changes a chat template, and the line follows a remembered text")
+        return _encode(checkpoint, asked, **special) if past is None else _encode_after(checkpoint, asked, past)
 
     def pinned(prompt: Prompt) -> Spans:
         return system_spans(checkpoint, prompt) if request.pin_system else ()
@@ -96,11 +98,11 @@ def _are_ids(prompt: Prompt) -> TypeGuard[list[int]]:
     return not isinstance(prompt, str) and isinstance(prompt[0], int)
 
 
-def _encode(checkpoint: Checkpoint, asked: Asked) -> list[int]:
+def _encode(checkpoint: Checkpoint, asked: Asked, **special: bool) -> list[int]:
     if asked.messages is not None:
-        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **asked.templated)[0].tolist()
+        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **asked.templated, **special)[0].tolist()
         return chat
-    found: list[int] = tokenization.encode(checkpoint, str(asked.prompt), raw=asked.raw)[0].tolist()
+    found: list[int] = tokenization.encode(checkpoint, str(asked.prompt), raw=asked.raw, **special)[0].tolist()
     return found
 
 

@@ -23,13 +23,16 @@ from kvkeep.models.special_tokens import special_tokens_of
 from kvkeep.snapshot.snapshot import Snapshot
 
 
-def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
+def encode(
+    checkpoint: Checkpoint, prompt: str, *, raw: bool = False, add_special_tokens: bool = True
+) -> Int[Tensor, "1 T"]:
     """Return the token ids of a prompt, in the tokenizer's chat template if it has one.
 
     Args:
         checkpoint: the model and its tokenizer.
         prompt: the text; with a template, the user's message.
         raw: leave the chat template out.
+        add_special_tokens: whether the tokenizer puts its own tokens around a text without chat template.
 
     Raises:
         InputError: the prompt is empty or no valid text, or the tokenizer does not belong to the model.
@@ -39,9 +42,11 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
         raise InputError("The prompt is empty. Give some text.")
     _check_text(prompt)
     if raw:
-        return _encoded(checkpoint, prompt)
+        return _encoded(checkpoint, prompt, add_special_tokens=add_special_tokens)
     if checkpoint.tokenizer.chat_template is None:
-        return _encoded_as_quoted(checkpoint, special_tokens_of(checkpoint.tokenizer).quote(prompt), bare=False)
+        return _encoded_as_quoted(
+            checkpoint, special_tokens_of(checkpoint.tokenizer).quote(prompt), bare=not add_special_tokens
+        )
     return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
 
 
@@ -53,6 +58,7 @@ def encode_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    add_special_tokens: bool = False,
 ) -> Int[Tensor, "1 T"]:
     """Return the token ids of a conversation, up to the beginning of the model's answer.
 
@@ -63,6 +69,7 @@ def encode_chat(
         chat_template_kwargs: more variables of the template.
         add_generation_prompt: end with the beginning of an answer; otherwise with the end of the last message.
         continue_final_message: end within the last message, after its text.
+        add_special_tokens: whether the tokenizer puts its own tokens around what the template has written.
 
     Raises:
         InputError: there is no chat template, the template fails, or a message is no valid text; or the last message is
@@ -82,7 +89,7 @@ def encode_chat(
         text = _unfinished(checkpoint, messages, tools, {**given, "add_generation_prompt": False})
     else:
         text = fill(checkpoint.tokenizer, messages, tools, variables=given)
-    return _encoded_as_quoted(checkpoint, text)
+    return _encoded_as_quoted(checkpoint, text, bare=not add_special_tokens)
 
 
 def _unfinished(

@@ -20,6 +20,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai.messages import BY_WORDS, ParameterError, ToolUse, messages_of, short, unknown_fields, whole_text
 from kvkeep.openai.tools import Tools, tools_of
 from kvkeep.parameters import (
+    ADD_SPECIAL_TOKENS,
     ENDING_PARAMETERS,
     LOGIT_BIAS,
     REQUEST_CACHE_PARAMETERS,
@@ -118,7 +119,10 @@ _COMMON: Mapping[str, tuple[type, ...]] = {
     "stop": (str, list),
     **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
     **dict.fromkeys(_KINDS_OF_FORM, _FORM),
-    **{parameter.name: parameter.json_types for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS)},
+    **{
+        parameter.name: parameter.json_types
+        for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS, ADD_SPECIAL_TOKENS)
+    },
 }
 _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     CHAT: {
@@ -208,7 +212,6 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
         (0,),
     ),
     **dict.fromkeys(("length_penalty", "num_beams", "typical_p", "tfs", "tfs_z", "encoder_repetition_penalty"), (1,)),
-    "add_special_tokens": (),
     "truncation_side": ("left",),
     "truncation": ("disabled",),
     "modalities": (["text"],),
@@ -242,12 +245,13 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     **dict.fromkeys(("parallel_tool_calls", "skip_special_tokens", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("logprobs", "ignore_eos", "include_stop_str_in_output", "continue_final_message"), (False,)),
+    "add_special_tokens": (False,),
 }
 """Fields of one route → the values that change nothing on another one."""
 OWN = (
     *(parameter.name for parameter in REQUEST_CACHE_PARAMETERS),
     *("keep_ratio", "session_id", "structured_outputs", *_KINDS_OF_FORM),
-    *(parameter.name for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS)),
+    *(parameter.name for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS, ADD_SPECIAL_TOKENS)),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
 )
 """Fields beyond OpenAI's API. A name that is nearly one of them is a mistake."""
@@ -336,7 +340,7 @@ class ParsedBody:
         tools: the tools that the model may call.
         begins_with_call: whether an answer is either a text or calls, and no text comes before them.
         form: the parameter that gives the answer its form, if one does.
-        template: how the chat template is filled in, by the arguments of `kvkeep.models.tokenization.encode_chat`.
+        template: how a prompt becomes tokens, by the arguments of `kvkeep.models.tokenization.encode_chat` or `encode`.
         truncate: the most tokens of a prompt, of which the last are kept; -1: as many as fit; ``None``: all.
         ignored: fields that nobody knows.
         unbounded: whether an answer is as long as it may be: ``"max_tokens": -1``.
@@ -428,7 +432,7 @@ def read(
         spelling["min_new_tokens"] = "min_tokens"
     return ParsedBody(
         *(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, "tools" if tools else named),
-        template=_template(given),
+        template=_template(url, given),
         truncate=_truncated(given),
         ignored=unknown,
         unbounded=_NO_LIMIT in (given.get("max_tokens"), given.get("max_completion_tokens")),
@@ -517,10 +521,10 @@ def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _template(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how the chat template is filled in. vLLM takes two of its fields among the variables, too."""
+def _template(url: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a prompt becomes tokens. vLLM takes two of the fields among the template's variables, too."""
     variables = dict(given.get("chat_template_kwargs", {}))
-    flags = {}
+    flags = {"add_special_tokens": given["add_special_tokens"]} if "add_special_tokens" in given else {}
     for name in ("add_generation_prompt", "continue_final_message"):
         value = variables.pop(name, given.get(name))
         if value is not None and not isinstance(value, bool):
@@ -538,7 +542,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise ParameterError("chat_template_kwargs", "has half of a character") from error
     shown = {"chat_template_kwargs": variables} if variables else {}
-    plain = {"add_generation_prompt": True, "continue_final_message": False}
+    plain = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": url != CHAT}
     return {**shown, **{name: value for name, value in flags.items() if value is not plain[name]}}
 
 

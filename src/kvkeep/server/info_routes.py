@@ -120,7 +120,7 @@ class InfoRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise InputError("Give either a prompt or messages.")
         if body.messages is not None:
-            given = body.model_dump(exclude={"model", "prompt", "add_special_tokens"}, exclude_none=True)
+            given = body.model_dump(exclude={"model", "prompt"}, exclude_none=True)
             parsed = openai.read(CHAT, given, use=self._served.tool_use)
             (messages,) = parsed.prompts
             return self._served.encode(messages, tools=parsed.described, bounded=False, template=parsed.template)

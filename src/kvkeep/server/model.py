@@ -68,7 +68,7 @@ class ServedModel:
             tools: functions of which the chat template tells the model.
             raw: take a text as it is, without the chat template.
             bounded: refuse a prompt that is too long at a glance, before it is tokenized.
-            template: how the chat template is filled in, see `kvkeep.models.tokenization.encode_chat`.
+            template: more arguments of `kvkeep.models.tokenization.encode_chat`, or of `encode` for a text.
 
         Raises:
             KVKeepError: the prompt cannot be encoded.
@@ -76,7 +76,7 @@ class ServedModel:
         if bounded:
             self._check_length(prompt)
         if isinstance(prompt, str):
-            plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw)[0].tolist()
+            plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw, **(template or {}))[0].tolist()
             return plain
         if isinstance(prompt[0], int):
             return self.known([token for token in prompt if isinstance(token, int)])

@@ -155,6 +155,7 @@ class Generating(Body):
     include_stop_str_in_output: bool | None = Field(None, description=parameters.INCLUDE_STOP_STR_IN_OUTPUT.help)
     skip_special_tokens: bool | None = Field(None, description=parameters.SKIP_SPECIAL_TOKENS.help)
     truncate_prompt_tokens: int | None = _described(parameters.TRUNCATE_PROMPT_TOKENS)
+    add_special_tokens: bool | None = Field(None, description=parameters.ADD_SPECIAL_TOKENS.help)
     budget: int | None = _described(parameters.BUDGET, "Tokens kept per layer and KV head.")
     keep_ratio: float | None = _described(parameters.KEEP_RATIO, "The budget as a share of the prompt, in (0, 1].")
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
