@@ -402,6 +402,27 @@ def test_fields_of_others_in_lines_are_honoured_or_named(tmp_path, target):
     assert second["response"]["body"]["usage"]["prompt_tokens"] == 3
 
 
+@pytest.mark.parametrize(
+    ("body", "prompt", "new"), [({"max_tokens": 4}, 16, 4), ({}, 19, 1), ({"max_tokens": 30}, 1, 30)]
+)
+def test_a_prompt_is_cut_to_what_the_model_takes_as_in_a_server(body, prompt, new):
+    line = text("a", prompt=list(range(5, 45)), truncate_prompt_tokens=-1, **body)
+    defaults = SamplingParams(max_new_tokens=7)
+    found = parse(1, json.dumps(line).encode(), lambda ids, raw: ids, defaults, max_model_len=20)
+    assert (len(found.request.prompt), found.request.sampling.max_new_tokens) == (prompt, new)
+    assert found.request.prompt[-1] == 44
+
+
+def test_the_model_says_how_long_a_cut_prompt_is(tmp_path, target):
+    line = text("a", prompt=[*range(5, 405)] * 6, truncate_prompt_tokens=-1, max_tokens=2)
+    source = write(tmp_path / "in.jsonl", line)
+    assert run("-i", source, "-o", target, "--budget", 24, "--prefill-chunk", 512).exit_code == 0
+    assert answers(target)["a"]["response"]["body"]["usage"]["prompt_tokens"] == 2046
+    unlimited = ("--budget", 24, "--positions", "slot", "--policy", "streaming_llm", "--prefill-chunk", 512)
+    assert run("-i", source, "-o", tmp_path / "slots.jsonl", *unlimited).exit_code == 0
+    assert answers(tmp_path / "slots.jsonl")["a"]["response"]["body"]["usage"]["prompt_tokens"] == 2400
+
+
 # ------------------------------------------------------------------ hostile lines
 
 

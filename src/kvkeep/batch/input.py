@@ -338,6 +338,7 @@ def parse(
     *,
     pinned: Pinned = lambda prompt: (),
     raws: bool = False,
+    max_model_len: int | None = None,
 ) -> InputLine | BadLine:
     """Return an input line with its requests, or a `BadLine` with the reason why it cannot be run.
 
@@ -350,13 +351,17 @@ def parse(
         defaults: sampling options, where the line has none of its own.
         pinned: returns spans of a prompt's tokens that are never evicted, beside the line's own.
         raws: whether prompts in kvkeep's own format are taken without the chat template.
+        max_model_len: the most tokens of a prompt and its answer, for ``"truncate_prompt_tokens": -1``; ``None``: no
+            limit.
     """
     custom_id: str | None = None
     try:
         fields = decoded(raw)
         if is_batch_line(fields):
             custom_id = custom_id_of(fields)
-            return _batch_line(number, digest(raw), fields, encode, defaults, pinned=pinned)
+            return _batch_line(
+                number, digest(raw), fields, encode, defaults, pinned=pinned, max_model_len=max_model_len
+            )
         return _own_line(number, digest(raw), fields, encode, defaults, pinned=pinned, raws=raws)
     except json.JSONDecodeError as error:
         reason, param = f"it is no JSON ({error}); a line is one whole object, such as {_EXAMPLE}", None
@@ -412,7 +417,14 @@ def _own_line(
 
 
 def _batch_line(
-    number: int, fingerprint: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+    number: int,
+    fingerprint: str,
+    fields: dict[str, Any],
+    encode: Encode,
+    defaults: SamplingParams,
+    *,
+    pinned: Pinned,
+    max_model_len: int | None,
 ) -> InputLine:
     """Parse a line in OpenAI's format. Of its fields, only ``custom_id`` is kept.
 
@@ -431,13 +443,17 @@ def _batch_line(
         ids = (
             encode(prompt, raw=True, **asked.template) if asked.url == COMPLETIONS else encode(prompt, **asked.template)
         )
-        ids, pins = asked.truncated(list(ids), None), pinned(prompt)
+        ids, pins = asked.truncated(list(ids), max_model_len), pinned(prompt)
         if pins and (moves := [*asked.template, *(["truncate_prompt_tokens"] if asked.truncate else [])]):
             raise ParameterError(
                 moves[0], "moves the tokens of the system message, which are to be pinned; leave it out"
             )
+        fitting = defaults
+        if asked.truncate is not None and max_model_len is not None:  # the answer gets what the prompt leaves
+            room = max(1, max_model_len - len(ids))
+            fitting = dataclasses.replace(defaults, max_new_tokens=min(defaults.max_new_tokens, room))
         try:
-            first = request_of(number, ids, asked.options, defaults, pins, chat=asked.url == CHAT)
+            first = request_of(number, ids, asked.options, fitting, pins, chat=asked.url == CHAT)
         except KVKeepError as error:
             raise in_words_of(asked, error) from error
         made += [first] * asked.n

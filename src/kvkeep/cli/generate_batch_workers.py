@@ -38,6 +38,8 @@ from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
+from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.rotary import rotation_for
 from kvkeep.scale.driver import run_pieces
 from kvkeep.scale.worker import LINES, Built, EngineFacts
 from kvkeep.scale.worker_pool import Item, Layout, WorkerPool, WorkResult
@@ -53,7 +55,11 @@ def reader(
     Raises:
         InputError: the memory is a conversation's.
     """
-    past = None if memory is None else _past_of(memory)
+    past, policy = None if memory is None else _past_of(memory), parse_policy(request.policy)
+    rotation = rotation_for(checkpoint.config, request.positions, own=policy.defaults.positions)
+    longest = checkpoint.max_model_len(slot_positions=rotation is not None)
+    if longest is not None and past is not None:
+        longest -= len(past.ids)
 
     def encode(prompt: Prompt, *, raw: bool = False, **template: Any) -> Sequence[int]:
         if _are_ids(prompt):
@@ -73,7 +79,7 @@ def reader(
         return system_spans(checkpoint, prompt) if request.pin_system else ()
 
     def read(number: int, raw: bytes) -> InputLine | BadLine:
-        line = parse(number, raw, encode, defaults, pinned=pinned, raws=request.raw)
+        line = parse(number, raw, encode, defaults, pinned=pinned, raws=request.raw, max_model_len=longest)
         return line if memory is None else after(line, memory.snapshot, request.policy)
 
     return read
