@@ -389,16 +389,23 @@ def test_a_line_whose_body_has_changed_is_not_confused(tmp_path, target):
 
 
 def test_fields_of_others_in_lines_are_honoured_or_named(tmp_path, target):
-    lines = [chat("a", guided_choice=["yes", "no"], foo=1, bar=2), chat("b", truncate_prompt_tokens=3)]
+    unread = {"response_format": {"type": "text", "baz": 1}, "chat_template_kwargs": {"enable_thinking": False}}
+    lines = [
+        chat("a", guided_choice=["yes", "no"], foo=1, bar=2),
+        chat("b", truncate_prompt_tokens=3),
+        chat("c", **unread),
+    ]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = run("-i", source, "-o", target, "-n", 3)
     assert found.exit_code == 0, found.said
-    assert "unknown and ignored: bar, foo" in " ".join(found.said.split())
-    first, second = sorted(map(json.loads, target.read_text().splitlines()), key=lambda line: line["custom_id"])
+    named = ["response_format.baz", "chat_template_kwargs.enable_thinking"]
+    assert f"unknown and ignored: bar, {named[1]}, foo, {named[0]}" in " ".join(found.said.split())
+    first, second, third = sorted(map(json.loads, target.read_text().splitlines()), key=lambda line: line["custom_id"])
     assert first["response"]["body"]["choices"][0]["message"]["content"] in ("yes", "no")
     assert first["ignored"] == ["foo", "bar"]
     assert "ignored" not in second
+    assert third["ignored"] == named
     assert second["response"]["body"]["usage"]["prompt_tokens"] == 3
 
 

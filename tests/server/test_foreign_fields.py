@@ -208,6 +208,48 @@ def test_unknown_fields_are_named_in_a_header_and_once_in_the_log(path, caplog):
     assert sum("ignored: foo" in line for line in caplog.messages) == 1
 
 
+PARTS = {
+    "stream_options": {"include_usage": True, "foo": 1, "bar": None, "include_obfuscation": False},
+    "response_format": {
+        "type": "json_schema",
+        "kind": 1,
+        "json_schema": {"name": "a", "schema": SCHEMA, "strictly": True},
+    },
+    "chat_template_kwargs": {"enable_thinking": False, "message": 1, "messag": 2},
+}
+UNKNOWN = ["stream_options.foo", "response_format.kind", "response_format.json_schema.strictly"]
+UNREAD = ["chat_template_kwargs.enable_thinking", "chat_template_kwargs.messag"]
+
+
+def test_unknown_keys_of_objects_and_variables_that_the_template_does_not_read_are_named(caplog):
+    with serve() as server, caplog.at_level(logging.INFO, "kvkeep.access"):
+        server.post("/v1/sessions", {"id": "parts"})
+        for more in ({"stream": True}, {"stream": True, "session_id": "parts"}):
+            answer = server.chat(**PARTS, **more)
+            assert answer.status_code == 200
+            assert answer.headers["x-kvkeep-ignored"] == ", ".join(UNKNOWN + UNREAD)
+        told = {"messages": HELLO, "chat_template_kwargs": PARTS["chat_template_kwargs"]}
+        assert server.post("/tokenize", told).headers["x-kvkeep-ignored"] == ", ".join(UNREAD)
+        parts = {
+            "text": {"format": {"type": "text", "foo": 1}, "tone": "x"},
+            "reasoning": {"summary": "auto", "why": 1},
+        }
+        response = server.post("/v1/responses", {"input": "a", "max_output_tokens": 1, **parts})
+        assert response.headers["x-kvkeep-ignored"] == "text.tone, text.format.foo, reasoning.why"
+    assert sum("chat_template_kwargs.messag" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("value", [5, "x", [], {"a": {"b": [1]}}, {"": 1}], ids=str)
+def test_objects_of_other_forms_fail_no_server(server, value):
+    for name in (*PARTS, "text", "reasoning"):
+        sent = {"messages": HELLO, "max_tokens": 1, name: value}
+        assert server.post("/v1/chat/completions", sent).status_code in (200, 400)
+        assert server.post("/v1/responses", {"input": "a", "max_output_tokens": 1, name: value}).status_code in (
+            200,
+            400,
+        )
+
+
 def test_bodies_of_responses_refuse_what_they_do_not_build(server):
     for name, value in {"max_tokens": 3, "response_format": {"type": "json_object"}, "truncation": "auto"}.items():
         assert server.refused(server.post("/v1/responses", {"input": "a", name: value}))["param"] == name

@@ -338,6 +338,7 @@ def parse(
     *,
     pinned: Pinned = lambda prompt: (),
     raws: bool = False,
+    reads: Callable[[str], bool] = lambda variable: True,
     max_model_len: int | None = None,
 ) -> InputLine | BadLine:
     """Return an input line with its requests, or a `BadLine` with the reason why it cannot be run.
@@ -351,6 +352,7 @@ def parse(
         defaults: sampling options, where the line has none of its own.
         pinned: returns spans of a prompt's tokens that are never evicted, beside the line's own.
         raws: whether prompts in kvkeep's own format are taken without the chat template.
+        reads: tells whether the chat template reads a variable; others are named in the answer.
         max_model_len: the most tokens of a prompt and its answer, for ``"truncate_prompt_tokens": -1``; ``None``: no
             limit.
     """
@@ -360,7 +362,10 @@ def parse(
         if is_batch_line(fields):
             custom_id = custom_id_of(fields)
             return _batch_line(
-                number, digest(raw), fields, encode, defaults, pinned=pinned, max_model_len=max_model_len
+                *(number, digest(raw), fields, encode, defaults),
+                pinned=pinned,
+                reads=reads,
+                max_model_len=max_model_len,
             )
         return _own_line(number, digest(raw), fields, encode, defaults, pinned=pinned, raws=raws)
     except json.JSONDecodeError as error:
@@ -424,6 +429,7 @@ def _batch_line(
     defaults: SamplingParams,
     *,
     pinned: Pinned,
+    reads: Callable[[str], bool],
     max_model_len: int | None,
 ) -> InputLine:
     """Parse a line in OpenAI's format. Of its fields, only ``custom_id`` is kept.
@@ -434,6 +440,7 @@ def _batch_line(
         InputError: a field or a parameter is wrong.
     """
     asked = read_openai_line(fields)
+    asked = dataclasses.replace(asked, ignored=(*asked.ignored, *asked.unread(reads)))
     if asked.n > 1 and "temperature" not in asked.options and not defaults.temperature:
         raise ParameterError("n", f"is {asked.n}, and all texts are equal without a temperature; give temperature: 1")
     off: dict[str, Any] = dict.fromkeys(asked.unset)

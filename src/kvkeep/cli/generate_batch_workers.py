@@ -26,7 +26,7 @@ from kvkeep.engine.request import Request as Asked
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import tokenization
-from kvkeep.models.chat_templates import system_spans
+from kvkeep.models.chat_templates import reads, system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.fused_modules import pack_weights
@@ -78,8 +78,20 @@ def reader(
     def pinned(prompt: Prompt) -> Spans:
         return system_spans(checkpoint, prompt) if request.pin_system else ()
 
+    def read_by_template(variable: str) -> bool:
+        return reads(checkpoint.tokenizer, variable)
+
     def read(number: int, raw: bytes) -> InputLine | BadLine:
-        line = parse(number, raw, encode, defaults, pinned=pinned, raws=request.raw, max_model_len=longest)
+        line = parse(
+            number,
+            raw,
+            encode,
+            defaults,
+            pinned=pinned,
+            raws=request.raw,
+            reads=read_by_template,
+            max_model_len=longest,
+        )
         return line if memory is None else after(line, memory.snapshot, request.policy)
 
     return read
@@ -106,7 +118,8 @@ def _are_ids(prompt: Prompt) -> TypeGuard[list[int]]:
 
 def _encode(checkpoint: Checkpoint, asked: Asked, **special: bool) -> list[int]:
     if asked.messages is not None:
-        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **asked.templated, **special)[0].tolist()
+        how: dict[str, Any] = {**asked.templated, **special}
+        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **how)[0].tolist()
         return chat
     found: list[int] = tokenization.encode(checkpoint, str(asked.prompt), raw=asked.raw, **special)[0].tolist()
     return found

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -230,10 +231,11 @@ def _rendered(asked: Mapping[str, Any]) -> str:
 
 
 def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
-    """Return whether the text of the tokenizer's chat templates has the name of a variable."""
+    """Return whether the text of the tokenizer's chat templates has the name of a variable as a word."""
     found = tokenizer.chat_template
     texts = found.values() if isinstance(found, Mapping) else (found,)
-    return any(variable in text for text in texts if isinstance(text, str))
+    word = re.compile(rf"(?<!\w){re.escape(variable)}(?!\w)")
+    return any(word.search(text) is not None for text in texts if isinstance(text, str))
 
 
 class EndlessTemplateError(InputError):

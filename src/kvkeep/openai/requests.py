@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -255,6 +255,15 @@ OWN = (
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
 )
 """Fields beyond OpenAI's API. A name that is nearly one of them is a mistake."""
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "stream_options": ("include_usage", "include_obfuscation"),
+    "response_format": ("type", "json_schema", "schema", "name", "description", "strict"),
+    "response_format.json_schema": ("name", "description", "schema", "strict"),
+    "text": ("format", "verbosity"),
+    "text.format": ("type", "name", "description", "schema", "strict", "json_schema"),
+    "reasoning": ("effort", "summary", "generate_summary"),
+}
+"""Fields that are objects → their own fields that are known."""
 _ALIKE = 0.8
 """Similarity to a name of kvkeep from which an unknown field is refused: fields of other servers are less alike."""
 
@@ -288,7 +297,20 @@ def ignored(
         if alike := difflib.get_close_matches(name[:80], own, 1, _ALIKE):
             raise ParameterError(name[:80], f"is unknown; did you mean {alike[0]}?")
         found.append(name)
-    return (*found, *unknown_fields(given.get("messages")))
+    parts = [name for path, names in _PARTS.items() for name in _unknown_parts(given, known, path, names)]
+    return (*found, *parts, *unknown_fields(given.get("messages")))
+
+
+def _unknown_parts(
+    given: Mapping[str, Any], known: Collection[str], path: str, names: Collection[str]
+) -> Iterator[str]:
+    """Yield the names of fields that nobody knows in one of a body's objects, such as ``stream_options.foo``."""
+    first, *rest = path.split(".")
+    part = given.get(first) if first in known else None
+    for name in rest:
+        part = part.get(name) if isinstance(part, dict) else None
+    if isinstance(part, dict):
+        yield from (f"{path}.{name}" for name, value in part.items() if name not in names and value is not None)
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
@@ -378,6 +400,15 @@ class ParsedBody:
             return ids
         room = len(ids) if most is None else max(1, most - self.options.get("max_new_tokens", 1))
         return ids[-(room if self.truncate < 0 else self.truncate) :]
+
+    def unread(self, reads: Callable[[str], bool]) -> tuple[str, ...]:
+        """Return the names of variables of the chat template that it does not read, with the field's name before each.
+
+        Args:
+            reads: tells whether the template reads a variable.
+        """
+        variables: Mapping[str, Any] = self.template.get("chat_template_kwargs", {})
+        return tuple(f"chat_template_kwargs.{name}" for name in variables if not reads(name))
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:

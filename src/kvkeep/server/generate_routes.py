@@ -25,7 +25,7 @@ from kvkeep.server.errors import RefusalError, in_words_of
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_parsing import ParsedRequest, parse_request, parse_turn
 from kvkeep.server.request_queue import RequestQueue, Run, in_thread
-from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, body_of
+from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, body_of, note_ignored
 from kvkeep.server.session_registry import SessionRegistry
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import After, EventStream, begun, followed, meter_of, owner_of, reply, unless_gone, usage_of
@@ -184,11 +184,13 @@ class GenerateRoutes:
         self._settings.check_model(body.model)
         if (name := body.session_id) is None:
             parsed = await in_thread(lambda: parse_request(CHAT, body, self._served, self._settings))
+            note_ignored(request, parsed.parameters.unread(self._served.reads))
             return await self._answer(request, body, parsed)
         sessions, owner, until = self._sessions, owner_of(request), request.state.ended
         entry = await in_thread(lambda: sessions.find(owner, name, until))
         before = len(entry.session.token_ids)
         parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, before=before))
+        note_ignored(request, parsed.parameters.unread(self._served.reads))
         streams = [entry.session.asend(parsed.requests[0])]
         return await self._answer(request, body, parsed, streams, after=lambda: in_thread(lambda: sessions.ran(entry)))
 

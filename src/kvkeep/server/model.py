@@ -12,7 +12,7 @@ from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
-from kvkeep.models.chat_templates import fill
+from kvkeep.models.chat_templates import fill, reads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
 from kvkeep.openai.requests import Prompt
@@ -87,6 +87,10 @@ class ServedModel:
             return self.encode(messages[0]["content"], bounded=bounded)
         chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools, **(template or {}))[0].tolist()
         return chat
+
+    def reads(self, variable: str) -> bool:
+        """Return whether the chat template reads a variable."""
+        return reads(self.checkpoint.tokenizer, variable)
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text with more characters than ``longest`` tokens could have, before the slow tokenizer sees it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from fastapi import Request
@@ -304,12 +305,17 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
         raw = b"{}"
     # a large body is parsed in a thread, since other clients' streams stand still meanwhile
     fields = _fields(raw) if len(raw) < LARGE else await asyncio.to_thread(_fields, raw)
-    if unknown := ignored(fields, kind.model_fields, kind.own, generates=kind.generates):
-        request.state.ignored = unknown
+    note_ignored(request, ignored(fields, kind.model_fields, kind.own, generates=kind.generates))
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _first(error) from error
+
+
+def note_ignored(request: Request, names: Sequence[str]) -> None:
+    """Note fields of a body that have no effect, which the head of the answer names."""
+    if names:
+        request.state.ignored = (*getattr(request.state, "ignored", ()), *names)
 
 
 async def received(request: Request, settings: ServerSettings) -> bytes:
