@@ -94,6 +94,42 @@ def test_the_first_turn_can_be_taken_back(server):
     assert "can go back 0 turns" in server.refused(server.post("/v1/sessions/first/rewind"))["message"]
 
 
+def test_the_first_turn_of_a_fork_can_be_taken_back(server):
+    server.post("/v1/sessions", {"id": "seed", "policy": "h2o", "budget": 64, "pins": [[0, 2]]})
+    server.post("/v1/sessions/seed/fork", {"id": "early"})
+    one = turn(server, "seed", A)["choices"][0]["message"]["content"]
+    turn(server, "seed", B)
+    assert server.post("/v1/sessions/seed/fork", {"id": "late"}).json()["turns_to_rewind"] == 2
+    assert turn(server, "early", A)["choices"][0]["message"]["content"] == one
+    for name, turns in (("early", 1), ("late", 2)):
+        card = server.post(f"/v1/sessions/{name}/rewind", {"turns": turns}).json()
+        assert (card["messages"], card["policy"], card["budget"]) == ([], "h2o", 64)
+        assert turn(server, name, A)["choices"][0]["message"]["content"] == one
+        assert server.client.get(f"/v1/sessions/{name}/positions").json()["pins"] == [[0, 2]]
+    assert server.post("/v1/sessions/seed/fork", {"id": "again"}).json()["turns_to_rewind"] == 2
+    card = server.post("/v1/sessions/again/rewind").json()
+    assert [message["content"] for message in card["messages"]] == [A, one]
+    assert server.client.get("/v1/sessions/seed").json()["turns_to_rewind"] == 2
+
+
+def test_a_session_of_an_earlier_server_takes_back_all_turns_or_says_why_not(tmp_path):
+    engine = {"session_dir": tmp_path}
+    with serve(engine=engine, session_dir=str(tmp_path)) as server:
+        for name, texts in (("one", (A,)), ("two", (A, B))):
+            server.post("/v1/sessions", {"id": name, "policy": "h2o", "budget": 64})
+            said = [turn(server, name, text)["choices"][0]["message"]["content"] for text in texts]
+    with serve(engine=engine, session_dir=str(tmp_path)) as server:
+        assert [server.client.get(f"/v1/sessions/{name}").json()["turns_to_rewind"] for name in ("one", "two")] == [
+            1,
+            0,
+        ]
+        assert "when the server ends" in server.refused(server.post("/v1/sessions/two/rewind"))["message"]
+        for name, turns in (("one", 1), ("two", 2)):
+            card = server.post(f"/v1/sessions/{name}/rewind", {"turns": turns}).json()
+            assert (card["messages"], card["policy"], card["budget"]) == ([], "h2o", 64)
+            assert turn(server, name, A)["choices"][0]["message"]["content"] == said[0]
+
+
 def test_fork_and_rewind(server):
     server.post("/v1/sessions", {"id": "root", "policy": "h2o", "budget": 64})
     turn(server, "root", A)
