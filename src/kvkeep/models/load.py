@@ -36,7 +36,7 @@ from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
 from kvkeep.models import quantized_weights, tiny
 from kvkeep.models.attention import attach
-from kvkeep.models.chat_templates import control_tokens
+from kvkeep.models.chat_templates import control_tokens, turn_ends
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import (
@@ -130,13 +130,16 @@ def remark(model: PreTrainedModel) -> str | None:
     return f"{start} {same}, which kvkeep leaves out: it changes no text." if same else None
 
 
-def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
+def ends_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, chat: bool = False
+) -> set[int]:
     """Return the tokens that end a text of this model.
 
     Args:
         model: its generation config names some.
         tokenizer: names one more. Those of the model's configuration count if they are special tokens here, since
             transformers fills in a number where the file has none.
+        chat: whether the text is an answer in a conversation, which the chat template ends with a token of its own.
     """
     found = _listed_ids(getattr(model.generation_config, "eos_token_id", None))
     if tokenizer is None:
@@ -147,7 +150,7 @@ def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     own = getattr(tokenizer, "eos_token_id", None)
     if own != getattr(tokenizer, "unk_token_id", None):  # of a token that the vocabulary does not have
         found |= {token for token in _listed_ids(own) if 0 <= token < text.vocab_size}
-    return found
+    return found | turn_ends(tokenizer) if chat else found
 
 
 def _listed_ids(ids: object) -> set[int]:

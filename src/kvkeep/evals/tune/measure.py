@@ -294,9 +294,8 @@ class Answers(Measure):
         if any(len(ids) > 1 for ids in rest):
             drive.feed(*left_padded([ids[:-1] for ids in rest]), last_only=True)
         logits = drive.feed(*left_padded([ids[-1:] for ids in rest]), last_only=True)
-        tokens = decode_greedily(
-            drive, logits, self._documents.reply_tokens, ends_of(writer.model, writer.checkpoint.tokenizer)
-        )
+        ends = ends_of(writer.model, writer.checkpoint.tokenizer, chat=True)
+        tokens = decode_greedily(drive, logits, self._documents.reply_tokens, ends)
         return [writer.text_of(row) for row in tokens]
 
 
