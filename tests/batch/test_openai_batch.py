@@ -105,7 +105,7 @@ def test_parts_of_characters_have_log_probabilities(tmp_path, target):
     a, b = (answers(target)[name]["response"]["body"] for name in "ab")
     content = a["choices"][0]["logprobs"]["content"]
     assert len(content) == a["usage"]["completion_tokens"] > len("a 😀")
-    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "a 😀"
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "a 😀"
     assert {len(named) for named in b["choices"][0]["logprobs"]["top_logprobs"]} == {2}
 
 

@@ -200,7 +200,7 @@ def test_choices_are_drawn_apart_and_the_first_as_a_line_of_its_own():
     fields = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": ["a", "b"], "n": 2}}
     own = parse(3, b'{"prompt": "a"}', lambda prompt: [1], DEFAULTS, raws=True)
     found = parse(3, json.dumps(fields).encode(), lambda prompt, raw: [1], DEFAULTS).requests
-    assert len({one.sequence for one in found}) == len(found) == 4
+    assert len({request.sequence for request in found}) == len(found) == 4
     assert found[0] == own.request
     fields["body"]["seed"] = 5
     seeded = [parse(n, json.dumps(fields).encode(), lambda prompt, raw: [1], DEFAULTS).requests for n in (1, 8)]

@@ -42,7 +42,7 @@ def test_a_form_under_any_of_its_names_holds_the_answer(server, field, value):
         found = text_of(answer)
         assert json.loads(found)["a"] in (1, 2) if is_json else found in WORDS
     streamed = events(server.chat(**{field: value}, max_tokens=40, stream=True))
-    assert "".join(one["choices"][0]["delta"].get("content", "") for one in streamed) == text_of(
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == text_of(
         server.chat(**{field: value}, max_tokens=40)
     )
 
@@ -65,7 +65,7 @@ def test_a_stop_text_is_kept_if_asked_for(server, stream):
     whole = text_of(server.complete(max_tokens=12))
     stop = whole[4:9]
     answer = server.complete(max_tokens=12, stop=[stop], include_stop_str_in_output=True, stream=stream)
-    found = "".join(one["choices"][0]["text"] for one in events(answer)) if stream else text_of(answer)
+    found = "".join(chunk["choices"][0]["text"] for chunk in events(answer)) if stream else text_of(answer)
     assert found == whole[: whole.index(stop) + len(stop)]
 
 

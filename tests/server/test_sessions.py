@@ -45,7 +45,7 @@ def test_a_turn_reads_its_own_messages_only(server):
         (want,) = [alone.ask(said(text), _sampling()).text for text in (A, B)][1:]
     assert second["choices"][0]["message"]["content"] == want
     card = server.client.get("/v1/sessions/one").json()
-    assert [one["role"] for one in card["messages"]] == ["user", "assistant"] * 2
+    assert [message["role"] for message in card["messages"]] == ["user", "assistant"] * 2
     assert card["kv_bytes"] > 0
     assert {"id": "one", "object": "session"} in server.client.get("/v1/sessions").json()["data"]
 
@@ -287,8 +287,8 @@ def test_items_that_clients_send_back_are_taken(client):
 def test_a_response_is_streamed(client):
     whole = client.responses.create(input=A, instructions="Be brief.", **SHORT)
     found = list(client.responses.create(input=A, instructions="Be brief.", stream=True, **SHORT))
-    assert [one.sequence_number for one in found] == list(range(len(found)))
-    assert "".join(one.delta for one in found if one.type == "response.output_text.delta") == whole.output_text
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+    assert "".join(event.delta for event in found if event.type == "response.output_text.delta") == whole.output_text
     assert found[-1].response.output_text == whole.output_text
     assert client.responses.create(input=B, previous_response_id=found[-1].response.id, **SHORT).id
 
@@ -338,7 +338,7 @@ def test_a_seed_draws_the_same_texts_again():
 
         (first, text), (second, again) = respond(), respond()
         assert text == again != respond(seed=8)[1]
-        texts = [respond(previous_response_id=one)[1] for one in (first, first, second)]
+        texts = [respond(previous_response_id=name)[1] for name in (first, first, second)]
         assert texts[0] == texts[1] == texts[2]
         for name in ("one", "other"):
             server.post("/v1/sessions", {"id": name})

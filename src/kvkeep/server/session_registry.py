@@ -257,7 +257,7 @@ class SessionRegistry:
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
-        settings = {"policy": body.policy, "budget": body.budget, "pins": pins}
+        settings: dict[str, Any] = {"policy": body.policy, "budget": body.budget, "pins": pins}
         entry = self._opened(owner, self._reserve(owner, body.id), None, **settings)
         entry.beginning, entry.states = settings, TurnStates(None)
         return entry

@@ -330,7 +330,7 @@ class Losses(Measure):
         for at in batches([self.length] * len(ids)):
             drive = _drive(writer, arm, budget, len(ids[at]), units.start + at.start)
             found += map(_sums, feed_in_pieces(drive, ids[at], PIECE))
-        if not all(math.isfinite(float(loss)) for one in found for loss in one):
+        if not all(math.isfinite(float(loss)) for losses in found for loss in losses):
             raise InputError(
                 f"Under {arm.name} the model's losses on this text are infinite or no numbers, so there is nothing to "
                 "compare. Try another dtype; float16 overflows first."
