@@ -120,7 +120,7 @@ def test_variables_reach_the_template(server, monkeypatch):
     assert "session" in server.refused(server.chat(continue_final_message=True, session_id="quiet"))["message"]
 
 
-def test_the_tokenizers_own_tokens_are_put_around_a_prompt_as_in_vllm(server):
+def test_the_tokenizers_own_tokens_are_put_around_a_prompt_as_in_vllm(server, monkeypatch):
     backend = server.served.checkpoint.tokenizer.backend_tokenizer
     before = backend.post_processor
 
@@ -137,6 +137,9 @@ def test_the_tokenizers_own_tokens_are_put_around_a_prompt_as_in_vllm(server):
             assert found == [tokens + added for tokens, added in zip(bare, more, strict=True)]
             told = server.post("/tokenize", {"messages": HELLO, "add_special_tokens": wanted}).json()["count"]
             assert told == found[0]
+        monkeypatch.setattr(server.served.checkpoint.tokenizer, "chat_template", None)
+        assert count(server.chat) == count(server.chat, add_special_tokens=True)
+        monkeypatch.undo()
     finally:
         backend.post_processor = before
     server.post("/v1/sessions", {"id": "special"})

@@ -81,11 +81,12 @@ class ServedModel:
         if isinstance(prompt[0], int):
             return self.known([token for token in prompt if isinstance(token, int)])
         messages = [message for message in prompt if isinstance(message, dict)]
-        plain_text = self.checkpoint.tokenizer.chat_template is None and not template
+        how = template or {}
+        plain_text = self.checkpoint.tokenizer.chat_template is None and not how.keys() - {"add_special_tokens"}
         if plain_text and len(messages) == 1 and messages[0]["role"] == "user":
             # as everywhere in kvkeep, a text without a template
-            return self.encode(messages[0]["content"], bounded=bounded)
-        chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools, **(template or {}))[0].tolist()
+            return self.encode(messages[0]["content"], bounded=bounded, template=how)
+        chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools, **how)[0].tolist()
         return chat
 
     def reads(self, variable: str) -> bool:
