@@ -112,8 +112,8 @@ class ServerSession:
         message = f"The session {self.id} can go back {most} turns, and not {turns}."
         if turns < self.answers:
             message += (
-                f" The memory before that turn is not kept: such memories are dropped beyond {MOST_TURNS_BACK} turns, when "
-                f"memory is short, and when the server ends. All {self.answers} turns can be taken back."
+                f" The memory before that turn is not kept: memories are dropped beyond {MOST_TURNS_BACK} turns, when "
+                f"space is short, and when the server ends. All {self.answers} turns can be taken back."
             )
         raise RefusalError(400, message, param="turns")
 
