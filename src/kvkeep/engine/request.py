@@ -515,6 +515,7 @@ class Event:
         result: the finished request, if this was its last token or the step failed.
         logprob: the new token's log-probability, if asked for.
         read_tokens: tokens of the prompt that were read for the first token; 0 in later events.
+        prompt_tokens: length of the prompt; 0 in events without a token.
     """
 
     id: int
@@ -523,6 +524,7 @@ class Event:
     result: Result | None = None
     logprob: Logprob | None = None
     read_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 def last_result(events: Iterable[Event]) -> Result:
