@@ -174,20 +174,21 @@ async def answer_chunks(
         return {"usage": usage and usage.shown} if options.include_usage else {}
 
     try:
-        async for item in run:
-            if item is None:
-                yield {}  # `begun` takes it: the request was not refused
-                for index, choice in enumerate(choices):
-                    if prompts or parsed.is_chat:
-                        yield head.chunk([choice.first(*prompts[index : index + 1])], **more())
-                continue
-            index, event = item
-            if event.result is not None:
-                results[index] = event.result
-            if usage is not None:
-                usage.take(event)
-            for written in choices[index].next(event):
-                yield head.chunk([written], **more())
+        with in_words_of(parsed.parameters.form):
+            async for item in run:
+                if item is None:
+                    yield {}  # `begun` takes it: the request was not refused
+                    for index, choice in enumerate(choices):
+                        if prompts or parsed.is_chat:
+                            yield head.chunk([choice.first(*prompts[index : index + 1])], **more())
+                    continue
+                index, event = item
+                if event.result is not None:
+                    results[index] = event.result
+                if usage is not None:
+                    usage.take(event)
+                for written in choices[index].next(event):
+                    yield head.chunk([written], **more())
     finally:
         await run.aclose()
     if options.include_usage:
@@ -266,7 +267,7 @@ class GenerateRoutes:
             model=self._settings.name,
             texts=self._served.token_texts,
             prompts=self._echoes(parsed),
-            options=body.stream_options or StreamOptions(),
+            options=body.stream_options or StreamOptions.model_validate({}),
         )
         with in_words_of(parsed.parameters.form):
             ready = await unless_gone(request, begun(chunks))  # what is refused now has a status of its own
