@@ -205,6 +205,7 @@ BAD = {
     "a tuple of itself": ({"json": {"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#"}]}}, "to itself"),
     "all of itself": ({"json": {"allOf": [{"type": "object"}, {"$ref": "#"}]}}, "refers to itself"),
     "itself or itself": ({"json": {"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]}}, "refers to itself"),
+    "a place that no list has": ({"json": {"$ref": f"#/allOf/{'9' * 5000}", "allOf": [{}]}}, "cannot be used"),
     "a grammar of itself": ({"grammar": "root ::= root"}, "has no text that ends|no text that ends"),
     "a class": ({"regex": "a["}, "unclosed character class"),
     "looking ahead": ({"regex": "(?=a)"}, "look-ahead and look-behind, is not supported"),

@@ -152,7 +152,7 @@ def _target(schema: Any, reference: str) -> Any:
     for step in reference.removeprefix("#").split("/")[1:]:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
-            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
+            found = found[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(found) else None
         else:
             found = found.get(name) if isinstance(found, dict) else None
     return found
