@@ -253,6 +253,11 @@ def test_objects_of_other_forms_fail_no_server(server, value):
         )
 
 
+def test_unknown_options_of_a_stream_are_named(server):
+    answer = server.chat(stream=True, stream_options={"include_usage": False, "include_obfuscation": False, "foo": 1})
+    assert answer.headers["x-kvkeep-ignored"] == "stream_options.foo"
+
+
 def test_bodies_of_responses_refuse_what_they_do_not_build(server):
     for name, value in {"max_tokens": 3, "response_format": {"type": "json_object"}, "truncation": "auto"}.items():
         assert server.refused(server.post("/v1/responses", {"input": "a", name: value}))["param"] == name

@@ -256,7 +256,7 @@ OWN = (
 )
 """Fields beyond OpenAI's API. A name that is nearly one of them is a mistake."""
 _PARTS: Mapping[str, tuple[str, ...]] = {
-    "stream_options": ("include_usage", "include_obfuscation"),
+    "stream_options": ("include_usage", "continuous_usage_stats", "include_obfuscation"),
     "response_format": ("type", "json_schema", "schema", "name", "description", "strict"),
     "response_format.json_schema": ("name", "description", "schema", "strict"),
     "text": ("format", "verbosity"),
