@@ -144,10 +144,12 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
     if exists:
         with explained(name, "Its files cannot be looked up"):
-            return str((gguf.in_folder(path) or path) if path.is_dir() else path)
+            found = (gguf.in_folder(path) or path) if path.is_dir() else path
+            return str(gguf.parts_of(found)[0])
     repository, colon, file = name.partition(":")
-    if name.startswith((".", "/", "~")) or repository.count("/") > 1:  # a hub name has one slash at most
-        raise ModelFileError(f"The model {'file' if gguf.SUFFIX in name else 'folder'} {name} does not exist.")
+    is_file = not colon and name.endswith(gguf.SUFFIX)
+    if is_file or name.startswith((".", "/", "~")) or repository.count("/") > 1:  # a hub name has one slash at most
+        raise ModelFileError(f"The model {'file' if is_file else 'folder'} {name} does not exist.")
     with explained(name, "Its name cannot be used"):
         validate_repo_id(repository)
     return str(_gguf_of_hub(repository, file)) if colon else name
@@ -177,7 +179,7 @@ def _gguf_of_hub(repository: str, wanted: str) -> Path:
             names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{gguf.SUFFIX}")]
         else:
             names = list_repo_files(repository)
-        parts = gguf.part_names(gguf.chosen(repository, names, wanted))
+    parts = gguf.part_names(gguf.chosen(repository, names, wanted))
     if missing := [part for part in parts if part not in names]:
         raise ModelFileError(f"{repository} lacks {missing[0]}, one of {len(parts)} parts of that file.")
     with cached_if_unreachable(repository), explained(name, "It cannot be downloaded"):

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
+from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -137,7 +137,7 @@ class GGUFFile:
         found = self._value(
             key, default, lambda value: isinstance(value, int | float) and math.isfinite(value), "a number"
         )
-        return _short(float(found))
+        return short_float(float(found))
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a text, see `integer`."""
@@ -174,7 +174,7 @@ class GGUFFile:
         return self.tensors[name].shape
 
 
-def _short(value: float) -> float:
+def short_float(value: float) -> float:
     """Return the shortest number that is the same in float32: files hold 1e-5 as 9.999999747378752e-06."""
     short = float(str(np.float32(value)))
     return short if np.float32(value) == value else value
@@ -240,7 +240,9 @@ class _damaged:  # noqa: N801  # a context manager, used like a function
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Replace an error of parsing."""
-        if isinstance(error, OSError | struct.error | ValueError | OverflowError | UnicodeDecodeError):
+        if isinstance(error, OSError | struct.error | ValueError | OverflowError) and not isinstance(
+            error, KVKeepError
+        ):
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ModelFileError(
                 f"{self._path} cannot be read as a GGUF file ({reason.rstrip('.'):.200}). Download it again: a partial "
@@ -463,10 +465,7 @@ def in_folder(folder: Path) -> Path | None:
         return None
     names = choices(path.name for path in folder.iterdir())
     if len(names) > 1:
-        raise ModelFileError(
-            f"The folder {folder} has {len(names)} GGUF files: {_shown(names)}. Choose one with --gguf FILE, or give "
-            "its path as the model."
-        )
+        raise ModelFileError(f"The folder {folder} has {len(names)} GGUF files: {_shown(names)}. Give the path of one.")
     return folder / names[0] if names else None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ModelFileError, UnsupportedModelError
-from kvkeep.models.gguf import FLOATS, GGUFFile, values
+from kvkeep.models.gguf import FLOATS, GGUFFile, short_float, values
 
 _EPSILON, _NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -282,7 +282,7 @@ def _rotation(file: GGUFFile) -> Fields:
 
 def _table(file: GGUFFile, name: str) -> list[float]:
     file.shape(name)
-    return [float(number) for number in values(file.tensors[name], torch.float32).tolist()]
+    return [short_float(number) for number in values(file.tensors[name], torch.float32).tolist()]
 
 
 def _llama3(file: GGUFFile, theta: float, rotated: int) -> Fields:
@@ -314,7 +314,7 @@ def _llama3(file: GGUFFile, theta: float, rotated: int) -> Fields:
 # Tensors of the file and parameters of the model.
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """What fills a parameter.
 
     Attributes:
@@ -330,7 +330,7 @@ class Source(NamedTuple):
     transposed: bool = False
 
 
-def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, Source]:
+def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
     """Return what fills each parameter of a model, after a check that the shapes fit and no tensor is left over.
 
     A product with packed weights needs no more than this: reordering rows leaves blocks whole.
@@ -368,7 +368,7 @@ def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return first if not others else (first[0], sum(shape[1] for shape in shapes), *first[2:])
 
 
-def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, Source]]:
+def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, WeightSource]]:
     """Yield the parameters of a model, with what fills them. Tied ones are left out."""
     import gguf
 
@@ -384,7 +384,7 @@ def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, Source
             stem, dot, suffix = parameter, ".", "weight"
         if stem.endswith("mlp.experts.gate_up_proj"):
             layer = stem.split(".")[-4]
-            yield parameter, Source(tuple(f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up")))
+            yield parameter, WeightSource(tuple(f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up")))
             continue
         name = known.get_name(stem)
         if name is None:
@@ -395,7 +395,7 @@ def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, Source
         yield parameter, _source(family, config, f"{name}{dot}{suffix}")
 
 
-def _source(family: _Family, config: Any, name: str) -> Source:
+def _source(family: _Family, config: Any, name: str) -> WeightSource:
     heads = 0
     if family.permutes and ".attn_q." in name:
         heads = config.num_attention_heads
@@ -404,7 +404,7 @@ def _source(family: _Family, config: Any, name: str) -> Source:
     matrix = name.endswith(".weight") and any(
         f".{part}." in name for part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
     )
-    return Source(
+    return WeightSource(
         (name,),
         heads=heads,
         offset=family.offset if name.endswith("norm.weight") else 0.0,
@@ -427,7 +427,7 @@ def state_dict(file: GGUFFile, model: PreTrainedModel, dtype: torch.dtype) -> di
     return {name: _value(file, source, dtype).reshape(shapes[name]) for name, source in sources(file, model).items()}
 
 
-def _value(file: GGUFFile, source: Source, dtype: torch.dtype) -> Tensor:
+def _value(file: GGUFFile, source: WeightSource, dtype: torch.dtype) -> Tensor:
     if source.offset:
         tensor = (values(file.tensors[source.names[0]], torch.float32) - source.offset).to(dtype)
     else:

@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
-from kvkeep.models import gguf, gguf_models, gguf_tokenizer, quantized_weights, tiny
+from kvkeep.models import gguf, gguf_models, gguf_tokenization, quantized_weights, tiny
 from kvkeep.models.attention import attach
 from kvkeep.models.chat_templates import control_tokens
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
@@ -467,7 +467,7 @@ def read_config(name: str) -> PreTrainedConfig:
     if is_gguf(name):
         with explained(name, "Its header cannot be read"):
             file = gguf.read(name)
-            fields = gguf_models.config_fields(file, gguf_tokenizer.end_tokens(file))
+            fields = gguf_models.config_fields(file, gguf_tokenization.end_tokens(file))
     else:
         with explained(name, "Its config.json cannot be read"):
             fields, _ = PreTrainedConfig.get_config_dict(name)
@@ -532,7 +532,7 @@ def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
     """
     with explained(name, "Its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerBase = (
-            gguf_tokenizer.tokenizer_of(gguf.read(name))
+            gguf_tokenization.tokenizer_of(gguf.read(name))
             if is_gguf(name)
             else AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
         )
