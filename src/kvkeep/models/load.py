@@ -471,6 +471,7 @@ def read_config(name: str) -> PreTrainedConfig:
     else:
         with explained(name, "Its config.json cannot be read"):
             fields, _ = PreTrainedConfig.get_config_dict(name)
+            fields.get("model_type")  # fails for a text or a list
     kind = fields.get("model_type")
     check_numbers(name, fields)
     if kind is None:
