@@ -146,6 +146,18 @@ def test_digits_are_split_as_the_rule_of_the_file_says(tmp_path):
     assert pieces("qwen2") == ["ab", "Ġ", "1", "2", "3", "4", "5"]
 
 
+def test_a_file_without_a_rule_for_words_is_said(tmp_path, caplog):
+    found = find(gguf_files.write(tmp_path / "model.gguf", tokenizer__ggml__pre=None)).tokenizer
+    assert found.decode(found(PROMPT)["input_ids"]) == PROMPT
+    assert "names no rule for splitting words" in caplog.text
+
+
+def test_special_tokens_of_phi_3_take_the_space_behind_them(tmp_path):
+    tokenizer = find(gguf_files.write(tmp_path / "model.gguf", "phi3", **_sentencepiece())).tokenizer
+    assert tokenizer.tokenize("</s> \nabc") == ["</s> \n", "▁abc"]
+    assert tokenizer.tokenize("<s>\nabc")[1] != "▁abc"
+
+
 def test_every_token_that_ends_a_turn_ends_a_text(tmp_path):
     tokens = gguf_files.vocabulary()["tokenizer.ggml.tokens"]
     tokens[280], tokens[281], tokens[282] = "<|im_end|>", "<end_of_turn>", "<|eom_id|>"

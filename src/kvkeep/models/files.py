@@ -146,13 +146,15 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         with explained(name, "Its files cannot be looked up"):
             found = (gguf.in_folder(path) or path) if path.is_dir() else path
             return str(gguf.parts_of(found)[0])
-    repository, colon, file = name.partition(":")
-    is_file = not colon and name.endswith(gguf.SUFFIX)
+    repository, _, file = name.partition(":")
+    if not file or repository.count("/") != 1:
+        repository, file = name, ""
+    is_file = not file and name.endswith(gguf.SUFFIX)
     if is_file or name.startswith((".", "/", "~")) or repository.count("/") > 1:  # a hub name has one slash at most
         raise ModelFileError(f"The model {'file' if is_file else 'folder'} {name} does not exist.")
     with explained(name, "Its name cannot be used"):
         validate_repo_id(repository)
-    return str(_gguf_of_hub(repository, file)) if colon else name
+    return str(_gguf_of_hub(repository, file)) if file else name
 
 
 def with_gguf_file(name_or_path: str | os.PathLike[str], file: str) -> str:

@@ -6,6 +6,7 @@ into words the file names, and SentencePiece BPE, whose merges follow from the s
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -18,6 +19,12 @@ from kvkeep.models.gguf import GGUFFile
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 """Kinds of tokens, as llama.cpp numbers them; 1 is an ordinary one."""
 _SPACE = "▁"
+_SENTENCEPIECE = {"unknown": 0, "bos": 1, "eos": 2}
+"""Tokens with a role in a SentencePiece vocabulary whose file names none."""
+_STRIPS_NO_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
+"""Special tokens of Phi-3 after which spaces and newlines stay; they belong to the others."""
+
+_log = logging.getLogger(__name__)
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -31,35 +38,53 @@ _SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}{_SLASHED}"
 _GPT4O = rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}{_SLASHED}"
 
+_LISTS = " ?[^(\\s|.,!?…。，、।۔،)]+"
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+
+_LLAMA3_RULES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
 _SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "jais", "mpt", "phi-2", "granite-docling", "mellum"), (_GPT2,)),
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt", "trillion", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "exaone4"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_QWEN2,)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("minerva-7b", "mellum2"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), (_QWEN2,)),
+    **dict.fromkeys(("hunyuan", "solar-open", "grok-2"), (_QWEN2,)),
+    **dict.fromkeys((*_LLAMA3_RULES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
+    **dict.fromkeys(("poro-chat", "gpt3-finnish"), (_LISTS,)),
+    "viking": (_LISTS, r"\p{N}"),
     "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
 }
 """llama.cpp's name of a rule → patterns that cut a text into words, one after the other."""
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-"""Rules under which a word that is a token stays whole, even where no merge leads to it."""
+_WHOLE_WORDS = {*_LLAMA3_RULES, "tekken"}
+"""Rules under which a word that is a token stays whole, even where no merge leads to it; and under which a text begins
+with a token of its own, unless the file says otherwise."""
 _COMPOSED = {"qwen2", "stablelm2", "deepseek-r1-qwen", "command-r"}
 """Rules under which letters and their accents are composed first (NFC), as in the models' own tokenizers."""
-_BEGINNING = {"llama3", "llama-v3", "llama-bpe", "tekken"}
-"""Rules under which a text begins with a token of its own, unless the file says otherwise."""
 
 _ENDS = {
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+    *(
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+    ),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>"),
 }
-"""Control tokens that end a turn by their names, as in llama.cpp: files name one token, and models use several."""
+"""Tokens that end a turn by their names, as in llama.cpp: files name one token, and models use several."""
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
     """Return the tokens that end a text: those that the file names as such, the first one before the others."""
     tokens, kinds = _vocabulary(file)
     named = [_special(file, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    known = (number for number, token in enumerate(tokens) if kinds[number] == _CONTROL and token in _ENDS)
+    known = (at for at, token in enumerate(tokens) if kinds[at] in (_CONTROL, _USER_DEFINED) and token in _ENDS)
     return list(dict.fromkeys(token for token in (*named, *known) if token is not None))
 
 
@@ -86,8 +111,15 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerBase:
         )
     backend = builders[kind](file, tokens, kinds)
     special = [token for token, of in zip(tokens, kinds, strict=True) if of in (_CONTROL, _UNKNOWN) and token]
-    backend.add_special_tokens([_added(token, True) for token in special])
-    backend.add_tokens([_added(token, False) for token in _whole(tokens, kinds, backend)])
+    strips = file.architecture == "phi3" and kind == "llama"
+    backend.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, special=True, rstrip=strips and token not in _STRIPS_NO_SPACE)
+            for token in special
+        ]
+    )
+    whole = _whole(tokens, kinds, backend)
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in whole])
     _enclose(file, backend, tokens)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     roles = {name: _special(file, key, len(tokens)) for name, key in names.items()}
@@ -108,10 +140,6 @@ class _Handed:
 
     def __deepcopy__(self, memo: object) -> Tokenizer:
         return self._backend
-
-
-def _added(token: str, special: bool) -> AddedToken:
-    return AddedToken(token, normalized=False, special=special)
 
 
 def _whole(tokens: list[str], kinds: list[int], backend: Tokenizer) -> list[str]:
@@ -142,7 +170,8 @@ def _special(file: GGUFFile, name: str, tokens: int) -> int | None:
         ModelFileError: the vocabulary has no such token.
     """
     key = f"tokenizer.ggml.{name}_token_id"
-    if (found := file.metadata.get(key)) is None:
+    usual = _SENTENCEPIECE.get(name) if file.metadata.get("tokenizer.ggml.model") == "llama" else None
+    if (found := file.metadata.get(key, usual)) is None:
         return None
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < tokens:
         raise ModelFileError(f"{file.path}: {key} is {found!r:.60}, and its vocabulary has {tokens} tokens.")
@@ -156,8 +185,12 @@ def _byte_level(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Tokenize
         ModelFileError: there are no merges, or they do not fit the vocabulary.
         UnsupportedModelError: the rule for words is not known.
     """
-    rule = file.text("tokenizer.ggml.pre", "gpt-2")
-    if (patterns := _SPLITS.get("gpt-2" if rule == "default" else rule)) is None:
+    rule = file.text("tokenizer.ggml.pre", "default")
+    if rule == "default":
+        _log.warning(
+            "%s names no rule for splitting words (tokenizer.ggml.pre); texts may be cut in other places.", file.path
+        )
+    if (patterns := _SPLITS.get(rule)) is None:
         raise UnsupportedModelError(
             f"{file.path} splits words by the rule {rule!r:.60} (tokenizer.ggml.pre), which kvkeep does not know. It "
             f"knows {', '.join(_SPLITS)}. Give the model's folder with safetensors."
@@ -261,7 +294,7 @@ def _merges(tokens: list[str], kinds: list[int], order: list[int]) -> list[tuple
 def _enclose(file: GGUFFile, backend: Tokenizer, tokens: list[str]) -> None:
     """Let a text begin and end with the special tokens that the file asks for."""
     begins = (
-        file.metadata.get("tokenizer.ggml.model") == "llama" or file.metadata.get("tokenizer.ggml.pre") in _BEGINNING
+        file.metadata.get("tokenizer.ggml.model") == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     )
     wanted = {"bos": begins, "eos": False}
     around = {
