@@ -59,7 +59,33 @@ _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 _GEMMA = {"head_dim": 32, "num_hidden_layers": 7}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _PHI3 = {"model_type": "phi3", **_KV, "pad_token_id": 0, "tie_word_embeddings": False}
+_LINEAR = {
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 _LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
+
+_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    **_KV,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    **_LINEAR,
+    **_rope(partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True),
+}
+_QWEN35_KEYS = {
+    "rope.dimension_count": 8,
+    "rope.dimension_sections": [2, 1, 1, 0],
+    "full_attention_interval": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 48,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", {"model_type": "llama", **_KV, **_rope()}, {"rope.dimension_count": 16}, permutes=True),
@@ -222,6 +248,25 @@ FAMILIES: Mapping[str, Family] = {
         {"model_type": "stablelm", **_KV, **_rope(partial_rotary_factor=1.0), "use_parallel_residual": True},
         {"rope.dimension_count": 16, "use_parallel_residual": True},
     ),
+    "lfm2": Family(
+        "lfm2",
+        {
+            "model_type": "lfm2",
+            **_KV,
+            **_rope(),
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention"],
+        },
+        {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3, "attention.layer_norm_rms_epsilon": 1e-5},
+    ),
+    "qwen35": Family("qwen35", _QWEN35, _QWEN35_KEYS, offset=1.0),
+    "qwen35 with a layer of prediction": Family(
+        "qwen35",
+        _QWEN35,
+        {**_QWEN35_KEYS, "block_count": 5, "nextn_predict_layers": 1},
+        offset=1.0,
+        extra=lambda: {"blk.4.nextn.eh_proj.weight": np.zeros((64, 128), np.float32)},
+    ),
     "nemotron": Family(
         "nemotron",
         {"model_type": "nemotron", **_KV, **_rope(partial_rotary_factor=0.5)},
@@ -317,6 +362,21 @@ def vocabulary() -> dict[str, Any]:
     }
 
 
+def _by_number(value: np.ndarray, width: int) -> np.ndarray:
+    """Value heads in the order of their number within a group, the groups within it."""
+    return value.reshape(2, 3, width, *value.shape[1:]).swapaxes(0, 1).reshape(value.shape)
+
+
+def _of_qwen35(value: np.ndarray, name: str) -> np.ndarray:
+    if name in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        value = np.concatenate([value[:64], _by_number(value[64:], 8)])
+        return value[:, 0] if value.ndim == 3 else value
+    if name == "ssm_out.weight":
+        return _by_number(value.T, 8).T
+    widths = {"attn_gate.weight": 8, "ssm_alpha.weight": 1, "ssm_beta.weight": 1}
+    return _by_number(value, widths[name]) if name in widths else value
+
+
 def _sizes(config: Any, family: Family) -> dict[str, Any]:
     heads, kind = config.num_attention_heads, family.architecture
     rotation = getattr(config, "rope_parameters", None) or {}
@@ -356,6 +416,10 @@ def _tensors(source: PreTrainedModel, family: Family) -> dict[str, np.ndarray]:
             found[f"blk.{layer}.ffn_gate_exps.weight"] = np.ascontiguousarray(value[:, :half])
             found[f"blk.{layer}.ffn_up_exps.weight"] = np.ascontiguousarray(value[:, half:])
             continue
+        if suffix in ("A_log", "dt_bias"):
+            end, value = ("ssm_a", -np.exp(value)) if suffix == "A_log" else ("ssm_dt.bias", value)
+            found[f"blk.{parameter.split('.')[2]}.{end}"] = _by_number(value, 1)
+            continue
         if suffix == "down_proj":
             stem, suffix = parameter, "weight"
         name = f"{names.get_name(stem)}.{suffix}"
@@ -368,9 +432,13 @@ def _stored(value: np.ndarray, name: str, config: Any, family: Family) -> np.nda
         heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
         split = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return split.swapaxes(1, 2).reshape(value.shape)
-    if name.endswith("norm.weight"):
+    if family.architecture == "qwen35" and name.startswith("blk."):
+        value = _of_qwen35(value, name.split(".", 2)[2])
+    if name.endswith("norm.weight") and ".ssm_norm." not in name:
         return value + np.float32(family.offset)
     if name.endswith("ffn_gate_inp_shexp.weight"):
         return value.reshape(-1)
+    if name.endswith("shortconv.conv.weight"):
+        return value[:, 0]
     conv = (".attn_qkv.weight", ".attn_output.weight", ".ffn_up.weight", ".ffn_down.weight")
     return value.T if family.transposes and name.endswith(conv) else value

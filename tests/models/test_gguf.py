@@ -273,6 +273,8 @@ def test_a_file_is_known_by_its_content(tmp_path, file):
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, ModelFileError, "is nan and not a number"),
         ({"llama__embedding_length": 128}, ModelFileError, "has the shape"),
         ({"llama__rope__scaling__type": "spiral"}, UnsupportedModelError, "scales rotary frequencies by 'spiral'"),
+        ({"llama__rope__dimension_count": 4}, UnsupportedModelError, "rotates 4 of 16 dimensions of a head"),
+        ({"llama__expert_count": 2, "llama__expert_used_count": 3}, ModelFileError, "sends a token to 3 of 2 experts"),
         ({"general__alignment": 0}, ModelFileError, "its general.alignment is 0"),
         ({"tokenizer__ggml__model": "bert"}, UnsupportedModelError, "a tokenizer of the kind 'bert'"),
         ({"tokenizer__ggml__pre": "runes"}, UnsupportedModelError, "splits words by the rule 'runes'"),

@@ -154,7 +154,7 @@ class GGUFFile:
             raise ModelFileError(f"{self.path} has no {name} in its metadata. Download the file again.")
         if isinstance(value, list) and value and all(part == value[0] for part in value):
             value = value[0]  # one value for each layer
-        if isinstance(value, list):
+        if isinstance(value, list) and name != key:
             raise UnsupportedModelError(
                 f"{self.path} is of the architecture {self.architecture!r:.60} with another {key} for each layer, "
                 "which kvkeep does not read from a GGUF file. Give the model's folder with safetensors."

@@ -22,6 +22,10 @@ _EPSILON, _NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_n
 _FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _TABLES = {_FREQUENCIES, _LONG, _SHORT}
 """Tensors that are read into the configuration."""
+_PREDICTION = "nextn_predict_layers"
+"""Layers that predict further tokens; files count them among the others, and the model has none."""
+_STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
+"""Parameters whose names end neither in ``weight`` nor in ``bias``, and the ends of their tensors' names."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What every Llama 3.1, 3.2 and 3.3 has; their files hold only the frequencies that follow from it."""
 
@@ -40,6 +44,8 @@ class _Family:
         offset: what is added to the weights of norms in the file.
         transposes: whether matrices are stored the other way round than in transformers.
         rotates: whether the model has rotary positions.
+        partly: whether a part of each head may rotate.
+        restore: returns how a tensor is restored, see `WeightSource`, for a configuration and the tensor's name.
     """
 
     model_type: str
@@ -49,12 +55,14 @@ class _Family:
     offset: float = 0.0
     transposes: bool = False
     rotates: bool = True
+    partly: bool = False
+    restore: Callable[[Any, str], Callable[[Tensor], Tensor] | None] | None = None
 
 
 def _llama(file: GGUFFile) -> Fields:
     fields = {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_down.bias" in file.tensors}
     if experts := file.integer("expert_count", 0):
-        chosen = file.integer("expert_used_count")
+        chosen = _used(file)
         return {
             "model_type": "mixtral",
             "num_local_experts": experts,
@@ -74,10 +82,22 @@ def _granite(file: GGUFFile) -> Fields:
     }
 
 
+def _used(file: GGUFFile) -> int:
+    """Return how many experts a token goes to.
+
+    Raises:
+        ModelFileError: there are not so many.
+    """
+    used, experts = file.integer("expert_used_count"), file.integer("expert_count")
+    if not 1 <= used <= experts:
+        raise ModelFileError(f"{file.path} sends a token to {used} of {experts} experts. Download the file again.")
+    return used
+
+
 def _experts(file: GGUFFile) -> Fields:
     return {
         "num_experts": file.integer("expert_count"),
-        "num_experts_per_tok": file.integer("expert_used_count"),
+        "num_experts_per_tok": _used(file),
         "moe_intermediate_size": file.shape("blk.0.ffn_down_exps.weight")[-1],
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -158,6 +178,63 @@ def _nemotron(file: GGUFFile) -> Fields:
     return {**_llama(file), "hidden_act": "relu2", "partial_rotary_factor": _rotated(file)}
 
 
+def _lfm2(file: GGUFFile) -> Fields:
+    heads = file.metadata["lfm2.attention.head_count_kv"]
+    kinds = ["full_attention" if number else "conv" for number in heads] if isinstance(heads, list) else None
+    return {
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": kinds,
+        "conv_L_cache": file.integer("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
+    }
+
+
+def _qwen35(file: GGUFFile) -> Fields:
+    value_heads, sections = file.integer("ssm.time_step_rank"), file.metadata.get("qwen35.rope.dimension_sections")
+    if value_heads < 1 or not isinstance(sections, list) or not all(isinstance(part, int) for part in sections):
+        raise ModelFileError(f"{file.path} names no heads of linear attention, or no sections. Download it again.")
+    axes = {"mrope_section": [number for number in sections if number], "mrope_interleaved": True}
+    return {
+        "full_attention_interval": file.integer("full_attention_interval"),
+        "linear_conv_kernel_dim": file.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": file.integer("ssm.state_size"),
+        "linear_num_key_heads": file.integer("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": file.integer("ssm.inner_size") // value_heads,
+        "rope_parameters": {**_rotation(file), "partial_rotary_factor": _rotated(file), **axes},
+    }
+
+
+def _of_qwen35(config: Any, name: str) -> Callable[[Tensor], Tensor] | None:
+    """Return how a tensor of linear attention is restored: its value heads are stored by their number within a group.
+
+    Args:
+        config: of the model.
+        name: of the tensor.
+    """
+    groups, width = config.linear_num_key_heads, config.linear_value_head_dim
+    each = config.linear_num_value_heads // groups
+    start = 2 * groups * config.linear_key_head_dim  # rows of queries and keys, which stay where they are
+
+    def grouped(tensor: Tensor, size: int) -> Tensor:
+        return tensor.view(each, groups, size, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+    def behind_keys(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[:start], grouped(tensor[start:].contiguous(), width)])
+
+    found: dict[str, Callable[[Tensor], Tensor]] = {
+        "attn_qkv.weight": behind_keys,
+        "ssm_conv1d.weight": behind_keys,
+        "attn_gate.weight": lambda tensor: grouped(tensor, width),
+        "ssm_out.weight": lambda tensor: grouped(tensor.T.contiguous(), width).T.contiguous(),
+        "ssm_alpha.weight": lambda tensor: grouped(tensor, 1),
+        "ssm_beta.weight": lambda tensor: grouped(tensor, 1),
+        "ssm_dt.bias": lambda tensor: grouped(tensor, 1),
+        "ssm_a": lambda tensor: grouped(torch.log(-tensor), 1),
+    }
+    return found.get(name.split(".", 2)[2]) if name.startswith("blk.") else None
+
+
 FAMILIES: Mapping[str, _Family] = {
     "llama": _Family("llama", _llama, permutes=True),
     "smollm3": _Family("smollm3", _llama, permutes=True),
@@ -166,15 +243,17 @@ FAMILIES: Mapping[str, _Family] = {
     "qwen2moe": _Family("qwen2_moe", _qwen2_moe),
     "qwen3": _Family("qwen3", lambda file: {"attention_bias": "blk.0.attn_q.bias" in file.tensors}),
     "qwen3moe": _Family("qwen3_moe", _qwen3_moe),
-    "phi3": _Family("phi3", _phi3),
+    "phi3": _Family("phi3", _phi3, partly=True),
     "olmo2": _Family("olmo2"),
     "gemma": _Family("gemma", offset=1.0),
     "gemma2": _Family("gemma2", _gemma2, offset=1.0),
     "gemma3": _Family("gemma3_text", _gemma3, offset=1.0),
     "gpt2": _Family("gpt2", _gpt2, ("layer_norm_epsilon", _NORM_EPSILON), transposes=True, rotates=False),
     "starcoder2": _Family("starcoder2", _starcoder2, ("norm_epsilon", _NORM_EPSILON)),
-    "stablelm": _Family("stablelm", _stablelm, ("layer_norm_eps", _NORM_EPSILON)),
-    "nemotron": _Family("nemotron", _nemotron, ("norm_eps", _NORM_EPSILON), offset=1.0),
+    "stablelm": _Family("stablelm", _stablelm, ("layer_norm_eps", _NORM_EPSILON), partly=True),
+    "lfm2": _Family("lfm2", _lfm2, ("norm_eps", _EPSILON)),
+    "qwen35": _Family("qwen3_5_text", _qwen35, offset=1.0, restore=_of_qwen35, partly=True),
+    "nemotron": _Family("nemotron", _nemotron, ("norm_eps", _NORM_EPSILON), offset=1.0, partly=True),
 }
 """llama.cpp's name of an architecture → how its files are read."""
 
@@ -215,9 +294,9 @@ def config_fields(file: GGUFFile, ends: list[int]) -> Fields:
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": file.integer("embedding_length"),
         "intermediate_size": file.integer("feed_forward_length", 0) or None,
-        "num_hidden_layers": file.integer("block_count"),
+        "num_hidden_layers": _layers(file),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(file, heads),
         "head_dim": width,
         "max_position_embeddings": file.integer("context_length"),
         name: file.number(key),
@@ -229,6 +308,21 @@ def config_fields(file: GGUFFile, ends: list[int]) -> Fields:
         **rotation,
         **family.fields(file),
     }
+
+
+def _layers(file: GGUFFile) -> int:
+    return file.integer("block_count") - file.integer(_PREDICTION, 0)
+
+
+def _kv_heads(file: GGUFFile, heads: int) -> int:
+    """Return the number of KV heads of a layer. Layers without attention are listed with 0."""
+    key = "attention.head_count_kv"
+    listed = file.metadata.get(f"{file.architecture}.{key}")
+    if isinstance(listed, list) and len(numbers := set(listed) - {0}) == 1:
+        [number] = numbers
+        if isinstance(number, int):
+            return number
+    return file.integer(key, heads)
 
 
 def _head_dim(file: GGUFFile) -> int:
@@ -244,10 +338,19 @@ def _head_dim(file: GGUFFile) -> int:
 
 
 def _rotated(file: GGUFFile) -> float:
-    """Return the share of a head's width that rotates."""
+    """Return the share of a head's width that rotates.
+
+    Raises:
+        UnsupportedModelError: it is no share, or not all of it where transformers' model rotates all.
+    """
     width = _head_dim(file)
     rotated = file.integer("rope.dimension_count", width)
-    return rotated / width if 0 < rotated < width else 1.0
+    if rotated != width and (not family_of(file).partly or rotated % 2 or not 0 < rotated < width):
+        raise UnsupportedModelError(
+            f"{file.path} is of the architecture {file.architecture!r:.60} and rotates {rotated} of {width} dimensions "
+            "of a head, which transformers' model does not."
+        )
+    return rotated / width
 
 
 def _rotation(file: GGUFFile) -> Fields:
@@ -322,12 +425,14 @@ class WeightSource(NamedTuple):
         heads: into how many groups the rows fall that are stored in the order of another rotation; 0 for none.
         offset: what has been added to the numbers in the file.
         transposed: whether the file has the rows as columns.
+        restore: makes the parameter of the numbers in the file, in float32; ``None`` if it does not take more.
     """
 
     names: tuple[str, ...]
     heads: int = 0
     offset: float = 0.0
     transposed: bool = False
+    restore: Callable[[Tensor], Tensor] | None = None
 
 
 def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
@@ -348,13 +453,14 @@ def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
     for parameter, source in found.items():
         stored = [file.shape(name) for name in source.names]
         shape = _joined(stored)[::-1] if source.transposed else _joined(stored)
-        if math.prod(shape) != math.prod(shapes[parameter]) or shape[-1] != shapes[parameter][-1]:
+        if math.prod(shape) != math.prod(shapes[parameter]) or shape[-1:] != shapes[parameter][-1:]:
             raise ModelFileError(
                 f"{file.path}: The tensor {source.names[0]} has the shape {list(shape)}, and the model's metadata ask "
                 f"for {list(shapes[parameter])}. Download the file again."
             )
-    used = {name for source in found.values() for name in source.names}
-    if left := sorted(file.tensors.keys() - used - _TABLES):
+    used = {name for source in found.values() for name in source.names} | _TABLES
+    spare = tuple(f"blk.{_layers(file) + number}." for number in range(file.integer(_PREDICTION, 0)))
+    if left := sorted(name for name in file.tensors.keys() - used if not name.startswith(spare)):
         raise UnsupportedModelError(
             f"{file.path} is of the architecture {file.architecture!r:.60} with tensors that kvkeep has no place for "
             f"({left[0]:.80}{f' and {len(left) - 1} more' if len(left) > 1 else ''}). Give the model's folder with "
@@ -364,8 +470,12 @@ def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
 
 
 def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of tensors that are joined along the second dimension; ``()`` if they do not fit."""
     first, *others = shapes
-    return first if not others else (first[0], sum(shape[1] for shape in shapes), *first[2:])
+    if not others:
+        return first
+    fit = len(first) > 1 and all((shape[:1], shape[2:]) == (first[:1], first[2:]) for shape in others)
+    return (first[0], sum(shape[1] for shape in shapes), *first[2:]) if fit else ()
 
 
 def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, WeightSource]]:
@@ -379,20 +489,27 @@ def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, Weight
     for parameter in model.state_dict():
         if tied and parameter in tied:
             continue
-        stem, dot, suffix = parameter.rpartition(".")
-        if suffix not in ("weight", "bias"):
-            stem, dot, suffix = parameter, ".", "weight"
-        if stem.endswith("mlp.experts.gate_up_proj"):
-            layer = stem.split(".")[-4]
-            yield parameter, WeightSource(tuple(f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up")))
+        stem, _, suffix = parameter.rpartition(".")
+        if suffix in _STATES:
+            yield parameter, _source(family, config, f"blk.{_number(parameter)}.{_STATES[suffix]}")
             continue
-        name = known.get_name(stem)
-        if name is None:
+        if suffix == "gate_up_proj":
+            parts = tuple(f"blk.{_number(parameter)}.ffn_{part}_exps.weight" for part in ("gate", "up"))
+            yield parameter, WeightSource(parts)
+            continue
+        if suffix not in ("weight", "bias"):
+            stem, suffix = parameter, "weight"
+        if (known_name := known.get_name(stem)) is None:
             raise UnsupportedModelError(
                 f"{file.path} is of the architecture {file.architecture!r:.60}, and the package gguf has no name for "
                 f"its {parameter:.80}. Update it (pip install -U gguf), or give the model's folder with safetensors."
             )
-        yield parameter, _source(family, config, f"{name}{dot}{suffix}")
+        yield parameter, _source(family, config, f"{known_name}.{suffix}")
+
+
+def _number(parameter: str) -> str:
+    """Return the number of a parameter's layer."""
+    return next(part for part in parameter.split(".") if part.isdecimal())
 
 
 def _source(family: _Family, config: Any, name: str) -> WeightSource:
@@ -407,8 +524,9 @@ def _source(family: _Family, config: Any, name: str) -> WeightSource:
     return WeightSource(
         (name,),
         heads=heads,
-        offset=family.offset if name.endswith("norm.weight") else 0.0,
+        offset=family.offset if name.endswith("norm.weight") and ".ssm_norm." not in name else 0.0,
         transposed=family.transposes and matrix,
+        restore=None if family.restore is None else family.restore(config, name),
     )
 
 
@@ -428,8 +546,9 @@ def state_dict(file: GGUFFile, model: PreTrainedModel, dtype: torch.dtype) -> di
 
 
 def _value(file: GGUFFile, source: WeightSource, dtype: torch.dtype) -> Tensor:
-    if source.offset:
-        tensor = (values(file.tensors[source.names[0]], torch.float32) - source.offset).to(dtype)
+    if source.offset or source.restore is not None:
+        tensor = values(file.tensors[source.names[0]], torch.float32) - source.offset
+        tensor = (tensor if source.restore is None else source.restore(tensor)).to(dtype)
     else:
         parts = [values(file.tensors[name], dtype) for name in source.names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, 1)

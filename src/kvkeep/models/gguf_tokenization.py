@@ -38,6 +38,7 @@ _SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}{_SLASHED}"
 _GPT4O = rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}{_SLASHED}"
 
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _LISTS = " ?[^(\\s|.,!?…。，、।۔،)]+"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
@@ -53,6 +54,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*_LLAMA3_RULES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
     **dict.fromkeys(("poro-chat", "gpt3-finnish"), (_LISTS,)),
+    "qwen35": (_QWEN35,),
     "viking": (_LISTS, r"\p{N}"),
     "tekken": (_TEKKEN,),
 }
@@ -60,7 +62,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _WHOLE_WORDS = {*_LLAMA3_RULES, "tekken"}
 """Rules under which a word that is a token stays whole, even where no merge leads to it; and under which a text begins
 with a token of its own, unless the file says otherwise."""
-_COMPOSED = {"qwen2", "stablelm2", "deepseek-r1-qwen", "command-r"}
+_COMPOSED = {"qwen2", "qwen35", "stablelm2", "deepseek-r1-qwen", "command-r"}
 """Rules under which letters and their accents are composed first (NFC), as in the models' own tokenizers."""
 
 _ENDS = {
