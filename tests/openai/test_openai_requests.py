@@ -218,7 +218,7 @@ REFUSED = [
     ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens=0 asks for no token"),
-    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens=-1"),
+    ({"max_completion_tokens": -2}, "max_completion_tokens", "max_completion_tokens=-2"),
     ({"max_tokens": 5.0}, "max_tokens", "is 5.0 and not a whole number"),
     ({"max_tokens": True}, "max_tokens", "is true and not a whole number"),
     ({"max_tokens": 2**63}, "max_tokens", "too large"),

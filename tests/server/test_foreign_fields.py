@@ -182,6 +182,11 @@ def test_unknown_fields_are_named_in_a_header_and_once_in_the_log(path, caplog):
     assert sum("ignored: foo" in line for line in caplog.messages) == 1
 
 
+def test_unknown_options_of_a_stream_are_named(server):
+    answer = server.chat(stream=True, stream_options={"include_usage": False, "include_obfuscation": False, "foo": 1})
+    assert answer.headers["x-kvkeep-ignored"] == "stream_options.foo"
+
+
 def test_bodies_of_responses_refuse_what_they_do_not_build(server):
     for name, value in {"max_tokens": 3, "response_format": {"type": "json_object"}, "truncation": "auto"}.items():
         assert server.refused(server.post("/v1/responses", {"input": "a", name: value}))["param"] == name

@@ -29,7 +29,8 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
     Args:
         checkpoint: the model and its tokenizer.
         prompt: the text; with a template, the user's message.
-        raw: leave the chat template out.
+        raw: leave the chat template out. What the tokenizer puts before a text, such as the token that begins one, is
+            not put there twice: a client that fills in the template itself has written it already.
 
     Raises:
         InputError: the prompt is empty or no valid text, or the tokenizer does not belong to the model.
@@ -39,7 +40,7 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
         raise InputError("The prompt is empty. Give some text.")
     _check_text(prompt)
     if raw:
-        return _encoded(checkpoint, prompt)
+        return _begun_once(checkpoint, prompt, _encoded(checkpoint, prompt))
     if checkpoint.tokenizer.chat_template is None:
         return _encoded_as_quoted(checkpoint, special_tokens_of(checkpoint.tokenizer).quote(prompt), bare=False)
     return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
@@ -185,6 +186,16 @@ def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, 
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
         ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
     return _checked(checkpoint, ids)
+
+
+def _begun_once(checkpoint: Checkpoint, text: str, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 n"]:
+    """Return the token ids of a text without the tokens put before it, if the text begins with the same ones."""
+    if not text.startswith(tuple(checkpoint.tokenizer.all_special_tokens)):
+        return ids
+    own = _encoded(checkpoint, text, add_special_tokens=False)[0].tolist()
+    whole = ids[0].tolist()
+    added = next((n for n in range(1, len(whole) - len(own) + 1) if whole[n : n + len(own)] == own), 0)
+    return ids[:, added:] if added and own[:added] == whole[:added] else ids
 
 
 def _encoded_as_quoted(checkpoint: Checkpoint, text: str, *, bare: bool = True) -> Int[Tensor, "1 T"]:

@@ -235,6 +235,8 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "ignore_eos", "include_stop_str_in_output", "continue_final_message"), (False,)),
 }
 """Fields of one route → the values that change nothing on another one."""
+_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+"""Options of a stream that are read, or change nothing here."""
 OWN = (
     *(parameter.name for parameter in REQUEST_CACHE_PARAMETERS),
     *("keep_ratio", "session_id", "structured_outputs", *_KINDS_OF_FORM),
@@ -275,7 +277,9 @@ def ignored(
         if alike := difflib.get_close_matches(name[:80], own, 1, _ALIKE):
             raise ParameterError(name[:80], f"is unknown; did you mean {alike[0]}?")
         found.append(name)
-    return (*found, *unknown_fields(given.get("messages")))
+    options = given.get("stream_options")
+    of_stream = options.keys() - _STREAM_OPTIONS if isinstance(options, dict) else ()
+    return (*found, *(f"stream_options.{name}" for name in sorted(of_stream)), *unknown_fields(given.get("messages")))
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:

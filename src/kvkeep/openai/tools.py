@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvkeep.engine.request import Structure, checked, compact
+from kvkeep.engine.request import Structure, checked
+from kvkeep.engine.schemas import compact
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import BY_WORDS, NAME, ParameterError, ToolUse, short, whole_text
 

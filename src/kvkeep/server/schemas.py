@@ -110,7 +110,11 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = Field(None, description="End with a chunk that has the numbers of tokens.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="vLLM's: with include_usage, each chunk has the numbers so far."
+    )
+    include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
 class Generating(Body):
