@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import struct
+from contextlib import nullcontext
 from importlib.util import find_spec as find_package
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
-from kvkeep.models import gguf, gguf_models, gguf_tokenization
+from kvkeep.models import files, gguf, gguf_models, gguf_tokenization
 from kvkeep.models.load import build_empty, ends_of, find, load, quiet, read_config, read_weights
 
 PROMPT = "the quick brown fox jumps"
@@ -246,6 +248,14 @@ def test_a_file_that_is_no_gguf(tmp_path):
     _refused("none.gguf", ModelFileError, "The model file none.gguf does not exist")
 
 
+def test_what_is_no_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    _refused(tmp_path / "pipe.gguf", ModelFileError, "is no regular file but a pipe or a device")
+    (tmp_path / "pipe.gguf").unlink()
+    (tmp_path / "folder.gguf").mkdir()
+    _refused(tmp_path, ModelFileError, "has no config.json")
+
+
 def test_a_file_is_known_by_its_content(tmp_path, file):
     shutil.copy(file, tmp_path / "sha256-0123")
     assert find(tmp_path / "sha256-0123").config.model_type == "llama"
@@ -261,9 +271,9 @@ def test_a_file_is_known_by_its_content(tmp_path, file):
         ({"general__architecture": "gemma4"}, UnsupportedModelError, "of the architecture 'gemma4'"),
         ({"llama__block_count": None}, ModelFileError, "has no llama.block_count"),
         ({"llama__block_count": "many"}, ModelFileError, "llama.block_count is 'many' and not a whole number"),
-        ({"llama__block_count": 3}, ModelFileError, "has no tensor blk.2."),
+        ({"llama__block_count": 3}, ModelFileError, "has no tensor blk.2,"),
         ({"llama__block_count": 1}, UnsupportedModelError, "tensors that kvkeep has no place for (blk.1."),
-        ({"llama__block_count": 100_000}, UnsupportedModelError, "kvkeep takes at most 1000"),
+        ({"llama__block_count": 100_000}, ModelFileError, "has no tensor blk.99999,"),
         ({"llama__attention__head_count": 0}, ModelFileError, "has 0 heads"),
         (
             {"llama__attention__head_count_kv": [2, 1]},
@@ -439,6 +449,23 @@ def test_a_name_of_the_hub(file, monkeypatch):
     shutil.copy(file, home / "snapshots" / ("0" * 40) / "model-Q8_0.gguf")
     assert find(f"{name}:Q8_0").config.model_type == "llama"
     _refused(f"{name}:Q4_K_M", ModelFileError, "has no GGUF file of the name Q4_K_M", "model-Q8_0.gguf")
+
+
+def test_a_name_of_a_hub_that_answers(file, monkeypatch):
+    parts, asked = _split(file), []
+    monkeypatch.setattr(files, "cached_if_unreachable", lambda name: nullcontext())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(files, "list_repo_files", lambda name: ["README.md", *(f"Q8_0/{part.name}" for part in parts)])
+
+    def download(repository: str, name: str) -> str:
+        asked.append((repository, name))
+        return str(file.parent / Path(name).name)
+
+    monkeypatch.setattr(files, "cached_file", download)
+    assert find("org/repo:m").name == str(parts[0])
+    assert asked == [("org/repo", f"Q8_0/{part.name}") for part in parts]
+    monkeypatch.setattr(files, "list_repo_files", lambda name: [f"Q8_0/{parts[0].name}"])
+    _refused("org/repo:m", ModelFileError, "org/repo lacks Q8_0/m-00002-of-00002.gguf, one of 2 parts")
 
 
 # Commands and memories.

@@ -143,6 +143,8 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     except OSError as error:  # e.g. a name that is too long for the file system
         raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
     if exists:
+        if path.suffix == gguf.SUFFIX and not path.is_file() and not path.is_dir():
+            raise ModelFileError(f"{path} is no regular file but a pipe or a device. Give the path of a GGUF file.")
         with explained(name, "Its files cannot be looked up"):
             found = (gguf.in_folder(path) or path) if path.is_dir() else path
             return str(gguf.parts_of(found)[0])

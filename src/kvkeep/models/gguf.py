@@ -463,7 +463,7 @@ def in_folder(folder: Path) -> Path | None:
     """
     if any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
         return None
-    names = choices(path.name for path in folder.iterdir())
+    names = choices(path.name for path in folder.iterdir() if path.is_file())
     if len(names) > 1:
         raise ModelFileError(f"The folder {folder} has {len(names)} GGUF files: {_shown(names)}. Give the path of one.")
     return folder / names[0] if names else None

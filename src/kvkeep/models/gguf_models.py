@@ -311,7 +311,15 @@ def config_fields(file: GGUFFile, ends: list[int]) -> Fields:
 
 
 def _layers(file: GGUFFile) -> int:
-    return file.integer("block_count") - file.integer(_PREDICTION, 0)
+    """Return the number of layers.
+
+    Raises:
+        ModelFileError: the file has no tensor of the last one.
+    """
+    layers = file.integer("block_count") - file.integer(_PREDICTION, 0)
+    if not any(name.startswith(f"blk.{layers - 1}.") for name in file.tensors):
+        raise ModelFileError(f"{file.path} has no tensor blk.{layers - 1}, so it is no whole model. Download it again.")
+    return layers
 
 
 def _kv_heads(file: GGUFFile, heads: int) -> int:
