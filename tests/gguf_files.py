@@ -11,7 +11,7 @@ import gguf
 import model_folders
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, NemotronForCausalLM, PreTrainedModel
 
 Q = gguf.GGMLQuantizationType
 LENGTH = 64
@@ -276,6 +276,10 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+if not NemotronForCausalLM._can_set_attn_implementation():  # with the oldest transformers
+    FAMILIES = {name: family for name, family in FAMILIES.items() if name != "nemotron"}
+
+
 @functools.cache
 def model(name: str) -> PreTrainedModel:
     """The model of a family, with random weights and norms."""
@@ -286,7 +290,7 @@ def model(name: str) -> PreTrainedModel:
         sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
     common = {"vocab_size": len(model_folders.tokenizer()), "bos_token_id": 0, "eos_token_id": 1}
     config = AutoConfig.for_model(**{**sizes, **common, **FAMILIES[name].config})
-    made = AutoModelForCausalLM.from_config(config).eval()
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
