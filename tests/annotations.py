@@ -77,7 +77,7 @@ def _shared(values: Collection[Any]) -> Hashable:
 def _kind_of_result(value: object) -> Hashable | None:
     try:
         return kind(value)
-    except _UnknownError:
+    except (_UnknownError, RecursionError):
         return None
 
 
@@ -154,7 +154,7 @@ def _remembered(function: Any, typechecker: Any, in_full: Callable[..., Any]) ->
             given = (_each(args[1:]), type(args[0])) if method and args else _each(args)
             if kwargs:
                 given = (given, *kwargs, _each(kwargs.values()))
-        except _UnknownError:
+        except (_UnknownError, RecursionError):  # of values within values
             return in_full(*args, **kwargs)
         results = passed.get(given)
         if results is None:

@@ -211,6 +211,12 @@ REASONING_EFFORT = Parameter(
     help="How long to think, for a chat template that reads it.",
     group=SAMPLING,
 )
+ADD_SPECIAL_TOKENS = Parameter(
+    name="add_special_tokens",
+    kind=bool,
+    help="Put the tokenizer's own tokens around the prompt. Default: around a completion's, not around a chat's.",
+    group=SAMPLING,
+)
 TEMPLATE_PARAMETERS = (CHAT_TEMPLATE_KWARGS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, REASONING_EFFORT)
 """How a chat template is filled in."""
 SAMPLING_PARAMETERS = {
@@ -354,6 +360,15 @@ THREADS = Parameter(
     group=MODEL,
     least=1,
     metavar="N",
+    rare=True,
+)
+GGUF = Parameter(
+    name="gguf",
+    kind=str,
+    help="The GGUF file in the model's folder or repository: its name, or that of its quantisation on the hub.",
+    metavar="FILE",
+    group=MODEL,
+    default=None,
     rare=True,
 )
 ALLOW_PICKLE = Parameter(

@@ -105,7 +105,7 @@ def test_parts_of_characters_have_log_probabilities(tmp_path, target):
     a, b = (answers(target)[name]["response"]["body"] for name in "ab")
     content = a["choices"][0]["logprobs"]["content"]
     assert len(content) == a["usage"]["completion_tokens"] > len("a 😀")
-    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "a 😀"
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "a 😀"
     assert {len(named) for named in b["choices"][0]["logprobs"]["top_logprobs"]} == {2}
 
 
@@ -389,17 +389,45 @@ def test_a_line_whose_body_has_changed_is_not_confused(tmp_path, target):
 
 
 def test_fields_of_others_in_lines_are_honoured_or_named(tmp_path, target):
-    lines = [chat("a", guided_choice=["yes", "no"], foo=1, bar=2), chat("b", truncate_prompt_tokens=3)]
+    unread = {"response_format": {"type": "text", "baz": 1}, "chat_template_kwargs": {"enable_thinking": False}}
+    lines = [
+        chat("a", guided_choice=["yes", "no"], foo=1, bar=2),
+        chat("b", truncate_prompt_tokens=3),
+        chat("c", **unread),
+    ]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = run("-i", source, "-o", target, "-n", 3)
     assert found.exit_code == 0, found.said
-    assert "unknown and ignored: bar, foo" in " ".join(found.said.split())
-    first, second = sorted(map(json.loads, target.read_text().splitlines()), key=lambda line: line["custom_id"])
+    named = ["response_format.baz", "chat_template_kwargs.enable_thinking"]
+    assert f"unknown and ignored: bar, {named[1]}, foo, {named[0]}" in " ".join(found.said.split())
+    first, second, third = sorted(map(json.loads, target.read_text().splitlines()), key=lambda line: line["custom_id"])
     assert first["response"]["body"]["choices"][0]["message"]["content"] in ("yes", "no")
     assert first["ignored"] == ["foo", "bar"]
     assert "ignored" not in second
+    assert third["ignored"] == named
     assert second["response"]["body"]["usage"]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt", "new"), [({"max_tokens": 4}, 16, 4), ({}, 19, 1), ({"max_tokens": 30}, 1, 30)]
+)
+def test_a_prompt_is_cut_to_what_the_model_takes_as_in_a_server(body, prompt, new):
+    line = text("a", prompt=list(range(5, 45)), truncate_prompt_tokens=-1, **body)
+    defaults = SamplingParams(max_new_tokens=7)
+    found = parse(1, json.dumps(line).encode(), lambda ids, raw: ids, defaults, max_model_len=20)
+    assert (len(found.request.prompt), found.request.sampling.max_new_tokens) == (prompt, new)
+    assert found.request.prompt[-1] == 44
+
+
+def test_the_model_says_how_long_a_cut_prompt_is(tmp_path, target):
+    line = text("a", prompt=[*range(5, 405)] * 6, truncate_prompt_tokens=-1, max_tokens=2)
+    source = write(tmp_path / "in.jsonl", line)
+    assert run("-i", source, "-o", target, "--budget", 24, "--prefill-chunk", 512).exit_code == 0
+    assert answers(target)["a"]["response"]["body"]["usage"]["prompt_tokens"] == 2046
+    unlimited = ("--budget", 24, "--positions", "slot", "--policy", "streaming_llm", "--prefill-chunk", 512)
+    assert run("-i", source, "-o", tmp_path / "slots.jsonl", *unlimited).exit_code == 0
+    assert answers(tmp_path / "slots.jsonl")["a"]["response"]["body"]["usage"]["prompt_tokens"] == 2400
 
 
 # ------------------------------------------------------------------ hostile lines

@@ -46,7 +46,7 @@ def package(tmp_path_factory):
 SCRIPT = """
 import shlex, sys
 import pytest
-from typer.main import get_command
+from typer.testing import CliRunner
 from kvkeep.cli.main import app
 
 assert pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]) == 0

@@ -179,6 +179,7 @@ def test_a_form_that_becomes_too_complex_ends_its_request_alone(engine):
     assert beside.text == before.text
 
 
+NODE = {"$defs": {"one": {"$ref": "#/$defs/o~1ther"}, "o/ther": {"$ref": "#/$defs/one"}}}
 BAD = {
     "no mapping": (5, r"structured_outputs=5 is no mapping such as"),
     "no form": ({}, "names 0 forms; give one of json"),
@@ -197,6 +198,15 @@ BAD = {
     "json_object": ({"json_object": "yes"}, "json_object='yes'; give True"),
     "no choice": ({"choice": []}, "give a list of texts"),
     "an empty choice": ({"choice": [""]}, "give a list of texts"),
+    "only itself": ({"json": {"$ref": "#"}}, "refers to itself .* no JSON that follows it ever ends"),
+    "each other": ({"json": {**NODE, "$ref": "#/$defs/one"}}, "refers to itself"),
+    "itself within": ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "to itself"),
+    "a list of itself": ({"json": {"type": "array", "minItems": 1, "items": {"$ref": "#"}}}, "refers to itself"),
+    "a tuple of itself": ({"json": {"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#"}]}}, "to itself"),
+    "all of itself": ({"json": {"allOf": [{"type": "object"}, {"$ref": "#"}]}}, "refers to itself"),
+    "itself or itself": ({"json": {"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]}}, "refers to itself"),
+    "a place that no list has": ({"json": {"$ref": f"#/allOf/{'9' * 5000}", "allOf": [{}]}}, "cannot be used"),
+    "a grammar of itself": ({"grammar": "root ::= root"}, "has no text that ends|no text that ends"),
     "a class": ({"regex": "a["}, "unclosed character class"),
     "looking ahead": ({"regex": "(?=a)"}, "look-ahead and look-behind, is not supported"),
     "a number": ({"regex": 5}, "give a text that is not empty"),
@@ -214,6 +224,34 @@ def test_a_bad_form_is_refused(engine, form, message):
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
     assert not engine.busy
+
+
+ENDING = {
+    "an optional part": {**NODE, "type": "object", "properties": {"x": {"$ref": "#/$defs/one"}, "y": {"const": 1}}},
+    "a branch": {**NODE, "anyOf": [{"$ref": "#/$defs/one"}, {"const": 1}]},
+    "a list": {"type": "array", "maxItems": 2, "items": {"$ref": "#"}},
+    "null": {
+        "type": ["object", "null"],
+        "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "a cycle on the way": {
+        "type": "object",
+        "properties": {"a": {"anyOf": [{"$ref": "#/properties/b"}, {"const": 1}]}, "b": {"$ref": "#/properties/a"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("schema", ENDING.values(), ids=ENDING)
+def test_parts_that_never_end_are_not_begun(engine, schema):
+    """Such as a reference that leads to itself: whoever begins it can write no further token."""
+    for one in engine.generate([request({"json": schema}, seed=seed, temperature=2.0) for seed in range(4)]):
+        assert one.error is None
+        if one.finish_reason == "stop":
+            json.loads(one.text)
 
 
 def deep(levels):
@@ -247,7 +285,7 @@ def test_a_bomb_is_refused_or_bounded(engine, form):
         said = engine.generate(request(form, n=6))[0].error or "no error"
     except kvkeep.InputError as error:
         said = str(error)
-    assert any(words in said for words in ("cannot be used", "to compile", "too complex", "no error"))
+    assert any(words in said for words in ("cannot be used", "to compile", "too complex", "itself", "no error"))
     assert time.monotonic() - start < grammar.TIMEOUT_S + 60
     assert engine.generate(request({"choice": ["fine"]}))[0].text == "fine"
 

@@ -447,3 +447,31 @@ def test_other_files_are_another_run(tmp_path):
 def test_classes_are_needed_where_they_are_graded(tmp_path):
     with pytest.raises(InputError, match=r"Line 1 of .* has no 'all_classes'"):
         load(LongBench, data=bench(tmp_path, "trec"))
+
+
+class Wanting(Drive):
+    """A model that always wants one token."""
+
+    def __init__(self, token, size):
+        self.token, self.size, self.steps = token, size, 0
+
+    def feed(self, ids, real=None, *, last_only=False):
+        self.steps += 1
+        logits = torch.zeros(len(ids), 1, self.size)
+        logits[..., self.token] = 1.0
+        return logits
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_end_of_a_turn_in_the_chat_template_ends_a_reply(chat, tmp_path):
+    folder = model_folders.copy(tmp_path / "m")
+    for file in ("config.json", "generation_config.json"):
+        model_folders.edit_json(folder / file, eos_token_id=None)
+    model_folders.edit_json(folder / "tokenizer_config.json", eos_token=None)
+    found = loading.find(str(folder))
+    found.tokenizer.chat_template = model_folders.TEMPLATE
+    writer = Writer(found, loading.read_weights(found))
+    item = Item(text="the cat.", question=" Who?", lead="", answers=("cat",), chat=chat)
+    wanting = Wanting(found.tokenizer.convert_tokens_to_ids("</s>"), found.config.vocab_size)
+    texts(writer, wanting, [prompt_of(found, item, "inside", 0)], 5)
+    assert wanting.steps == (1 if chat else 5)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from kvkeep.errors import InputError
 from kvkeep.models import chat_templates, sandbox, tiny
+from kvkeep.openai import requests
 
 MESSAGES = [{"role": "user", "content": "Grüße, \ud55c\uad6d \n{{ 7 }}"}, {"role": "assistant", "content": "ja"}]
 
@@ -121,8 +122,55 @@ def test_folded_messages_alternate(tokenizer):
     tokenizer.chat_template = STRICT + TURNS
     want = "[user]be brief\n\nhello[assistant]ja[user]hello"
     assert chat_templates.fill(tokenizer, [SYSTEM, USER, ANSWER, USER]) == want
+
+
+def test_neighbours_of_one_role_are_joined_where_roles_must_alternate(tokenizer):
+    tokenizer.chat_template = STRICT + TURNS
+    other, empty = {"role": "user", "content": "and?"}, {"role": "assistant", "content": ""}
+    for messages, want in [
+        ([USER, other], "[user]hello\n\nand?"),
+        ([USER, ANSWER, empty, ANSWER, other], "[user]hello[assistant]ja\n\nja[user]and?"),
+        ([SYSTEM, USER, other, ANSWER, other], "[user]be brief\n\nhello\n\nand?[assistant]ja[user]and?"),
+    ]:
+        assert chat_templates.fill(tokenizer, messages) == want
     with pytest.raises(InputError, match="turns must alternate"):
-        chat_templates.fill(tokenizer, [USER, USER])
+        chat_templates.fill(tokenizer, [ANSWER, USER])  # nothing was said that could come first
+
+
+def calling(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_a_result_may_be_followed_by_a_message_where_roles_must_alternate(tokenizer):
+    tokenizer.chat_template = STRICT + TURNS
+    result = {"role": "tool", "tool_call_id": "a", "content": "19 degrees"}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, result, USER]}
+    (messages,) = requests.read(requests.CHAT, body).prompts
+    assert chat_templates.fill(tokenizer, messages).endswith(
+        "[user]<tool_response>\n19 degrees\n</tool_response>\n\nhello"
+    )
+
+
+def test_arguments_that_are_no_object_do_not_end_a_conversation(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls %}"
+        "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}{% endfor %}"
+        "{% endfor %}"
+    )
+    for given, want in [({"x": 1}, "x=1"), ('{"x": ', 'arguments={"x": '), ("[1]", "arguments=[1]")]:
+        assert (
+            chat_templates.fill(tokenizer, [USER, calling(given), USER]) == f"[user]hello[assistant]{want}[user]hello"
+        )
+    tokenizer.chat_template = "{{ messages | tojson }}"  # takes a text as it is
+    assert '"arguments": "[1]"' in chat_templates.fill(tokenizer, [USER, calling("[1]"), USER])
+
+
+def test_calls_are_shown_without_tools_where_a_template_of_their_own_shows_them(tokenizer):
+    tokenizer.chat_template = {"default": TURNS, "tool_use": "{{ messages | tojson }}"}
+    assert chat_templates.fill(tokenizer, [USER]) == "[user]hello"
+    assert '"name": "f"' in chat_templates.fill(tokenizer, [USER, calling({}), USER])
 
 
 def test_folding_is_said_once(tokenizer, caplog):

@@ -3,7 +3,7 @@
 import model_folders
 import pytest
 import real_folders
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep.models.chat_templates import fill, system_spans
@@ -117,6 +117,23 @@ def test_an_assistants_turns_and_raw_texts_keep_their_tokens(tokenizer):
     ids = encode_chat(found, [*user("hi"), answer, *user("</s>")])[0].tolist()
     assert control_ids(tokenizer, ids).count("</s>") == control_ids(tokenizer, ids).count("<s>") == 1
     assert encode(found, EVIL, raw=True)[0].tolist() == tokenizer(EVIL)["input_ids"]
+
+
+@pytest.mark.parametrize("around", ["<s> $A", "<s> <unk> $A", "<s> $A </s>"])
+def test_a_raw_text_that_begins_like_one_is_not_begun_twice(around, tokenizer):
+    """As that of a client which has filled in the chat template, whose first token is the tokenizer's."""
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in CONTROL]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+    found, begin = checkpoint(tokenizer), around.partition(" $A")[0].replace(" ", "")
+    once = tokenizer("hi")["input_ids"]
+    assert len(once) > len(tokenizer("hi", add_special_tokens=False)["input_ids"])
+    assert encode(found, "hi", raw=True)[0].tolist() == once
+    rendered = f"{begin}hi"
+    own = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    want = own + tokenizer("", add_special_tokens=True)["input_ids"][begin.count("<") :]
+    assert encode(found, rendered, raw=True)[0].tolist() == want
+    for text in (EVIL, "<|im_start|>hi", "</s>hi"):
+        assert encode(found, text, raw=True)[0].tolist() == tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize("role", ["system", "tool"])

@@ -101,6 +101,18 @@ def test_fields_of_vllm_become_options_of_the_request():
     assert chat(continue_final_message=True, add_generation_prompt=False).template == {"continue_final_message": True}
 
 
+@pytest.mark.parametrize(("url", "usual"), [(CHAT, False), (COMPLETIONS, True)])
+def test_a_line_says_whether_the_tokenizers_own_tokens_are_put_around_its_prompt(url, usual):
+    def encode(prompt, raw=False, add_special_tokens=usual):
+        return [1, 2] if add_special_tokens else [2]
+
+    body = {"messages": HELLO} if url == CHAT else {"prompt": "a"}
+    for wanted in (None, False, True):
+        fields = {"custom_id": "a", "method": "POST", "url": url, "body": {**body, "add_special_tokens": wanted}}
+        found = parse(1, json.dumps(fields).encode(), encode, SamplingParams())
+        assert len(found.request.prompt) == 1 + (usual if wanted is None else wanted)
+
+
 @pytest.mark.parametrize("body", [{"max_token": 5, "foo": [1]}, {"foo": None, "max_token": 0}])
 def test_fields_that_nobody_knows_are_ignored_and_named(body):
     asked = chat(**body, user="me", store=True, metadata={"a": 1}, service_tier="flex")
@@ -188,7 +200,7 @@ def test_choices_are_drawn_apart_and_the_first_as_a_line_of_its_own():
     fields = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": ["a", "b"], "n": 2}}
     own = parse(3, b'{"prompt": "a"}', lambda prompt: [1], DEFAULTS, raws=True)
     found = parse(3, json.dumps(fields).encode(), lambda prompt, raw: [1], DEFAULTS).requests
-    assert len({one.sequence for one in found}) == len(found) == 4
+    assert len({request.sequence for request in found}) == len(found) == 4
     assert found[0] == own.request
     fields["body"]["seed"] = 5
     seeded = [parse(n, json.dumps(fields).encode(), lambda prompt, raw: [1], DEFAULTS).requests for n in (1, 8)]
@@ -218,7 +230,7 @@ REFUSED = [
     ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens=0 asks for no token"),
-    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens=-1"),
+    ({"max_completion_tokens": -2}, "max_completion_tokens", "max_completion_tokens=-2"),
     ({"max_tokens": 5.0}, "max_tokens", "is 5.0 and not a whole number"),
     ({"max_tokens": True}, "max_tokens", "is true and not a whole number"),
     ({"max_tokens": 2**63}, "max_tokens", "too large"),

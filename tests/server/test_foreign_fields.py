@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from .running import HELLO, alone, events, serve
 
@@ -41,7 +42,7 @@ def test_a_form_under_any_of_its_names_holds_the_answer(server, field, value):
         found = text_of(answer)
         assert json.loads(found)["a"] in (1, 2) if is_json else found in WORDS
     streamed = events(server.chat(**{field: value}, max_tokens=40, stream=True))
-    assert "".join(one["choices"][0]["delta"].get("content", "") for one in streamed) == text_of(
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == text_of(
         server.chat(**{field: value}, max_tokens=40)
     )
 
@@ -64,7 +65,7 @@ def test_a_stop_text_is_kept_if_asked_for(server, stream):
     whole = text_of(server.complete(max_tokens=12))
     stop = whole[4:9]
     answer = server.complete(max_tokens=12, stop=[stop], include_stop_str_in_output=True, stream=stream)
-    found = "".join(one["choices"][0]["text"] for one in events(answer)) if stream else text_of(answer)
+    found = "".join(chunk["choices"][0]["text"] for chunk in events(answer)) if stream else text_of(answer)
     assert found == whole[: whole.index(stop) + len(stop)]
 
 
@@ -117,6 +118,34 @@ def test_variables_reach_the_template(server, monkeypatch):
     server.post("/v1/sessions", {"id": "quiet"})
     assert server.chat(**quiet, session_id="quiet").json()["usage"]["prompt_tokens"] > plain
     assert "session" in server.refused(server.chat(continue_final_message=True, session_id="quiet"))["message"]
+
+
+def test_the_tokenizers_own_tokens_are_put_around_a_prompt_as_in_vllm(server, monkeypatch):
+    backend = server.served.checkpoint.tokenizer.backend_tokenizer
+    before = backend.post_processor
+
+    def count(ask, **body):
+        answer = ask(**body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens"]
+
+    bare = [count(ask) for ask in (server.chat, server.complete)]
+    backend.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 1)])
+    try:
+        for wanted, more in ((None, (0, 1)), (False, (0, 0)), (True, (1, 1))):
+            found = [count(ask, add_special_tokens=wanted) for ask in (server.chat, server.complete)]
+            assert found == [tokens + added for tokens, added in zip(bare, more, strict=True)]
+            told = server.post("/tokenize", {"messages": HELLO, "add_special_tokens": wanted}).json()["count"]
+            assert told == found[0]
+        monkeypatch.setattr(server.served.checkpoint.tokenizer, "chat_template", None)
+        assert count(server.chat) == count(server.chat, add_special_tokens=True)
+        monkeypatch.undo()
+    finally:
+        backend.post_processor = before
+    server.post("/v1/sessions", {"id": "special"})
+    assert server.chat(session_id="special", add_special_tokens=False).status_code == 200
+    for body in ({"add_special_tokens": True}, {"chat_template_kwargs": {"add_generation_prompt": False}}):
+        assert "session" in server.refused(server.chat(session_id="special", **body))["message"]
 
 
 REFUSED = [
@@ -180,6 +209,53 @@ def test_unknown_fields_are_named_in_a_header_and_once_in_the_log(path, caplog):
             answer = server.client.post(path, content=json.dumps(sent))
             assert answer.headers["x-kvkeep-ignored"] == 'foo, a%0D%0Ab, %3F, ""'
     assert sum("ignored: foo" in line for line in caplog.messages) == 1
+
+
+PARTS = {
+    "stream_options": {"include_usage": True, "foo": 1, "bar": None, "include_obfuscation": False},
+    "response_format": {
+        "type": "json_schema",
+        "kind": 1,
+        "json_schema": {"name": "a", "schema": SCHEMA, "strictly": True},
+    },
+    "chat_template_kwargs": {"enable_thinking": False, "message": 1, "messag": 2},
+}
+UNKNOWN = ["stream_options.foo", "response_format.kind", "response_format.json_schema.strictly"]
+UNREAD = ["chat_template_kwargs.enable_thinking", "chat_template_kwargs.messag"]
+
+
+def test_unknown_keys_of_objects_and_variables_that_the_template_does_not_read_are_named(caplog):
+    with serve() as server, caplog.at_level(logging.INFO, "kvkeep.access"):
+        server.post("/v1/sessions", {"id": "parts"})
+        for more in ({"stream": True}, {"stream": True, "session_id": "parts"}):
+            answer = server.chat(**PARTS, **more)
+            assert answer.status_code == 200
+            assert answer.headers["x-kvkeep-ignored"] == ", ".join(UNKNOWN + UNREAD)
+        told = {"messages": HELLO, "chat_template_kwargs": PARTS["chat_template_kwargs"]}
+        assert server.post("/tokenize", told).headers["x-kvkeep-ignored"] == ", ".join(UNREAD)
+        parts = {
+            "text": {"format": {"type": "text", "foo": 1}, "tone": "x"},
+            "reasoning": {"summary": "auto", "why": 1},
+        }
+        response = server.post("/v1/responses", {"input": "a", "max_output_tokens": 1, **parts})
+        assert response.headers["x-kvkeep-ignored"] == "text.tone, text.format.foo, reasoning.why"
+    assert sum("chat_template_kwargs.messag" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("value", [5, "x", [], {"a": {"b": [1]}}, {"": 1}], ids=str)
+def test_objects_of_other_forms_fail_no_server(server, value):
+    for name in (*PARTS, "text", "reasoning"):
+        sent = {"messages": HELLO, "max_tokens": 1, name: value}
+        assert server.post("/v1/chat/completions", sent).status_code in (200, 400)
+        assert server.post("/v1/responses", {"input": "a", "max_output_tokens": 1, name: value}).status_code in (
+            200,
+            400,
+        )
+
+
+def test_unknown_options_of_a_stream_are_named(server):
+    answer = server.chat(stream=True, stream_options={"include_usage": False, "include_obfuscation": False, "foo": 1})
+    assert answer.headers["x-kvkeep-ignored"] == "stream_options.foo"
 
 
 def test_bodies_of_responses_refuse_what_they_do_not_build(server):

@@ -74,6 +74,31 @@ def test_a_stream_says_the_same(server):
     assert all("usage" not in piece for piece in events(server.chat(stream=True)))
 
 
+def test_each_chunk_may_have_the_numbers_of_tokens_so_far(server):
+    body = {"max_tokens": 6, "n": 2, "seed": 5, "temperature": 1, "stream": True}
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = events(server.chat(**body, stream_options=both))
+    want, found = last["usage"], [piece["usage"] for piece in pieces]
+    assert found[0] == {
+        "prompt_tokens": want["prompt_tokens"],
+        "completion_tokens": 0,
+        "total_tokens": found[0]["prompt_tokens"],
+    }
+    assert found[-1]["completion_tokens"] == want["completion_tokens"]
+    counts = [one["completion_tokens"] for one in found]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 4
+    assert all(one["prompt_tokens"] == want["prompt_tokens"] for one in found)
+    # alone it has no effect, as in vLLM
+    assert all(
+        "usage" not in one for one in events(server.chat(**body, stream_options={"continuous_usage_stats": True}))
+    )
+    name = server.post("/v1/sessions", {}).json()["id"]
+    for _ in range(2):
+        *_, piece, last = events(server.chat(session_id=name, stream=True, stream_options=both))
+        assert piece["usage"] == {key: last["usage"][key] for key in piece["usage"]}
+
+
 def test_texts_of_n_differ_and_the_first_is_the_single_one(server):
     many = [one["message"]["content"] for one in server.chat(n=4, seed=3, temperature=1).json()["choices"]]
     assert len(set(many)) > 1

@@ -45,7 +45,7 @@ def test_a_turn_reads_its_own_messages_only(server):
         (want,) = [alone.ask(said(text), _sampling()).text for text in (A, B)][1:]
     assert second["choices"][0]["message"]["content"] == want
     card = server.client.get("/v1/sessions/one").json()
-    assert [one["role"] for one in card["messages"]] == ["user", "assistant"] * 2
+    assert [message["role"] for message in card["messages"]] == ["user", "assistant"] * 2
     assert card["kv_bytes"] > 0
     assert {"id": "one", "object": "session"} in server.client.get("/v1/sessions").json()["data"]
 
@@ -92,6 +92,42 @@ def test_the_first_turn_can_be_taken_back(server):
     assert turn(server, "first", A)["choices"][0]["message"]["content"] == one
     assert server.post("/v1/sessions/first/rewind").json()["messages"] == []
     assert "can go back 0 turns" in server.refused(server.post("/v1/sessions/first/rewind"))["message"]
+
+
+def test_the_first_turn_of_a_fork_can_be_taken_back(server):
+    server.post("/v1/sessions", {"id": "seed", "policy": "h2o", "budget": 64, "pins": [[0, 2]]})
+    server.post("/v1/sessions/seed/fork", {"id": "early"})
+    one = turn(server, "seed", A)["choices"][0]["message"]["content"]
+    turn(server, "seed", B)
+    assert server.post("/v1/sessions/seed/fork", {"id": "late"}).json()["turns_to_rewind"] == 2
+    assert turn(server, "early", A)["choices"][0]["message"]["content"] == one
+    for name, turns in (("early", 1), ("late", 2)):
+        card = server.post(f"/v1/sessions/{name}/rewind", {"turns": turns}).json()
+        assert (card["messages"], card["policy"], card["budget"]) == ([], "h2o", 64)
+        assert turn(server, name, A)["choices"][0]["message"]["content"] == one
+        assert server.client.get(f"/v1/sessions/{name}/positions").json()["pins"] == [[0, 2]]
+    assert server.post("/v1/sessions/seed/fork", {"id": "again"}).json()["turns_to_rewind"] == 2
+    card = server.post("/v1/sessions/again/rewind").json()
+    assert [message["content"] for message in card["messages"]] == [A, one]
+    assert server.client.get("/v1/sessions/seed").json()["turns_to_rewind"] == 2
+
+
+def test_a_session_of_an_earlier_server_takes_back_all_turns_or_says_why_not(tmp_path):
+    engine = {"session_dir": tmp_path}
+    with serve(engine=engine, session_dir=str(tmp_path)) as server:
+        for name, texts in (("one", (A,)), ("two", (A, B))):
+            server.post("/v1/sessions", {"id": name, "policy": "h2o", "budget": 64})
+            said = [turn(server, name, text)["choices"][0]["message"]["content"] for text in texts]
+    with serve(engine=engine, session_dir=str(tmp_path)) as server:
+        assert [server.client.get(f"/v1/sessions/{name}").json()["turns_to_rewind"] for name in ("one", "two")] == [
+            1,
+            0,
+        ]
+        assert "when the server ends" in server.refused(server.post("/v1/sessions/two/rewind"))["message"]
+        for name, turns in (("one", 1), ("two", 2)):
+            card = server.post(f"/v1/sessions/{name}/rewind", {"turns": turns}).json()
+            assert (card["messages"], card["policy"], card["budget"]) == ([], "h2o", 64)
+            assert turn(server, name, A)["choices"][0]["message"]["content"] == said[0]
 
 
 def test_fork_and_rewind(server):
@@ -251,8 +287,8 @@ def test_items_that_clients_send_back_are_taken(client):
 def test_a_response_is_streamed(client):
     whole = client.responses.create(input=A, instructions="Be brief.", **SHORT)
     found = list(client.responses.create(input=A, instructions="Be brief.", stream=True, **SHORT))
-    assert [one.sequence_number for one in found] == list(range(len(found)))
-    assert "".join(one.delta for one in found if one.type == "response.output_text.delta") == whole.output_text
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+    assert "".join(event.delta for event in found if event.type == "response.output_text.delta") == whole.output_text
     assert found[-1].response.output_text == whole.output_text
     assert client.responses.create(input=B, previous_response_id=found[-1].response.id, **SHORT).id
 
@@ -302,7 +338,7 @@ def test_a_seed_draws_the_same_texts_again():
 
         (first, text), (second, again) = respond(), respond()
         assert text == again != respond(seed=8)[1]
-        texts = [respond(previous_response_id=one)[1] for one in (first, first, second)]
+        texts = [respond(previous_response_id=name)[1] for name in (first, first, second)]
         assert texts[0] == texts[1] == texts[2]
         for name in ("one", "other"):
             server.post("/v1/sessions", {"id": name})

@@ -267,6 +267,8 @@ def test_a_grammar_that_fails_while_it_runs_is_the_clients_mistake(server):
     form = {"type": "json_schema", "json_schema": {"schema": HARD}}
     error = server.refused(server.chat(response_format=form, max_tokens=60, temperature=1, seed=1))
     assert "became too complex" in error["message"]
+    *_, last = events(server.chat(response_format=form, max_tokens=60, temperature=1, seed=1, stream=True))
+    assert last["error"]["param"] == error["param"] == "response_format"
     assert server.chat(structured_outputs={"choice": ["fine"]}).status_code == 200
 
 

@@ -246,7 +246,8 @@ class Encode(Protocol):
     """Turns a prompt, a list of messages or token ids into token ids that the model has."""
 
     def __call__(self, prompt: Prompt, *, raw: bool = False, **template: Any) -> Sequence[int]:
-        """Encode; with ``raw`` a text is taken without the chat template, which ``template`` says how to fill in.
+        """Encode; with ``raw`` a text is taken without the chat template. ``template`` are further arguments of
+        `kvkeep.models.tokenization.encode_chat` or `encode`.
 
         Raises:
             KVKeepError: the text cannot be encoded, or the model has no such token.
@@ -337,6 +338,8 @@ def parse(
     *,
     pinned: Pinned = lambda prompt: (),
     raws: bool = False,
+    reads: Callable[[str], bool] = lambda variable: True,
+    max_model_len: int | None = None,
 ) -> InputLine | BadLine:
     """Return an input line with its requests, or a `BadLine` with the reason why it cannot be run.
 
@@ -349,13 +352,21 @@ def parse(
         defaults: sampling options, where the line has none of its own.
         pinned: returns spans of a prompt's tokens that are never evicted, beside the line's own.
         raws: whether prompts in kvkeep's own format are taken without the chat template.
+        reads: tells whether the chat template reads a variable; others are named in the answer.
+        max_model_len: the most tokens of a prompt and its answer, for ``"truncate_prompt_tokens": -1``; ``None``: no
+            limit.
     """
     custom_id: str | None = None
     try:
         fields = decoded(raw)
         if is_batch_line(fields):
             custom_id = custom_id_of(fields)
-            return _batch_line(number, digest(raw), fields, encode, defaults, pinned=pinned)
+            return _batch_line(
+                *(number, digest(raw), fields, encode, defaults),
+                pinned=pinned,
+                reads=reads,
+                max_model_len=max_model_len,
+            )
         return _own_line(number, digest(raw), fields, encode, defaults, pinned=pinned, raws=raws)
     except json.JSONDecodeError as error:
         reason, param = f"it is no JSON ({error}); a line is one whole object, such as {_EXAMPLE}", None
@@ -411,7 +422,15 @@ def _own_line(
 
 
 def _batch_line(
-    number: int, fingerprint: str, fields: dict[str, Any], encode: Encode, defaults: SamplingParams, *, pinned: Pinned
+    number: int,
+    fingerprint: str,
+    fields: dict[str, Any],
+    encode: Encode,
+    defaults: SamplingParams,
+    *,
+    pinned: Pinned,
+    reads: Callable[[str], bool],
+    max_model_len: int | None,
 ) -> InputLine:
     """Parse a line in OpenAI's format. Of its fields, only ``custom_id`` is kept.
 
@@ -421,20 +440,27 @@ def _batch_line(
         InputError: a field or a parameter is wrong.
     """
     asked = read_openai_line(fields)
+    asked = dataclasses.replace(asked, ignored=(*asked.ignored, *asked.unread(reads)))
     if asked.n > 1 and "temperature" not in asked.options and not defaults.temperature:
         raise ParameterError("n", f"is {asked.n}, and all texts are equal without a temperature; give temperature: 1")
     off: dict[str, Any] = dict.fromkeys(asked.unset)
     defaults = dataclasses.replace(defaults, **off)
     made = []
     for prompt in asked.prompts:
-        ids = encode(prompt, raw=True) if asked.url == COMPLETIONS else encode(prompt, **asked.template)
-        ids, pins = asked.truncated(list(ids), None), pinned(prompt)
+        ids = (
+            encode(prompt, raw=True, **asked.template) if asked.url == COMPLETIONS else encode(prompt, **asked.template)
+        )
+        ids, pins = asked.truncated(list(ids), max_model_len), pinned(prompt)
         if pins and (moves := [*asked.template, *(["truncate_prompt_tokens"] if asked.truncate else [])]):
             raise ParameterError(
                 moves[0], "moves the tokens of the system message, which are to be pinned; leave it out"
             )
+        fitting = defaults
+        if asked.truncate is not None and max_model_len is not None:  # the answer gets what the prompt leaves
+            room = max(1, max_model_len - len(ids))
+            fitting = dataclasses.replace(defaults, max_new_tokens=min(defaults.max_new_tokens, room))
         try:
-            first = request_of(number, ids, asked.options, defaults, pins, chat=asked.url == CHAT)
+            first = request_of(number, ids, asked.options, fitting, pins, chat=asked.url == CHAT)
         except KVKeepError as error:
             raise in_words_of(asked, error) from error
         made += [first] * asked.n

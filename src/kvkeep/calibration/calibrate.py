@@ -90,7 +90,7 @@ def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: i
 
 def _replies(writer: Writer, asked: Sequence[Prompted]) -> list[list[int]]:
     """Return the model's greedy replies under the full cache, without the token that ends them."""
-    ends = ends_of(writer.model, writer.checkpoint.tokenizer)
+    ends = ends_of(writer.model, writer.checkpoint.tokenizer, chat=True)
     most = NEW_TOKENS[wording_of(writer.checkpoint)]
     replies: list[list[int]] = []
     for at in batches([len(question.ids) for question in asked]):

@@ -13,7 +13,7 @@ from kvkeep.cli.options import Json
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.version import __version__
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "typer", "rich")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "typer", "rich")
 
 
 @one_line_errors

@@ -26,7 +26,7 @@ from kvkeep.engine.request import Request as Asked
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import tokenization
-from kvkeep.models.chat_templates import system_spans
+from kvkeep.models.chat_templates import reads, system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
@@ -37,6 +37,8 @@ from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
+from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.rotary import rotation_for
 from kvkeep.scale.driver import run_pieces
 from kvkeep.scale.worker import LINES, Built, EngineFacts
 from kvkeep.scale.worker_pool import Item, Layout, WorkerPool, WorkResult
@@ -52,25 +54,43 @@ def reader(
     Raises:
         InputError: the memory is a conversation's.
     """
-    past = None if memory is None else _past_of(memory)
+    past, policy = None if memory is None else _past_of(memory), parse_policy(request.policy)
+    rotation = rotation_for(checkpoint.config, request.positions, own=policy.defaults.positions)
+    longest = checkpoint.max_model_len(slot_positions=rotation is not None)
+    if longest is not None and past is not None:
+        longest -= len(past.ids)
 
     def encode(prompt: Prompt, *, raw: bool = False, **template: Any) -> Sequence[int]:
         if _are_ids(prompt):
             return _known(checkpoint, prompt)
-        raw = raw or request.raw
+        raw, special = raw or request.raw, {}
+        if "add_special_tokens" in template:
+            special["add_special_tokens"] = template.pop("add_special_tokens")
         if isinstance(prompt, str):
             asked = Asked(prompt=prompt, raw=raw)
         else:
             asked = Asked(messages=cast(list[dict[str, str]], prompt), **template)
-        if past is not None and template:
-            raise ParameterError(min(template), "changes a chat template, and the line follows a remembered text")
-        return _encode(checkpoint, asked) if past is None else _encode_after(checkpoint, asked, past)
+        if past is not None and (more := [*template, *(name for name, wanted in special.items() if wanted)]):
+            raise ParameterError(min(more), "changes a chat template, and the line follows a remembered text")
+        return _encode(checkpoint, asked, **special) if past is None else _encode_after(checkpoint, asked, past)
 
     def pinned(prompt: Prompt) -> Spans:
         return system_spans(checkpoint, prompt) if request.pin_system else ()
 
+    def read_by_template(variable: str) -> bool:
+        return reads(checkpoint.tokenizer, variable)
+
     def read(number: int, raw: bytes) -> InputLine | BadLine:
-        line = parse(number, raw, encode, defaults, pinned=pinned, raws=request.raw)
+        line = parse(
+            number,
+            raw,
+            encode,
+            defaults,
+            pinned=pinned,
+            raws=request.raw,
+            reads=read_by_template,
+            max_model_len=longest,
+        )
         return line if memory is None else after(line, memory.snapshot, request.policy)
 
     return read
@@ -95,11 +115,12 @@ def _are_ids(prompt: Prompt) -> TypeGuard[list[int]]:
     return not isinstance(prompt, str) and isinstance(prompt[0], int)
 
 
-def _encode(checkpoint: Checkpoint, asked: Asked) -> list[int]:
+def _encode(checkpoint: Checkpoint, asked: Asked, **special: bool) -> list[int]:
     if asked.messages is not None:
-        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **asked.templated)[0].tolist()
+        how: dict[str, Any] = {**asked.templated, **special}
+        chat: list[int] = tokenization.encode_chat(checkpoint, asked.messages, **how)[0].tolist()
         return chat
-    found: list[int] = tokenization.encode(checkpoint, str(asked.prompt), raw=asked.raw)[0].tolist()
+    found: list[int] = tokenization.encode(checkpoint, str(asked.prompt), raw=asked.raw, **special)[0].tolist()
     return found
 
 

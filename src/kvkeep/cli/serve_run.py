@@ -413,8 +413,8 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
         positions=request.positions,
     )
     layout.slots(request.budget)
-    trained = checkpoint.trained_length if layout.rotation is None else None
-    return checkpoint, request.max_model_len or trained
+    longest = checkpoint.max_model_len(slot_positions=layout.rotation is not None)
+    return checkpoint, request.max_model_len or longest
 
 
 def _remark(request: ServeOptions, settings: ServerSettings) -> None:

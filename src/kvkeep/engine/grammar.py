@@ -29,6 +29,9 @@ from kvkeep.models.sandbox import SandboxProcess
 
 _BITS = 32
 TOO_COMPLEX = "The grammar of the answer became too complex"
+_NO_TOKEN = "NoExtensionBias"
+"""The grammar engine's word for a place from which no text leads to an end."""
+_ENDLESS = "no text that ends: a part of it holds itself in every case, so no token can follow"
 
 
 class Constraint:
@@ -85,6 +88,8 @@ class Constraint:
 
 def failure(error: str) -> str:
     """Return the error message for a request whose grammar engine has failed."""
+    if _NO_TOKEN in error:
+        return f"The form of the answer has {_ENDLESS}."
     why = " ".join(error.partition("<state>")[0].split())
     return f"{TOO_COMPLEX} ({why:.100}). Use a simpler one."
 
@@ -349,6 +354,8 @@ def without_special_texts(description: str) -> str:
 
 def _shown(error: str) -> str:
     """Return the first words of the grammar engine's error, in one line."""
+    if _NO_TOKEN in error:
+        return _ENDLESS
     known = re.search(r"regex parse error:.*\nerror: (.+)", error, flags=re.DOTALL)
     line = " ".join((known[1] if known else error.partition("<state>")[0]).split("\n   1 |")[0].split())
     return (line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …").rstrip(".")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep.engine.sampling_params import SamplingParams, whole, whole_within
+from kvkeep.engine.schemas import compact
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Span, spans
@@ -144,9 +145,6 @@ Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 MOST_CHARACTERS = 2**17
 """Characters of a form; a longer one takes long to compile."""
 
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space of JSON as ``json.dumps`` writes it. A model that may write more of it may never end."""
-
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _EXAMPLE = '{"json": {"type": "object"}}'
 
@@ -206,36 +204,6 @@ def json_structure(schema: object) -> Structure:
         InputError: the schema is no JSON object or text of one, or is too long.
     """
     return checked(Structure("json", json.dumps(compact(schema))))
-
-
-def compact(schema: object, **options: object) -> dict[str, Any]:
-    """Return a schema that allows no white space but that of ``json.dumps``.
-
-    Its own ``x-guidance`` takes precedence.
-
-    Args:
-        schema: the schema, also as text; ``True`` takes any JSON.
-        **options: further options of llguidance.
-
-    Raises:
-        InputError: the schema is no JSON object or text of one.
-    """
-    try:
-        # dumped and loaded: a copy of plain types that the caller cannot change
-        found = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(schema, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"The JSON schema cannot be read ({error!s:.80}); give a schema such as {_SCHEMA}.") from error
-    if found is True:
-        found = {}
-    if not isinstance(found, dict):
-        raise InputError(f"The JSON schema {json.dumps(found)[:60]} is no JSON object; give one such as {_SCHEMA}.")
-    own = found.get("x-guidance", {})
-    if not isinstance(own, dict):
-        raise InputError("The JSON schema has an x-guidance that is no JSON object; leave it out.")
-    return {**found, "x-guidance": {**COMPACT, **options, **own}}
-
-
-_SCHEMA = '{"type": "object"}'
 
 
 def _object(value: object) -> Structure:
@@ -515,6 +483,7 @@ class Event:
         result: the finished request, if this was its last token or the step failed.
         logprob: the new token's log-probability, if asked for.
         read_tokens: tokens of the prompt that were read for the first token; 0 in later events.
+        prompt_tokens: length of the prompt; 0 in events without a token.
     """
 
     id: int
@@ -523,6 +492,7 @@ class Event:
     result: Result | None = None
     logprob: Logprob | None = None
     read_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 def last_result(events: Iterable[Event]) -> Result:

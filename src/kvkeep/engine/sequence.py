@@ -247,7 +247,7 @@ class Sequence:
         if self.status is SequenceStatus.FINISHED and self.tail:
             piece += self.tail.end()
         logprob = self.logprobs[-1] if self.request.logprobs is not None else None
-        return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read)
+        return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read, prompt_tokens=len(self.prompt))
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Mark the sequence as finished, with a reason, and drop its memory outside of a row."""

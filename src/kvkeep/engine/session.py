@@ -491,9 +491,17 @@ class TurnStates:
     def __len__(self) -> int:
         return len(self._states)
 
+    def __iter__(self) -> Iterator[Snapshot | None]:
+        """Yield the states, the oldest first."""
+        return iter(self._states)
+
     def __getitem__(self, index: int) -> Snapshot | None:
         """Return a state, the oldest first."""
         return self._states[index]
+
+    def copied(self) -> TurnStates:
+        """Return the same states for a fork, which shares the memories: nobody changes them."""
+        return TurnStates(*self._states)
 
     @property
     def turns(self) -> int:
@@ -514,10 +522,9 @@ class TurnStates:
         if len(self._states) <= MOST_TURNS_BACK:
             self._states.appendleft(state)
 
-    def drop_oldest(self) -> int:
-        """Forget the oldest memory, and return its bytes."""
-        state = self._states.popleft()
-        return 0 if state is None else state.nbytes
+    def drop_oldest(self) -> None:
+        """Forget the oldest memory."""
+        self._states.popleft()
 
     def take_back(self, turns: int) -> None:
         """Forget the memories after the last turns."""

@@ -44,6 +44,7 @@ class Prompt(Protocol):
             of one document that are asked later have these tokens in common.
         document: the number of the text.
         number: the number of the prompt among those of its text.
+        chat: whether it is in the chat template, if there is one.
     """
 
     @property
@@ -57,6 +58,9 @@ class Prompt(Protocol):
 
     @property
     def number(self) -> int: ...  # noqa: D102
+
+    @property
+    def chat(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,8 @@ def texts(writer: Writer, drive: Drive, prompts: Sequence[Prompt], most: int) ->
     if any(map(len, between)):
         drive.feed(*left_padded(between), last_only=True)
     logits = drive.feed(*left_padded([prompt.ids[-1:] for prompt in prompts]), last_only=True)
-    return [
-        writer.text_of(row)
-        for row in decode_greedily(drive, logits, most, ends_of(writer.model, writer.checkpoint.tokenizer))
-    ]
+    ends = ends_of(writer.model, writer.checkpoint.tokenizer, chat=any(prompt.chat for prompt in prompts))
+    return [writer.text_of(row) for row in decode_greedily(drive, logits, most, ends)]
 
 
 def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
@@ -216,6 +218,11 @@ class ItemPrompt:
     first: int
     document: int
     number: int = 0
+
+    @property
+    def chat(self) -> bool:
+        """Return whether the prompt is in the chat template, if there is one."""
+        return self.item.chat
 
 
 @dataclass(frozen=True)

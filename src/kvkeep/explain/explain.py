@@ -220,7 +220,9 @@ def _prompt(
     trained = trained_length(checkpoint.config)
     if trained and len(ids) + asked.new_tokens > trained:
         notes.append(f"The text is longer than the {trained} tokens that the model was trained for.")
-    return ExplainPrompt(ids, chunk, asked.new_tokens, frozenset(ends_of(model, checkpoint.tokenizer))), notes
+    return ExplainPrompt(
+        ids, chunk, asked.new_tokens, frozenset(ends_of(model, checkpoint.tokenizer, chat=not raw))
+    ), notes
 
 
 def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:

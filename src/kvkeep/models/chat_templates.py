@@ -13,8 +13,9 @@ import functools
 import json
 import logging
 import os
+import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -49,8 +50,10 @@ def fill(
     """Render a conversation in the tokenizer's chat template, up to the beginning of the model's answer.
 
     A template that reads content as a list of parts gets parts. System messages that the template refuses or leaves out
-    are put before the text of the user's next message. Characters of control tokens are quoted, see
-    `kvkeep.models.special_tokens`, but in an assistant's messages.
+    are put before the text of the user's next message. Where the template refuses messages of one role that follow each
+    other, they are joined; and where it refuses arguments of calls that are no JSON object, it gets an object that
+    holds their text. Characters of control tokens are quoted, see `kvkeep.models.special_tokens`, but in an assistant's
+    messages.
 
     Args:
         tokenizer: has the template.
@@ -67,8 +70,10 @@ def fill(
         raise InputError(f"The chat template cannot be given the variable {min(taken)}: kvkeep sets it. Leave it out.")
     quote = special_tokens_of(tokenizer).quote
     known = quote(list(map(dict, tools))) or None
+    # a tokenizer with several templates may have one for tools, and the others may leave calls out
+    shown = [] if known is None and any(message.get("tool_calls") for message in messages) else known
     try:
-        asked = {**tokenizer.special_tokens_map, "chat_template": tokenizer.get_chat_template(tools=known)}
+        asked = {**tokenizer.special_tokens_map, "chat_template": tokenizer.get_chat_template(tools=shown)}
         template = ChatTemplate(json.dumps({**asked, "add_generation_prompt": True}, sort_keys=True))
     except Exception as error:  # templates without a default, tokens that are not text
         raise InputError(f"The tokenizer's chat template cannot be used ({error!s:.200}). {_REMEDY}") from error
@@ -91,14 +96,13 @@ class ChatTemplate:
     asked: str
 
     def fill(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Render a conversation, with its system messages folded into the user's if need be.
+        """Render a conversation, changed as far as the template would otherwise refuse it or leave a part out.
 
         Raises:
             InputError: see `fill`.
         """
         refused: Exception | None = None
-        systems = [place for place, message in enumerate(messages) if message["role"] in _SYSTEM]
-        for given in (messages, _folded(messages, keep_first=True), _folded(messages)) if systems else (messages,):
+        for given in _variants(messages):
             try:
                 text = _rendered(self._given(given, variables))
             except EndlessTemplateError:
@@ -111,7 +115,7 @@ class ChatTemplate:
         else:
             raise refused or InputError(f"The tokenizer's chat template leaves out system messages. {_REMEDY}")
         if given is not messages:
-            _note(self.asked)
+            _note(self.asked, any(message["role"] in _SYSTEM for message in messages))
         last = max((place for place, message in enumerate(given) if message["role"] == "user"), default=None)
         if last is not None and not self._shows(text, given, last, variables):
             raise InputError(f"The tokenizer's chat template leaves out the user's last message. {_REMEDY}")
@@ -141,6 +145,59 @@ def _in_form(message: Mapping[str, Any], parts: Collection[str]) -> dict[str, An
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
+def _variants(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Yield a conversation as it is, and then in other forms for a template that refuses it.
+
+    System messages are folded, then neighbours of one role joined, then arguments of calls made objects.
+    """
+    folded: list[Sequence[Mapping[str, Any]]] = [messages]
+    if any(message["role"] in _SYSTEM for message in messages):
+        folded += [_folded(messages, keep_first=True), _folded(messages)]
+    yield from folded
+    joined = [_joined(given) for given in folded]
+    others = [given for given, before in zip(joined, folded, strict=True) if len(given) < len(before)]
+    yield from others
+    for given in (*folded, *others):
+        if (changed := list(map(_with_objects, given))) != list(given):
+            yield changed
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with texts of one role that follow each other joined, for roles that must alternate."""
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else None
+        if last and message["role"] == last["role"] in ("user", "assistant") and not last.get("tool_calls"):
+            texts = [part["content"] for part in (last, message) if part["content"]]
+            found[-1] = {**last, **message, "content": "\n\n".join(texts)}
+        else:
+            found.append(message)
+    return found
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have objects as arguments. Other text, such as JSON that was cut, becomes a value.
+
+    Agents send back what a model has written, and a template that reads the arguments by name fails on a text.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(_has_text(call) for call in calls):
+        return message
+    made = [
+        {**call, "function": {**call["function"], "arguments": {"arguments": call["function"]["arguments"]}}}
+        if _has_text(call)
+        else call
+        for call in calls
+    ]
+    return {**message, "tool_calls": made}
+
+
+def _has_text(call: Any) -> bool:
+    """Tell whether the arguments of a call are a text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("arguments"), str)
+
+
 def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) -> list[Mapping[str, Any]]:
     """Return the messages with those of the system joined with the user's message that follows.
 
@@ -164,13 +221,19 @@ def _folded(messages: Sequence[Mapping[str, Any]], *, keep_first: bool = False) 
 
 
 @functools.cache
-def _note(template: str) -> None:
-    """Say once for each template that system messages are folded."""
+def _note(template: str, has_system: bool) -> None:
+    """Say once for each template that messages are changed."""
     del template
-    _log.warning(
-        "The chat template does not take the system messages as they are: their text, and that of tools, is put before "
-        "the text of the user's message."
-    )
+    if has_system:
+        _log.warning(
+            "The chat template does not take the system messages as they are: their text, and that of tools, is put "
+            "before the text of the user's message."
+        )
+    else:
+        _log.warning(
+            "The chat template does not take the messages as they are: those of one role that follow each other are "
+            "joined, and arguments of calls that are no JSON object become one."
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,10 +293,11 @@ def _rendered(asked: Mapping[str, Any]) -> str:
 
 
 def reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
-    """Return whether the text of the tokenizer's chat templates has the name of a variable."""
+    """Return whether the text of the tokenizer's chat templates has the name of a variable as a word."""
     found = tokenizer.chat_template
     texts = found.values() if isinstance(found, Mapping) else (found,)
-    return any(variable in text for text in texts if isinstance(text, str))
+    word = re.compile(rf"(?<!\w){re.escape(variable)}(?!\w)")
+    return any(word.search(text) is not None for text in texts if isinstance(text, str))
 
 
 class EndlessTemplateError(InputError):

@@ -37,6 +37,10 @@ class Checkpoint:
         """Return how many positions the model was trained for; ``None`` if its configuration does not say."""
         return trained_length(self.config)
 
+    def max_model_len(self, *, slot_positions: bool) -> int | None:
+        """Return the most tokens of a prompt and its answer: the trained length, or ``None`` under slot positions."""
+        return None if slot_positions else self.trained_length
+
 
 def trained_length(config: PreTrainedConfig) -> int | None:
     """Return how many positions a model was trained for; ``None`` if its configuration does not say."""

@@ -34,9 +34,9 @@ from transformers.utils import logging as transformers_logging
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
-from kvkeep.models import quantized_weights, tiny
+from kvkeep.models import gguf, gguf_models, gguf_tokenization, quantized_weights, tiny
 from kvkeep.models.attention import attach
-from kvkeep.models.chat_templates import control_tokens
+from kvkeep.models.chat_templates import control_tokens, turn_ends
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import (
@@ -47,9 +47,11 @@ from kvkeep.models.files import (
     check_shape,
     check_size,
     explained,
+    is_gguf,
     locate,
     no_conversion_service,
     optional,
+    part_of,
 )
 from kvkeep.models.fused_modules import PromptHook
 from kvkeep.models.prepare import prepare
@@ -131,13 +133,16 @@ def remark(model: PreTrainedModel) -> str | None:
     return f"{start} {same}, which kvkeep leaves out: it changes no text." if same else None
 
 
-def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
+def ends_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, chat: bool = False
+) -> set[int]:
     """Return the tokens that end a text of this model.
 
     Args:
         model: its generation config names some.
         tokenizer: names one more. Those of the model's configuration count if they are special tokens here, since
             transformers fills in a number where the file has none.
+        chat: whether the text is an answer in a conversation, which the chat template ends with a token of its own.
     """
     found = _listed_ids(getattr(model.generation_config, "eos_token_id", None))
     if tokenizer is None:
@@ -148,7 +153,7 @@ def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     own = getattr(tokenizer, "eos_token_id", None)
     if own != getattr(tokenizer, "unk_token_id", None):  # of a token that the vocabulary does not have
         found |= {token for token in _listed_ids(own) if 0 <= token < text.vocab_size}
-    return found
+    return found | turn_ends(tokenizer) if chat else found
 
 
 def _listed_ids(ids: object) -> set[int]:
@@ -252,7 +257,7 @@ def load(
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
     Args:
-        name_or_path: a hub name or a local folder.
+        name_or_path: a hub name, a local folder, or a GGUF file.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or a name of torch, e.g. ``cuda:1``.
         allow_pickle: accept weights that are not safetensors; torch unpickles nothing but tensors.
@@ -279,7 +284,7 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
     """Read configuration and tokenizer, and refuse a model that kvkeep cannot run.
 
     Args:
-        name_or_path: a hub name or a local folder.
+        name_or_path: a hub name, a local folder, or a GGUF file.
         allow_pickle: see `load`.
         weights: whether a folder without weights is refused.
 
@@ -287,8 +292,10 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
         KVKeepError: see `load`.
     """
     name = locate(name_or_path)
-    if Path(name).is_file():
-        raise ModelFileError(f"{name} is a file; give the folder that holds config.json, weights and tokenizer.")
+    if Path(name).is_file() and not is_gguf(name):
+        raise ModelFileError(
+            f"{name} is a file and no GGUF file; give the folder that holds config.json, weights and tokenizer."
+        )
     if Path(name).is_dir():
         with explained(name, "Its files cannot be looked up"):
             check_folder(Path(name), allow_pickle, weights=weights)
@@ -297,6 +304,8 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
         skeleton = build_empty(name, config)
         with quiet():
             try_out(skeleton)
+        if is_gguf(name):
+            gguf_models.sources(gguf.read(name), skeleton)
         check_generation_config(name)
         tokenizer = _read_tokenizer(name, config)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -321,9 +330,14 @@ def read_weights(
             are no processes to split the model over.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
+    from_gguf = is_gguf(checkpoint.name)
+    if from_gguf and (load_in is not None or tp):
+        asked = "be split over processes" if load_in is None else f"be loaded in {load_in}"
+        raise InputError(f"{checkpoint.name} is a GGUF file, which cannot {asked}. Give a folder with safetensors.")
     how = split_options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
-        model = _read(checkpoint, kind, place, how or quantized_weights.options(load_in, checkpoint.config, place))
+        options = how or quantized_weights.options(load_in, checkpoint.config, place)
+        model = _read_gguf(checkpoint, kind, place) if from_gguf else _read(checkpoint, kind, place, options)
     attach(model.eval())
     if not how:  # not split layers: their hooks divide the weights
         with enough_memory(place):
@@ -352,6 +366,22 @@ def _read(
         )
     _check_complete(checkpoint.name, report)
     _check_left_over(checkpoint.name, model, sorted(report["unexpected_keys"]))
+    return model
+
+
+def _read_gguf(checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device) -> PreTrainedModel:
+    """Load the model of a GGUF file, with its packed tensors unpacked."""
+    file = gguf.read(checkpoint.name)
+    dtype = kind if isinstance(kind, torch.dtype) else file.dtype
+    with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), quiet():
+        skeleton = build_empty(checkpoint.name, checkpoint.config)
+        weights = gguf_models.state_dict(file, skeleton, dtype)
+        read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], type(skeleton).from_pretrained)
+        model, report = read(None, config=checkpoint.config, state_dict=weights, dtype=dtype, output_loading_info=True)
+    _check_complete(checkpoint.name, report)
+    model.config.name_or_path = checkpoint.name
+    if note := gguf_models.unpacked(file, dtype, quantized_weights.weight_bytes(model)):
+        _log.warning("%s", note)
     return model
 
 
@@ -443,9 +473,15 @@ def read_config(name: str) -> PreTrainedConfig:
         ModelFileError: the configuration cannot be read.
         UnsupportedModelError: transformers has no such decoder.
     """
-    with explained(name, "Its config.json cannot be read"):
-        fields, _ = PreTrainedConfig.get_config_dict(name)
-        kind = fields.get("model_type")
+    if is_gguf(name):
+        with explained(name, "Its header cannot be read"):
+            file = gguf.read(name)
+            fields = gguf_models.config_fields(file, gguf_tokenization.end_tokens(file))
+    else:
+        with explained(name, "Its config.json cannot be read"):
+            fields, _ = PreTrainedConfig.get_config_dict(name)
+            fields.get("model_type")  # fails for a text or a list
+    kind = fields.get("model_type")
     check_numbers(name, fields)
     if kind is None:
         raise ModelFileError(f"{name} has no config.json, or it names no model_type; transformers needs it.")
@@ -456,8 +492,12 @@ def read_config(name: str) -> PreTrainedConfig:
         raise UnsupportedModelError(
             f"{name} is of type {kind!r:.60}, which {why}. Choose a model that transformers has, or update it."
         )
-    with explained(name, "Its config.json holds values that cannot be used"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with explained(name, f"Its {part_of(name)} holds values that cannot be used"):
+        config: PreTrainedConfig = (
+            AutoConfig.for_model(**fields)
+            if is_gguf(name)
+            else AutoConfig.from_pretrained(name, trust_remote_code=False)
+        )
     if not generates_text(config):
         raise UnsupportedModelError(
             f"{name} is of type {kind!r}, which transformers does not offer as a decoder that generates text."
@@ -475,7 +515,7 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
         ModelFileError: the configuration's values cannot be used.
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
-    with explained(name, "Its config.json holds values that cannot be used"), torch.device("meta"):
+    with explained(name, f"Its {part_of(name)} holds values that cannot be used"), torch.device("meta"):
         skeleton: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
         BoundedCache(config, "full", budget=1)
         return attach(skeleton)
@@ -501,7 +541,11 @@ def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
         ModelFileError: the tokenizer cannot be read, or is empty.
     """
     with explained(name, "Its tokenizer cannot be read"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = (
+            gguf_tokenization.tokenizer_of(gguf.read(name))
+            if is_gguf(name)
+            else AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
+        )
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     if not tokenizer.get_vocab().keys() - special:
         raise ModelFileError(f"{name} has no tokenizer (tokenizer.json). Download the model again, with all its files.")
@@ -540,7 +584,7 @@ def load_with_tokenizer(
     ``kvkeep.Engine(*kvkeep.load(name))`` is an engine for it.
 
     Args:
-        name_or_path: a hub name or a local folder; by default the embedded model.
+        name_or_path: a hub name, a local folder, or a GGUF file; by default the embedded model.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or torch's, e.g. ``cuda:1``.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``, or torch's own.
         allow_pickle: accept weights that are not safetensors; torch then unpickles tensors only.

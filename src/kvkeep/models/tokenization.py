@@ -23,13 +23,17 @@ from kvkeep.models.special_tokens import special_tokens_of
 from kvkeep.snapshot.snapshot import Snapshot
 
 
-def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
+def encode(
+    checkpoint: Checkpoint, prompt: str, *, raw: bool = False, add_special_tokens: bool = True
+) -> Int[Tensor, "1 T"]:
     """Return the token ids of a prompt, in the tokenizer's chat template if it has one.
 
     Args:
         checkpoint: the model and its tokenizer.
         prompt: the text; with a template, the user's message.
-        raw: leave the chat template out.
+        raw: leave the chat template out. What the tokenizer puts before a text, such as the token that begins one, is
+            not put there twice: a client that fills in the template itself has written it already.
+        add_special_tokens: whether the tokenizer puts its own tokens around a text without chat template.
 
     Raises:
         InputError: the prompt is empty or no valid text, or the tokenizer does not belong to the model.
@@ -39,9 +43,12 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
         raise InputError("The prompt is empty. Give some text.")
     _check_text(prompt)
     if raw:
-        return _encoded(checkpoint, prompt)
+        ids = _encoded(checkpoint, prompt, add_special_tokens=add_special_tokens)
+        return _begun_once(checkpoint, prompt, ids) if add_special_tokens else ids
     if checkpoint.tokenizer.chat_template is None:
-        return _encoded_as_quoted(checkpoint, special_tokens_of(checkpoint.tokenizer).quote(prompt), bare=False)
+        return _encoded_as_quoted(
+            checkpoint, special_tokens_of(checkpoint.tokenizer).quote(prompt), bare=not add_special_tokens
+        )
     return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
 
 
@@ -53,6 +60,7 @@ def encode_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    add_special_tokens: bool = False,
 ) -> Int[Tensor, "1 T"]:
     """Return the token ids of a conversation, up to the beginning of the model's answer.
 
@@ -63,6 +71,7 @@ def encode_chat(
         chat_template_kwargs: more variables of the template.
         add_generation_prompt: end with the beginning of an answer; otherwise with the end of the last message.
         continue_final_message: end within the last message, after its text.
+        add_special_tokens: whether the tokenizer puts its own tokens around what the template has written.
 
     Raises:
         InputError: there is no chat template, the template fails, or a message is no valid text; or the last message is
@@ -82,7 +91,7 @@ def encode_chat(
         text = _unfinished(checkpoint, messages, tools, {**given, "add_generation_prompt": False})
     else:
         text = fill(checkpoint.tokenizer, messages, tools, variables=given)
-    return _encoded_as_quoted(checkpoint, text)
+    return _encoded_as_quoted(checkpoint, text, bare=not add_special_tokens)
 
 
 def _unfinished(
@@ -185,6 +194,16 @@ def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, 
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
         ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
     return _checked(checkpoint, ids)
+
+
+def _begun_once(checkpoint: Checkpoint, text: str, ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 n"]:
+    """Return the token ids of a text without the tokens put before it, if the text begins with the same ones."""
+    if not text.startswith(tuple(checkpoint.tokenizer.all_special_tokens)):
+        return ids
+    own = _encoded(checkpoint, text, add_special_tokens=False)[0].tolist()
+    whole = ids[0].tolist()
+    added = next((n for n in range(1, len(whole) - len(own) + 1) if whole[n : n + len(own)] == own), 0)
+    return ids[:, added:] if added and own[:added] == whole[:added] else ids
 
 
 def _encoded_as_quoted(checkpoint: Checkpoint, text: str, *, bare: bool = True) -> Int[Tensor, "1 T"]:

@@ -81,6 +81,14 @@ def content(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]
     ]
 
 
+def output_text(tokens: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return the entries of a response's tokens: a chat's, but with an empty list where a token adds no bytes."""
+    found = content(tokens, texts)
+    for entry in (part for token in found for part in (token, *token["top_logprobs"])):
+        entry["bytes"] = entry["bytes"] or []
+    return found
+
+
 def _entry(text: str, raw: bytes | None, value: float) -> dict[str, Any]:
     return {"token": text, "logprob": max(value, LEAST), "bytes": None if raw is None else list(raw)}
 
@@ -146,7 +154,7 @@ def echoed(prompt: str, ids: Sequence[int], result: Result, texts: TokenTexts) -
         texts: decodes tokens.
     """
     spans = TokenSpans(texts, special=True)
-    tokens = _placed(prompt, ids, [token for one in ids for token in spans.add(one)] + spans.end(), texts)
+    tokens = _placed(prompt, ids, [token for number in ids for token in spans.add(number)] + spans.end(), texts)
     of_prompt = columns(list(zip(tokens[1:], result.prompt_logprobs, strict=False)), texts)
     new = columns(ScoredTokens.of(result, texts, whole=True), texts, offset=len(prompt))
     first: dict[str, list[Any]] = {name: [None] for name in new} | {
@@ -163,13 +171,13 @@ def _placed(prompt: str, ids: Sequence[int], tokens: Sequence[TextToken], texts:
     """
     decoded, at, found = texts.decode(ids), 0, []
     ends = [*(token.start for token in tokens[1:]), len(decoded)]
-    for one, token, end in zip(ids, tokens, ends, strict=True):
+    for number, token, end in zip(ids, tokens, ends, strict=True):
         part = decoded[token.start : end]
         place, step, text = at, len(part), token.text
         if not prompt.startswith(part, at):
             bare = part.strip()
             near = prompt.find(bare, at, at + len(part) + _NEAR) if bare else -1
-            if texts.is_special(one):
+            if texts.is_special(number):
                 step, text = 0, ""
             elif near >= 0:
                 place, step = near, len(bare)

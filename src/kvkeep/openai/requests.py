@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai.messages import BY_WORDS, ParameterError, ToolUse, messages_of, short, unknown_fields, whole_text
 from kvkeep.openai.tools import Tools, tools_of
 from kvkeep.parameters import (
+    ADD_SPECIAL_TOKENS,
     ENDING_PARAMETERS,
     LOGIT_BIAS,
     REQUEST_CACHE_PARAMETERS,
@@ -86,7 +87,8 @@ def format_of(name: str, given: Mapping[str, Any] | None) -> Structure | None:
         return None
     if kind not in _FORMATS:
         raise ParameterError(f"{name}.type", f"is {short(kind)}; there are {', '.join(_FORMATS)}")
-    place = f"{name}.json_schema"
+    nested = name == "response_format" or "json_schema" in given
+    place = f"{name}.json_schema" if nested else name
     if kind == "json_object" and given.get("schema") is None:
         return json_structure({"type": "object"})
     described = given.get("json_schema") if "schema" not in given else given
@@ -117,7 +119,10 @@ _COMMON: Mapping[str, tuple[type, ...]] = {
     "stop": (str, list),
     **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
     **dict.fromkeys(_KINDS_OF_FORM, _FORM),
-    **{parameter.name: parameter.json_types for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS)},
+    **{
+        parameter.name: parameter.json_types
+        for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS, ADD_SPECIAL_TOKENS)
+    },
 }
 _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     CHAT: {
@@ -144,6 +149,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
 """Values of parameters with which a body asks for nothing that kvkeep cannot do."""
 LABELS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "prompt_cache_options",
     *("request_id", "rid", "guided_decoding_backend", "cache_prompt", "id_slot", "keep_alive", "timings_per_token"),
 )
 """Fields that describe a request, or say how a server should work, and never change the answer."""
@@ -157,7 +163,14 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
             *("custom_logit_processor", "custom_params", "session_params", "lora_path", "lora", "adapter_id"),
             *("samplers", "image_data", "reasoning_format", "dry_sequence_breakers", "grammar_triggers", "n_keep"),
             *("options", "format", "template", "system", "images", "context", "no_repeat_ngram_size", "conversation"),
-            *("negative_prompt", "guidance_scale", "transforms", "prediction_tokens", "instructions"),
+            *(
+                "negative_prompt",
+                "guidance_scale",
+                "transforms",
+                "prediction_tokens",
+                "instructions",
+                "context_management",
+            ),
             *("exponential_decay_length_penalty", "forced_decoder_ids", "suppress_tokens", "custom_token_bans"),
         ),
         (),
@@ -199,7 +212,6 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
         (0,),
     ),
     **dict.fromkeys(("length_penalty", "num_beams", "typical_p", "tfs", "tfs_z", "encoder_repetition_penalty"), (1,)),
-    "add_special_tokens": (),
     "truncation_side": ("left",),
     "truncation": ("disabled",),
     "modalities": (["text"],),
@@ -233,15 +245,25 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     **dict.fromkeys(("parallel_tool_calls", "skip_special_tokens", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("logprobs", "ignore_eos", "include_stop_str_in_output", "continue_final_message"), (False,)),
+    "add_special_tokens": (False,),
 }
 """Fields of one route → the values that change nothing on another one."""
 OWN = (
     *(parameter.name for parameter in REQUEST_CACHE_PARAMETERS),
     *("keep_ratio", "session_id", "structured_outputs", *_KINDS_OF_FORM),
-    *(parameter.name for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS)),
+    *(parameter.name for parameter in (*ENDING_PARAMETERS, TRUNCATE_PROMPT_TOKENS, ADD_SPECIAL_TOKENS)),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
 )
 """Fields beyond OpenAI's API. A name that is nearly one of them is a mistake."""
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "stream_options": ("include_usage", "continuous_usage_stats", "include_obfuscation"),
+    "response_format": ("type", "json_schema", "schema", "name", "description", "strict"),
+    "response_format.json_schema": ("name", "description", "schema", "strict"),
+    "text": ("format", "verbosity"),
+    "text.format": ("type", "name", "description", "schema", "strict", "json_schema"),
+    "reasoning": ("effort", "summary", "generate_summary"),
+}
+"""Fields that are objects → their own fields that are known."""
 _ALIKE = 0.8
 """Similarity to a name of kvkeep from which an unknown field is refused: fields of other servers are less alike."""
 
@@ -275,7 +297,20 @@ def ignored(
         if alike := difflib.get_close_matches(name[:80], own, 1, _ALIKE):
             raise ParameterError(name[:80], f"is unknown; did you mean {alike[0]}?")
         found.append(name)
-    return (*found, *unknown_fields(given.get("messages")))
+    parts = [name for path, names in _PARTS.items() for name in _unknown_parts(given, known, path, names)]
+    return (*found, *parts, *unknown_fields(given.get("messages")))
+
+
+def _unknown_parts(
+    given: Mapping[str, Any], known: Collection[str], path: str, names: Collection[str]
+) -> Iterator[str]:
+    """Yield the names of fields that nobody knows in one of a body's objects, such as ``stream_options.foo``."""
+    first, *rest = path.split(".")
+    part = given.get(first) if first in known else None
+    for name in rest:
+        part = part.get(name) if isinstance(part, dict) else None
+    if isinstance(part, dict):
+        yield from (f"{path}.{name}" for name, value in part.items() if name not in names and value is not None)
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
@@ -327,7 +362,7 @@ class ParsedBody:
         tools: the tools that the model may call.
         begins_with_call: whether an answer is either a text or calls, and no text comes before them.
         form: the parameter that gives the answer its form, if one does.
-        template: how the chat template is filled in, by the arguments of `kvkeep.models.tokenization.encode_chat`.
+        template: how a prompt becomes tokens, by the arguments of `kvkeep.models.tokenization.encode_chat` or `encode`.
         truncate: the most tokens of a prompt, of which the last are kept; -1: as many as fit; ``None``: all.
         ignored: fields that nobody knows.
         unbounded: whether an answer is as long as it may be: ``"max_tokens": -1``.
@@ -365,6 +400,15 @@ class ParsedBody:
             return ids
         room = len(ids) if most is None else max(1, most - self.options.get("max_new_tokens", 1))
         return ids[-(room if self.truncate < 0 else self.truncate) :]
+
+    def unread(self, reads: Callable[[str], bool]) -> tuple[str, ...]:
+        """Return the names of variables of the chat template that it does not read, with the field's name before each.
+
+        Args:
+            reads: tells whether the template reads a variable.
+        """
+        variables: Mapping[str, Any] = self.template.get("chat_template_kwargs", {})
+        return tuple(f"chat_template_kwargs.{name}" for name in variables if not reads(name))
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
@@ -419,7 +463,7 @@ def read(
         spelling["min_new_tokens"] = "min_tokens"
     return ParsedBody(
         *(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, "tools" if tools else named),
-        template=_template(given),
+        template=_template(url, given),
         truncate=_truncated(given),
         ignored=unknown,
         unbounded=_NO_LIMIT in (given.get("max_tokens"), given.get("max_completion_tokens")),
@@ -508,10 +552,10 @@ def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _template(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how the chat template is filled in. vLLM takes two of its fields among the variables, too."""
+def _template(url: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a prompt becomes tokens. vLLM takes two of the fields among the template's variables, too."""
     variables = dict(given.get("chat_template_kwargs", {}))
-    flags = {}
+    flags = {"add_special_tokens": given["add_special_tokens"]} if "add_special_tokens" in given else {}
     for name in ("add_generation_prompt", "continue_final_message"):
         value = variables.pop(name, given.get(name))
         if value is not None and not isinstance(value, bool):
@@ -529,7 +573,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise ParameterError("chat_template_kwargs", "has half of a character") from error
     shown = {"chat_template_kwargs": variables} if variables else {}
-    plain = {"add_generation_prompt": True, "continue_final_message": False}
+    plain = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": url != CHAT}
     return {**shown, **{name: value for name, value in flags.items() if value is not plain[name]}}
 
 

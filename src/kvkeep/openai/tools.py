@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvkeep.engine.request import Structure, checked, compact
+from kvkeep.engine.request import Structure, checked
+from kvkeep.engine.schemas import compact
 from kvkeep.errors import InputError
 from kvkeep.openai.messages import BY_WORDS, NAME, ParameterError, ToolUse, short, whole_text
 
@@ -164,7 +165,7 @@ def _begins(text: str, place: int, headers: Mapping[str, str]) -> str | None:
 
 MOST = 128
 _EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
-_CHOICES = '"none", "auto", "required" and {"type": "function", "function": {"name": "…"}}'
+_CHOICES = '"none", "auto", "required", {"type": "function", "function": {"name": "…"}} and a list of allowed_tools'
 _ALIKE = (
     "and tools that may be called go not together with this model: its calls begin like JSON. Leave one out, or give "
     'tool_choice "required" or "none"'
@@ -179,21 +180,22 @@ class Tools:
     Attributes:
         functions: their definitions, each with a ``name``.
         choice: whether the model must call one.
-        only: the one that it must call.
+        allowed: the names of those that it may call; ``None``: all.
         parallel: whether it may call several.
         use: how the model is told, and the form of its calls.
     """
 
     functions: tuple[Mapping[str, Any], ...]
     choice: Literal["auto", "required"] = "auto"
-    only: str | None = None
+    allowed: tuple[str, ...] | None = None
     parallel: bool = True
     use: ToolUse = BY_WORDS
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the functions that may be called."""
-        return tuple(function["name"] for function in self.functions if self.only in (None, function["name"]))
+        names = tuple(function["name"] for function in self.functions)
+        return names if self.allowed is None else tuple(name for name in names if name in self.allowed)
 
     @property
     def described(self) -> tuple[dict[str, Any], ...]:
@@ -224,7 +226,7 @@ class Tools:
                 name or "structured_outputs", "names a form that goes together with no tools; leave one out"
             )
         form = self.use.form
-        several = self.parallel and self.only is None and form.next is not None
+        several = self.parallel and form.next is not None
         lines = ["%llguidance {}", *self._start(content)]
         lines.append(f"calls: opens name {'more* ' if several else ''}{json.dumps(form.last) if form.last else ''}")
         lines.append(f"opens: {' | '.join(map(json.dumps, form.opens))}")
@@ -282,22 +284,37 @@ def tools_of(given: Mapping[str, Any], use: ToolUse) -> Tools | None:
         ParameterError: a tool or the choice cannot be read.
     """
     functions = _functions(given.get("tools", []))
-    choice = given.get("tool_choice", "auto")
+    choice, allowed = given.get("tool_choice", "auto"), None
+    parallel = bool(given.get("parallel_tool_calls", True))
     if isinstance(choice, dict):
-        inner = choice.get("function")
-        only = inner.get("name") if isinstance(inner, dict) else None
-        if choice.get("type") != "function" or not isinstance(only, str):
-            raise ParameterError("tool_choice", f"is {short(choice)}; there are {_CHOICES}")
-        if only not in [function["name"] for function in functions]:
-            raise ParameterError("tool_choice", f"names {short(only)}, which is none of tools")
-        return Tools(functions, "required", only, parallel=False, use=use)
+        shown, listed = short(choice), choice.get("type") == "allowed_tools"
+        inner = choice.get("allowed_tools") if listed else {"mode": "required", "tools": [choice]}
+        allowed = _names(inner)
+        if not allowed or not isinstance(inner, dict) or inner.get("mode") not in ("auto", "required"):
+            raise ParameterError("tool_choice", f"is {shown}; there are {_CHOICES}")
+        known = [function["name"] for function in functions]
+        if missing := next((name for name in allowed if name not in known), None):
+            raise ParameterError("tool_choice", f"names {short(missing)}, which is none of tools")
+        choice, parallel = inner["mode"], parallel and listed
     if choice not in ("none", "auto", "required"):
         raise ParameterError("tool_choice", f"is {short(choice)}; there are {_CHOICES}")
     if choice == "required" and not functions:
         raise ParameterError("tool_choice", 'is "required", and there are no tools')
     if not functions or choice == "none":
         return None
-    return Tools(functions, choice, parallel=bool(given.get("parallel_tool_calls", True)), use=use)
+    return Tools(functions, choice, allowed, parallel=parallel, use=use)
+
+
+def _names(given: object) -> tuple[str, ...] | None:
+    """Return the names in a list of functions that may be called; ``None`` if it has another form."""
+    tools = given.get("tools") if isinstance(given, dict) else None
+    found = []
+    for tool in tools if isinstance(tools, list) else [None]:
+        inner = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            return None
+        found.append(inner["name"])
+    return tuple(found)
 
 
 def _functions(given: Sequence[object]) -> tuple[Mapping[str, Any], ...]:

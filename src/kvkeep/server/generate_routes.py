@@ -25,7 +25,7 @@ from kvkeep.server.errors import RefusalError, in_words_of
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_parsing import ParsedRequest, parse_request, parse_turn
 from kvkeep.server.request_queue import RequestQueue, Run, in_thread
-from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, body_of
+from kvkeep.server.schemas import ChatBody, CompletionBody, Generating, StreamOptions, body_of, note_ignored
 from kvkeep.server.session_registry import SessionRegistry
 from kvkeep.server.settings import ServerSettings
 from kvkeep.server.sse import After, EventStream, begun, followed, meter_of, owner_of, reply, unless_gone, usage_of
@@ -123,8 +123,33 @@ class _Choice:
         return {"index": self._index, **inner, "logprobs": scores, "finish_reason": reason}
 
 
+class _UsageSoFar:
+    """The numbers of tokens of an answer while it is written.
+
+    Args:
+        parsed: the request that is answered. The prompt of a session's turn is not known before its first event.
+    """
+
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self._prompts = {-place: len(ids) for place, ids in enumerate(parsed.prompts, 1)}
+        self._is_turn, self._new = not parsed.prompts, 0
+
+    def take(self, event: Event) -> None:
+        """Count the token of an event."""
+        self._new += event.token_id is not None
+        if self._is_turn and event.prompt_tokens:
+            self._prompts[event.id] = event.prompt_tokens
+
+    @property
+    def shown(self) -> dict[str, int] | None:
+        """Return the numbers as the API shows them; ``None`` if the prompt is not known."""
+        prompt = sum(self._prompts.values())
+        new = {"completion_tokens": self._new, "total_tokens": prompt + self._new}
+        return {"prompt_tokens": prompt, **new} if self._prompts else None
+
+
 async def answer_chunks(
-    parsed: ParsedRequest, run: Run, *, model: str, texts: TokenTexts, prompts: list[str], with_usage: bool
+    parsed: ParsedRequest, run: Run, *, model: str, texts: TokenTexts, prompts: list[str], options: StreamOptions
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     """Yield the chunks of an answer. The first one is empty, for `begun`, and means that the request has a row.
 
@@ -134,32 +159,39 @@ async def answer_chunks(
         model: the model's name.
         texts: decodes tokens.
         prompts: texts that are echoed, one for each request; empty: no echo.
-        with_usage: whether the last chunk has the numbers of tokens.
+        options: say whether the last chunk, or each chunk, has the numbers of tokens.
 
     Raises:
         RefusalError: see `RequestQueue.run`.
     """
     head = AnswerHead(parsed, model)
-    more: dict[str, Any] = {"usage": None} if with_usage else {}
+    usage = _UsageSoFar(parsed) if options.continuous_usage_stats else None
     wanted = texts if parsed.wants_logprobs else None
     choices = [_Choice(parsed, head.name, index, wanted) for index in range(len(parsed.requests))]
     results: dict[int, Result] = {}
+
+    def more() -> dict[str, Any]:
+        return {"usage": usage and usage.shown} if options.include_usage else {}
+
     try:
-        async for item in run:
-            if item is None:
-                yield {}  # `begun` takes it: the request was not refused
-                for index, choice in enumerate(choices):
-                    if prompts or parsed.is_chat:
-                        yield head.chunk([choice.first(*prompts[index : index + 1])], **more)
-                continue
-            index, event = item
-            if event.result is not None:
-                results[index] = event.result
-            for written in choices[index].next(event):
-                yield head.chunk([written], **more)
+        with in_words_of(parsed.parameters.form):
+            async for item in run:
+                if item is None:
+                    yield {}  # `begun` takes it: the request was not refused
+                    for index, choice in enumerate(choices):
+                        if prompts or parsed.is_chat:
+                            yield head.chunk([choice.first(*prompts[index : index + 1])], **more())
+                    continue
+                index, event = item
+                if event.result is not None:
+                    results[index] = event.result
+                if usage is not None:
+                    usage.take(event)
+                for written in choices[index].next(event):
+                    yield head.chunk([written], **more())
     finally:
         await run.aclose()
-    if with_usage:
+    if options.include_usage:
         yield head.chunk([], usage=usage_of([results[index] for index in sorted(results)], parsed.parameters.n))
 
 
@@ -184,11 +216,13 @@ class GenerateRoutes:
         self._settings.check_model(body.model)
         if (name := body.session_id) is None:
             parsed = await in_thread(lambda: parse_request(CHAT, body, self._served, self._settings))
+            note_ignored(request, parsed.parameters.unread(self._served.reads))
             return await self._answer(request, body, parsed)
         sessions, owner, until = self._sessions, owner_of(request), request.state.ended
         entry = await in_thread(lambda: sessions.find(owner, name, until))
         before = len(entry.session.token_ids)
         parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, before=before))
+        note_ignored(request, parsed.parameters.unread(self._served.reads))
         streams = [entry.session.asend(parsed.requests[0])]
         return await self._answer(request, body, parsed, streams, after=lambda: in_thread(lambda: sessions.ran(entry)))
 
@@ -235,7 +269,7 @@ class GenerateRoutes:
             model=self._settings.name,
             texts=self._served.token_texts,
             prompts=self._echoes(parsed),
-            with_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+            options=body.stream_options or StreamOptions.model_validate({}),
         )
         with in_words_of(parsed.parameters.form):
             ready = await unless_gone(request, begun(chunks))  # what is refused now has a status of its own

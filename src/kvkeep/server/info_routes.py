@@ -18,7 +18,7 @@ from kvkeep.policies.registry import available
 from kvkeep.server.errors import parameter, unknown
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_queue import RequestQueue, in_thread
-from kvkeep.server.schemas import DetokenizeBody, TokenizeBody, body_of
+from kvkeep.server.schemas import DetokenizeBody, TokenizeBody, body_of, note_ignored
 from kvkeep.server.settings import PAGE_FILES, ServerSettings
 from kvkeep.server.sse import reply
 from kvkeep.version import __version__
@@ -78,7 +78,8 @@ class InfoRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Answer with the tokens of a text or a conversation."""
         body = await body_of(request, TokenizeBody, self._settings)
-        ids = await in_thread(lambda: self._ids(body))
+        ids, unread = await in_thread(lambda: self._ids(body))
+        note_ignored(request, unread)
         return reply(
             {
                 "tokens": ids,
@@ -116,22 +117,24 @@ class InfoRoutes:
             "kvkeep": {**own, "policies": sorted(available())},
         }
 
-    def _ids(self, body: TokenizeBody) -> list[int]:
+    def _ids(self, body: TokenizeBody) -> tuple[list[int], tuple[str, ...]]:
+        """Return the tokens of a body, and the names of its fields that have no effect."""
         if (body.prompt is None) == (body.messages is None):
             raise InputError("Give either a prompt or messages.")
         if body.messages is not None:
-            given = body.model_dump(exclude={"model", "prompt", "add_special_tokens"}, exclude_none=True)
+            given = body.model_dump(exclude={"model", "prompt"}, exclude_none=True)
             parsed = openai.read(CHAT, given, use=self._served.tool_use)
             (messages,) = parsed.prompts
-            return self._served.encode(messages, tools=parsed.described, bounded=False, template=parsed.template)
+            ids = self._served.encode(messages, tools=parsed.described, bounded=False, template=parsed.template)
+            return ids, parsed.unread(self._served.reads)
         if not body.prompt:
-            return []
+            return [], ()
         if body.add_special_tokens is False:
             plain: list[int] = tokenization.encode_rest(self._served.checkpoint, body.prompt)[0].tolist()
-            return plain
+            return plain, ()
         if not body.prompt.strip():
             raise parameter("prompt", "has no text but white space")
-        return self._served.encode(body.prompt, raw=True, bounded=False)
+        return self._served.encode(body.prompt, raw=True, bounded=False), ()
 
 
 def _plain(token: object) -> str | None:

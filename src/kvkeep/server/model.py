@@ -12,7 +12,7 @@ from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import tokenization
-from kvkeep.models.chat_templates import fill
+from kvkeep.models.chat_templates import fill, reads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.openai.messages import BY_WORDS, HERMES, TOOL_FORMS, ToolForm, ToolUse
 from kvkeep.openai.requests import Prompt
@@ -68,7 +68,7 @@ class ServedModel:
             tools: functions of which the chat template tells the model.
             raw: take a text as it is, without the chat template.
             bounded: refuse a prompt that is too long at a glance, before it is tokenized.
-            template: how the chat template is filled in, see `kvkeep.models.tokenization.encode_chat`.
+            template: more arguments of `kvkeep.models.tokenization.encode_chat`, or of `encode` for a text.
 
         Raises:
             KVKeepError: the prompt cannot be encoded.
@@ -76,17 +76,22 @@ class ServedModel:
         if bounded:
             self._check_length(prompt)
         if isinstance(prompt, str):
-            plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw)[0].tolist()
+            plain: list[int] = tokenization.encode(self.checkpoint, prompt, raw=raw, **(template or {}))[0].tolist()
             return plain
         if isinstance(prompt[0], int):
             return self.known([token for token in prompt if isinstance(token, int)])
         messages = [message for message in prompt if isinstance(message, dict)]
-        plain_text = self.checkpoint.tokenizer.chat_template is None and not template
+        how = template or {}
+        plain_text = self.checkpoint.tokenizer.chat_template is None and not how.keys() - {"add_special_tokens"}
         if plain_text and len(messages) == 1 and messages[0]["role"] == "user":
             # as everywhere in kvkeep, a text without a template
-            return self.encode(messages[0]["content"], bounded=bounded)
-        chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools, **(template or {}))[0].tolist()
+            return self.encode(messages[0]["content"], bounded=bounded, template=how)
+        chat: list[int] = tokenization.encode_chat(self.checkpoint, messages, tools, **how)[0].tolist()
         return chat
+
+    def reads(self, variable: str) -> bool:
+        """Return whether the chat template reads a variable."""
+        return reads(self.checkpoint.tokenizer, variable)
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text with more characters than ``longest`` tokens could have, before the slow tokenizer sees it.

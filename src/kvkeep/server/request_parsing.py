@@ -124,9 +124,11 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
     for name in ("policy", "budget", "keep_ratio"):
         if getattr(body, name) is not None:
             raise ParameterError(name, "belongs to the session; give it when the session is made")
-    for name in (*(parameters.template.keys() - {"chat_template_kwargs"}), TRUNCATE_PROMPT_TOKENS.name):
-        if getattr(body, name, None) is not None:
-            raise ParameterError(name, "belongs to a whole conversation, and a session has its beginning already")
+    whole = [*(parameters.template.keys() - {"chat_template_kwargs"})]
+    if parameters.truncate is not None:
+        whole.append(TRUNCATE_PROMPT_TOKENS.name)
+    if whole:
+        raise ParameterError(min(whole), "belongs to a whole conversation, and a session has its beginning already")
     wishes = {**own_options(body, ()), **_conversation(parameters)}
     tokens = before + _counted(parameters, served, settings)
     sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
@@ -239,7 +241,12 @@ def sampling_request(
         KVKeepError: a parameter is out of range, in the words of the body.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    parameters = openai.read(CHAT, given, tells=not before, use=served.tool_use)
+    try:
+        parameters = openai.read(CHAT, given, tells=not before, use=served.tool_use)
+    except ParameterError as error:
+        if (name := names.get(error.param)) is None:
+            raise
+        raise ParameterError(name, str(error).removeprefix(f"the parameter {error.param} ")) from error
     spelling = {option: names.get(name, name) for option, name in parameters.spelling.items()}
     parameters = dataclasses.replace(parameters, spelling=spelling)
     tokens = before + _counted(parameters, served, settings)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
+from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.request import Event, Request, Result
 from kvkeep.engine.session import Session
-from kvkeep.errors import InputError
-from kvkeep.openai.messages import ParameterError
+from kvkeep.openai import logprobs
+from kvkeep.openai.logprobs import Scored, ScoredTokens
+from kvkeep.openai.messages import NAME, ParameterError, short, whole_text
 from kvkeep.openai.requests import ParsedBody, format_of
 from kvkeep.openai.responses import calls_of
 from kvkeep.openai.tools import ToolCallParser
@@ -31,6 +34,14 @@ from kvkeep.server.sse import EventStream, begun, kept_of, meter_of, owner_of, r
 # Bodies of ``/v1/responses`` as requests to the engine, by way of the parameters of a chat.
 
 _ROLES = ("system", "developer", "user", "assistant")
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (
+    _LOGPROBS,
+    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url"),
+    "code_interpreter_call.outputs",
+)
+"""Parts of an answer that ``include`` may ask for. All but log-probabilities are of tools that no answer calls here."""
 
 
 def parse_response_body(
@@ -50,24 +61,44 @@ def parse_response_body(
     if before is not None and (body.policy or body.budget or body.guard is not None):
         raise ParameterError("previous_response_id", "brings its own policy, budget and guard; leave them out")
     own = own_options(Generating.model_validate(body.model_dump(include={"policy", "pins", "guard"})), ())
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    told = whole_text("instructions", body.instructions or "")
+    messages = [{"role": "system", "content": told}] if told else []
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
+    if body.stream_options is not None and not body.stream:
+        raise ParameterError("stream_options", "has no effect without stream: true")
     wishes = {"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p}
     effort = {"reasoning_effort": (body.reasoning or {}).get("effort")}
     fields = {"messages": messages, "seed": body.seed, **wishes, **effort, **_form(body), **_tools(body)}
-    names = {"max_tokens": "max_output_tokens"}
+    fields |= _logprobs(body)
+    names = {"max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
     return sampling_request(served, fields, settings, names=names, own=own, before=before or 0)
+
+
+def _logprobs(body: ResponseBody) -> dict[str, Any]:
+    """Return whether the body asks for log-probabilities, as fields with a chat's names.
+
+    Raises:
+        ParameterError: ``include`` has an unknown entry.
+    """
+    for name in body.include or ():
+        if name not in _INCLUDABLE:
+            raise ParameterError("include", f"has {short(name)}; there are {', '.join(_INCLUDABLE)}")
+    if _LOGPROBS in (body.include or ()) or body.top_logprobs:
+        return {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return {}
 
 
 def _form(body: ResponseBody) -> dict[str, Any]:
     """Return the body's output format as fields with a chat's names; empty if it names none.
 
     Raises:
-        ParameterError: the format is no JSON object.
+        ParameterError: the format is no JSON object, or the text is to be longer or shorter than others.
     """
     given = (body.text or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise ParameterError("text.format", 'is no JSON object such as {"type": "text"}')
+    if (verbosity := (body.text or {}).get("verbosity")) not in (None, "medium"):
+        raise ParameterError("text.verbosity", f"cannot be {short(verbosity)} here; leave it out")
     format_of("text.format", given)
     return {"response_format": given}
 
@@ -83,42 +114,54 @@ def _tools(body: ResponseBody) -> dict[str, Any]:
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise ParameterError(f"tools[{place}]", "is no function; only functions can be called")
         tools.append({"type": "function", "function": {name: part for name, part in tool.items() if name != "type"}})
-    choice = body.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
+    return {"tools": tools, "tool_choice": _choice(body.tool_choice), "parallel_tool_calls": body.parallel_tool_calls}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """Return which tools may be called, in a chat's form."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_choice(tool) if isinstance(tool, dict) else None for tool in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    return choice
 
 
 def _messages(given: list[Any]) -> list[dict[str, Any]]:
-    """Return an input's items as chat messages. Calls of tools that follow each other become one message.
+    """Return an input's items as chat messages. Calls of tools become a part of the assistant's message before them.
 
     Raises:
-        InputError: there is no item, or an item is of an unknown form.
+        InputError: there is no message, or an item is of an unknown form.
     """
-    if not given:
-        raise InputError("The input has no message.")
     messages: list[dict[str, Any]] = []
     thoughts = ""
     for place, item in enumerate(given):
         if isinstance(item, dict) and item.get("type") == "reasoning":
-            thoughts = _thoughts(item)
+            thoughts = _thoughts(f"input[{place}]", item)
             continue
         message = _message(f"input[{place}]", item)
         if thoughts and message["role"] == "assistant":
             message["reasoning_content"] = thoughts
         thoughts = ""
-        if "tool_calls" in message and messages and "tool_calls" in messages[-1]:
-            messages[-1]["tool_calls"] += message["tool_calls"]  # a chat has the calls of one turn in one message
+        if "tool_calls" in message and messages and messages[-1]["role"] == "assistant":
+            calls = messages[-1].get("tool_calls", []) + message["tool_calls"]  # a chat has one message for one turn
+            messages[-1] = {**message, **messages[-1], "tool_calls": calls}
         else:
             messages.append(message)
+    if not messages:
+        raise ParameterError("input", "has no message")
     return messages
 
 
-def _thoughts(item: dict[str, Any]) -> str:
+def _thoughts(name: str, item: dict[str, Any]) -> str:
     """Return the text of an item of reasoning, which clients send back before the answer; often it has none."""
     parts = item["content"] if isinstance(item.get("content"), list) else []
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    return "\n".join(text for text in texts if isinstance(text, str))
+    return whole_text(name, "\n".join(text for text in texts if isinstance(text, str)))
+
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_CALL = '{"type": "function_call", "call_id": "…", "name": "…", "arguments": "{…}"}'
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
@@ -127,17 +170,42 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     Raises:
         ParameterError: the item has another form.
     """
-    kind = given.get("type", "message") if isinstance(given, dict) else None
+    kind = (given.get("type") or "message") if isinstance(given, dict) else None
     if kind == "function_call":
-        function = {part: given.get(part) for part in ("name", "arguments")}
-        call = {"id": given.get("call_id"), "type": "function", "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
+        return {"role": "assistant", "tool_calls": [_call(name, given)]}
     if kind == "function_call_output":
         told = {"role": "tool", "content": _content(name, given.get("output"), "output")}
-        return told if given.get("call_id") is None else {**told, "tool_call_id": given["call_id"]}
+        return (
+            told
+            if given.get("call_id") is None
+            else {**told, "tool_call_id": _text(f"{name}.call_id", given["call_id"])}
+        )
     if kind == "message" and given.get("role") in _ROLES:
-        return {"role": given["role"], "content": _content(name, given.get("content"), "content")}
+        content = given.get("content")
+        missing = content is None and given["role"] == "assistant"
+        return {"role": given["role"], "content": _content(name, "" if missing else content, "content")}
+    if kind is not None and kind not in _ITEMS:
+        raise ParameterError(f"{name}.type", f"is {short(kind)}; there are {', '.join(_ITEMS)}")
     raise ParameterError(name, 'is not like {"role": "user", "content": "a text"}')
+
+
+def _call(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the call of a tool in a chat's form.
+
+    Raises:
+        ParameterError: the call has another form.
+    """
+    called, arguments = given.get("name"), given.get("arguments")
+    if not (isinstance(called, str) and re.fullmatch(NAME, called, re.ASCII) and isinstance(arguments, str)):
+        raise ParameterError(name, f"is not like {_CALL}")
+    function = {"name": called, "arguments": whole_text(f"{name}.arguments", arguments)}
+    return {"id": _text(f"{name}.call_id", given.get("call_id") or ""), "type": "function", "function": function}
+
+
+def _text(name: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ParameterError(name, f"is {short(given)} and not a text")
+    return whole_text(name, given)
 
 
 def _content(name: str, content: object, field: str) -> str:
@@ -149,7 +217,7 @@ def _content(name: str, content: object, field: str) -> str:
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ParameterError(f"{name}.{field}", "is no text and no list of parts")
-    return "".join(_input_text(f"{name}.{field}", part) for part in parts)
+    return whole_text(f"{name}.{field}", "".join(_input_text(f"{name}.{field}", part) for part in parts))
 
 
 def _input_text(name: str, part: object) -> str:
@@ -171,6 +239,7 @@ class MessageItem:
 
     place: int
     text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -178,15 +247,16 @@ class MessageItem:
         yield _event("response.output_item.added", self.place, item={**self.shown("in_progress"), "content": []})
         yield self._part("response.content_part.added", part=_output_text(""))
 
-    def more(self, text: str) -> Iterator[dict[str, Any]]:
-        """Add text to the item, and yield the events of it."""
+    def more(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+        """Add text to the item, with the log-probabilities of its tokens, and yield the events of it."""
         self.text += text
-        yield self._part("response.output_text.delta", delta=text, logprobs=[])
+        self.logprobs += logprobs
+        yield self._part("response.output_text.delta", delta=text, logprobs=list(logprobs))
 
     def end(self, status: str) -> Iterator[dict[str, Any]]:
         """Yield the events that close the item with a status."""
-        yield self._part("response.output_text.done", text=self.text, logprobs=[])
-        yield self._part("response.content_part.done", part=_output_text(self.text))
+        yield self._part("response.output_text.done", text=self.text, logprobs=self.logprobs)
+        yield self._part("response.content_part.done", part=_output_text(self.text, self.logprobs))
         yield _event("response.output_item.done", self.place, item=self.shown(status))
 
     def shown(self, status: str) -> dict[str, Any]:
@@ -196,7 +266,7 @@ class MessageItem:
             "type": "message",
             "status": status,
             "role": "assistant",
-            "content": [_output_text(self.text)],
+            "content": [_output_text(self.text, self.logprobs)],
         }
 
     def _part(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -238,8 +308,8 @@ def _event(kind: str, place: int, **fields: Any) -> dict[str, Any]:
     return {"type": kind, "output_index": place, **fields}
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 # The objects and the events of ``/v1/responses``.
@@ -253,14 +323,18 @@ class ResponseStream:
         body: what was asked for.
         model: the model's name.
         calls: reads calls of tools from the text; ``None``: there are none.
+        texts: decodes tokens; ``None`` if no log-probabilities are asked for.
 
     Attributes:
         stored: whether it can be continued later.
     """
 
-    def __init__(self, name: str, body: ResponseBody, model: str, calls: ToolCallParser | None) -> None:
+    def __init__(
+        self, name: str, body: ResponseBody, model: str, calls: ToolCallParser | None, texts: TokenTexts | None
+    ) -> None:
         self.name, self.stored = name, body.store is not False
-        self._body, self._model, self._calls = body, model, calls
+        self._body, self._model, self._calls, self._texts = body, model, calls, texts
+        self._scored = None if texts is None else ScoredTokens(texts)
         self._items: list[MessageItem | ToolCallItem] = []
         self._created = int(time.time())
         self._numbers = itertools.count()
@@ -275,6 +349,8 @@ class ResponseStream:
 
         An answer without any gets an empty message at its end.
         """
+        if self._scored and event.logprob and not (event.result and event.result.end_token):
+            self._scored.add(event.logprob)
         for delta in self._deltas(event):
             if "content" in delta:
                 yield from self._text(delta["content"])
@@ -283,8 +359,13 @@ class ResponseStream:
                     yield from self._begun(ToolCallItem(len(self._items), part["function"]["name"], part["id"]))
                 else:
                     yield from map(self._numbered, self._items[-1].more(part["function"]["arguments"]))
-        if event.result is not None and not self._items:
-            yield from self._begun(MessageItem(0))
+        if event.result is not None:
+            if not self._items:
+                yield from self._begun(MessageItem(0))
+            message = self._items[-1]
+            left = self._entries(self._scored.rest(event.result)) if self._scored else []
+            if left and isinstance(message, MessageItem):  # tokens without a text of their own, such as special ones
+                yield from map(self._numbered, message.more("", left))
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
         """Return what an event adds to content and tool calls."""
@@ -295,7 +376,13 @@ class ResponseStream:
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
         if not self._items:
             yield from self._begun(MessageItem(0))
-        yield from map(self._numbered, self._items[-1].more(text))
+        item = self._items[-1]
+        assert isinstance(item, MessageItem)  # no text follows a call
+        ready = self._scored.within(len(item.text) + len(text)) if self._scored else ()
+        yield from map(self._numbered, item.more(text, self._entries(ready)))
+
+    def _entries(self, tokens: Sequence[Scored]) -> list[dict[str, Any]]:
+        return logprobs.output_text(tokens, self._texts) if self._texts and tokens else []
 
     def _begun(self, item: MessageItem | ToolCallItem) -> Iterator[dict[str, Any]]:
         """Close the item before, if there is one, and open another; yield the events of both."""
@@ -336,7 +423,9 @@ class ResponseStream:
             "error": None,
             "incomplete_details": why,
             "instructions": body.instructions,
+            "background": False,
             "metadata": body.metadata or {},
+            "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
             "max_output_tokens": body.max_output_tokens,
             "model": self._model,
             "output": output,
@@ -344,9 +433,10 @@ class ResponseStream:
             "previous_response_id": body.previous_response_id,
             "store": self.stored,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": body.text or {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **{name: part for name, part in (body.text or {}).items() if part}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "usage": None,
@@ -391,7 +481,8 @@ class ResponsesRoutes:
         parameters, turn = await in_thread(lambda: self._parsed(body, previous))
         session = await in_thread(lambda: self._begin(body, previous))
         name = secrets.token_hex(16)
-        answer = ResponseStream(f"resp_{name}", body, self._settings.name, calls_of(parameters, name, 0))
+        texts = self._served.token_texts if "logprobs" in parameters.options else None
+        answer = ResponseStream(f"resp_{name}", body, self._settings.name, calls_of(parameters, name, 0), texts)
         chunks = self._chunks(request, session, turn, answer)
         with in_words_of({"response_format": "text.format"}.get(parameters.form or "", parameters.form)):
             ready = await unless_gone(request, begun(chunks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from fastapi import Request
@@ -110,7 +111,11 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = Field(None, description="End with a chunk that has the numbers of tokens.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="vLLM's: with include_usage, each chunk has the numbers so far."
+    )
+    include_obfuscation: bool | None = Field(None, description="Has no effect.")
 
 
 class Generating(Body):
@@ -154,6 +159,7 @@ class Generating(Body):
     include_stop_str_in_output: bool | None = Field(None, description=parameters.INCLUDE_STOP_STR_IN_OUTPUT.help)
     skip_special_tokens: bool | None = Field(None, description=parameters.SKIP_SPECIAL_TOKENS.help)
     truncate_prompt_tokens: int | None = _described(parameters.TRUNCATE_PROMPT_TOKENS)
+    add_special_tokens: bool | None = Field(None, description=parameters.ADD_SPECIAL_TOKENS.help)
     budget: int | None = _described(parameters.BUDGET, "Tokens kept per layer and KV head.")
     keep_ratio: float | None = _described(parameters.KEEP_RATIO, "The budget as a share of the prompt, in (0, 1].")
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
@@ -256,9 +262,11 @@ class ResponseBody(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
+    max_tool_calls: int | None = Field(None, description="Of tools of OpenAI's own, which no answer calls here.")
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -266,6 +274,8 @@ class ResponseBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    include: list[str] | None = Field(None, description="message.output_text.logprobs: log-probabilities of tokens.")
+    top_logprobs: int | None = _within(0, 20, "Likeliest tokens beside each token.")
     seed: int | None = None
     reasoning: dict[str, Any] | None = Field(None, description="effort: for a chat template that reads it.")
     policy: str | None = None
@@ -298,12 +308,17 @@ async def body_of(request: Request, kind: type[_B], settings: ServerSettings, *,
         raw = b"{}"
     # a large body is parsed in a thread, since other clients' streams stand still meanwhile
     fields = _fields(raw) if len(raw) < LARGE else await asyncio.to_thread(_fields, raw)
-    if unknown := ignored(fields, kind.model_fields, kind.own, generates=kind.generates):
-        request.state.ignored = unknown
+    note_ignored(request, ignored(fields, kind.model_fields, kind.own, generates=kind.generates))
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _first(error) from error
+
+
+def note_ignored(request: Request, names: Sequence[str]) -> None:
+    """Note fields of a body that have no effect, which the head of the answer names."""
+    if names:
+        request.state.ignored = (*getattr(request.state, "ignored", ()), *names)
 
 
 async def received(request: Request, settings: ServerSettings) -> bytes:

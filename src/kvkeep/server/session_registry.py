@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.session import MOST_STATE_BYTES, Session, TurnStates
+from kvkeep.engine.session import MOST_STATE_BYTES, MOST_TURNS_BACK, Session, TurnStates
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.errors import RefusalError, unknown
@@ -48,7 +48,7 @@ class ServerSession:
         answer: the answer of ``/v1/responses`` with which it ends; ``None`` for a session that a client has named.
         created: seconds since 1970 at which it was opened.
         states: its memories after its last turns.
-        beginning: the settings with which a client has made it, if it was made here.
+        beginning: the settings with which a client has made it; ``None``: they were given to another process.
     """
 
     id: str
@@ -62,6 +62,11 @@ class ServerSession:
     _not_before: float = 0.0
 
     @property
+    def beginning_again(self) -> Mapping[str, Any]:
+        """Return the settings with which the session begins anew; its pins are not known after a restart."""
+        return self.beginning or {"policy": self.session.policy, "budget": self.session.budget, "pins": ()}
+
+    @property
     def used(self) -> bool:
         """Return whether a request uses the session."""
         return any(not ended.is_set() for ended in self._users)
@@ -73,6 +78,16 @@ class ServerSession:
             until: is set when the request ends.
         """
         self._users = {ended for ended in self._users if not ended.is_set()} | {until}
+
+    @property
+    def answers(self) -> int:
+        """Return the number of answers in the conversation."""
+        return sum(message["role"] == "assistant" for message in self.session.messages)
+
+    @property
+    def turns_to_rewind(self) -> int:
+        """Return how many turns can be taken back at least; all turns together always can."""
+        return self.states.turns or int(self.answers == 1)
 
     def note(self) -> None:
         """Append the present state to those that the session can go back to.
@@ -90,9 +105,17 @@ class ServerSession:
         Raises:
             RefusalError: it is not kept.
         """
-        if turns > (most := self.states.turns):
-            raise RefusalError(400, f"The session {self.id} can go back {most} turns, and not {turns}.", param="turns")
-        return self.states[-1 - turns]
+        if turns <= (most := self.states.turns):
+            return self.states[-1 - turns]
+        if turns == self.answers:
+            return None
+        message = f"The session {self.id} can go back {most} turns, and not {turns}."
+        if turns < self.answers:
+            message += (
+                f" The memory before that turn is not kept: memories are dropped beyond {MOST_TURNS_BACK} turns, when "
+                f"space is short, and when the server ends. All {self.answers} turns can be taken back."
+            )
+        raise RefusalError(400, message, param="turns")
 
     def rewind(self, turns: int) -> None:
         """Take back the last turns, but not the first one of all.
@@ -234,7 +257,7 @@ class SessionRegistry:
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
-        settings = {"policy": body.policy, "budget": body.budget, "pins": pins}
+        settings: dict[str, Any] = {"policy": body.policy, "budget": body.budget, "pins": pins}
         entry = self._opened(owner, self._reserve(owner, body.id), None, **settings)
         entry.beginning, entry.states = settings, TurnStates(None)
         return entry
@@ -278,10 +301,18 @@ class SessionRegistry:
         Raises:
             RefusalError: there is no such session, the name of the copy is taken, or too many are open.
         """
-        parent = self.find(owner, name).session
-        memory = parent.snapshot() if parent.token_ids else None
-        settled = {"policy": parent.policy, "budget": parent.budget}
-        return self._opened(owner, self._reserve(owner, copy), memory, **settled)
+        parent = self.find(owner, name)
+        session, settled = parent.session, dict(parent.beginning_again)
+        memory = session.snapshot() if session.token_ids else None
+        states = parent.states.copied()
+        if memory is not None:
+            settled["pins"] = ()  # the memory has them
+            last = states[-1] if len(states) else None
+            if last is None or last.seen != memory.seen:  # a turn has just ended, and is not noted yet
+                states.add(memory)
+        entry = self._opened(owner, self._reserve(owner, copy), memory, states=states, **settled)
+        entry.beginning = parent.beginning_again
+        return entry
 
     @_alone
     def rewind(self, owner: str, name: str, turns: int) -> ServerSession:
@@ -300,8 +331,9 @@ class SessionRegistry:
     def _begin_anew(self, owner: str, entry: ServerSession) -> None:
         """Take back all turns of a session."""
         entry.session.rewind(entry.session.snapshot())  # refuses while a turn runs
+        beginning = entry.beginning_again
         entry.session.close(delete=True)
-        entry.session = self._engine.session(name=_full(owner, entry.id), **(entry.beginning or {}))
+        entry.session = self._engine.session(name=_full(owner, entry.id), **beginning)
         entry.states = TurnStates(None)
 
     @_alone
@@ -400,10 +432,17 @@ class SessionRegistry:
         The states of other sessions are dropped first. Each session keeps at least one, so the limit may stay exceeded.
         """
         entry.note()
-        nbytes = sum(other.states.nbytes for other in self._open)
+        self._trim(entry)
+
+    def _trim(self, entry: ServerSession) -> None:
         for other in sorted(self._open, key=lambda other: other is entry):  # its own states go last
-            while nbytes > MOST_STATE_BYTES and other.states.turns:
-                nbytes -= other.states.drop_oldest()
+            while other.states.turns and self._state_bytes() > MOST_STATE_BYTES:
+                other.states.drop_oldest()
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of all stored states. Those that forks share count once."""
+        states = {id(state): state for entry in self._open for state in entry.states}
+        return sum(state.nbytes for state in states.values() if state is not None)
 
     def ran(self, entry: ServerSession) -> None:
         """Store the state after a turn that has ended well, and write the session to the disk if servers share the
@@ -412,8 +451,17 @@ class SessionRegistry:
         self.note(entry)
         self.keep(entry)
 
-    def _opened(self, owner: str, name: str, memory: Snapshot | None, **options: object) -> ServerSession:
-        """Open a session of the engine and add it to the table. If the engine refuses, give the lease up."""
+    def _opened(
+        self, owner: str, name: str, memory: Snapshot | None, states: TurnStates | None = None, **options: object
+    ) -> ServerSession:
+        """Open a session of the engine and add it to the table. If the engine refuses, give the lease up.
+
+        Args:
+            owner, name: of the session.
+            memory: with which it begins.
+            states: its memories after its last turns, if they are known.
+            options: further arguments of `Engine.session`.
+        """
         full = _full(owner, name)
         try:
             made = self._engine.session(name=full, snapshot=memory, **options)  # type: ignore[arg-type]
@@ -422,7 +470,11 @@ class SessionRegistry:
             raise
         entry = ServerSession(name, made)
         self._open.add(owner, name, entry)
-        self.note(entry)
+        if states is None:
+            entry.note()
+        else:
+            entry.states = states
+        self._trim(entry)
         return entry
 
     def _reserve(self, owner: str, name: str | None) -> str:

@@ -139,7 +139,7 @@ def card(entry: ServerSession) -> dict[str, Any]:
         "messages": [dict(message) for message in session.messages],
         "seen_tokens": len(session.token_ids),
         "kv_bytes": session.nbytes,
-        "turns_to_rewind": entry.states.turns,
+        "turns_to_rewind": entry.turns_to_rewind,
     }
 
 

@@ -63,6 +63,7 @@ class Prompted:
     first: int
     document: int
     number: int
+    chat: ClassVar[bool] = True
 
 
 def wording_of(checkpoint: Checkpoint) -> Wording:

@@ -294,9 +294,8 @@ class Answers(Measure):
         if any(len(ids) > 1 for ids in rest):
             drive.feed(*left_padded([ids[:-1] for ids in rest]), last_only=True)
         logits = drive.feed(*left_padded([ids[-1:] for ids in rest]), last_only=True)
-        tokens = decode_greedily(
-            drive, logits, self._documents.reply_tokens, ends_of(writer.model, writer.checkpoint.tokenizer)
-        )
+        ends = ends_of(writer.model, writer.checkpoint.tokenizer, chat=True)
+        tokens = decode_greedily(drive, logits, self._documents.reply_tokens, ends)
         return [writer.text_of(row) for row in tokens]
 
 
@@ -331,7 +330,7 @@ class Losses(Measure):
         for at in batches([self.length] * len(ids)):
             drive = _drive(writer, arm, budget, len(ids[at]), units.start + at.start)
             found += map(_sums, feed_in_pieces(drive, ids[at], PIECE))
-        if not all(math.isfinite(float(loss)) for one in found for loss in one):
+        if not all(math.isfinite(float(loss)) for losses in found for loss in losses):
             raise InputError(
                 f"Under {arm.name} the model's losses on this text are infinite or no numbers, so there is nothing to "
                 "compare. Try another dtype; float16 overflows first."

@@ -194,12 +194,8 @@ def _replies(writer: Writer, policy: str, questions: Sequence[Prompted], wording
     drive = Drive(writer, parse(policy), [number + room for number in numbers])
     drive.feed(*left_padded([asked.ids[:-1] for asked in questions]), last_only=True)
     logits = drive.feed(*left_padded([asked.ids[-1:] for asked in questions]), last_only=True)
-    texts = [
-        writer.text_of(row)
-        for row in decode_greedily(
-            drive, logits, NEW_TOKENS[wording], ends_of(writer.model, writer.checkpoint.tokenizer)
-        )
-    ]
+    ends = ends_of(writer.model, writer.checkpoint.tokenizer, chat=True)
+    texts = [writer.text_of(row) for row in decode_greedily(drive, logits, NEW_TOKENS[wording], ends)]
     return [
         Reply(right(wording, asked.question, text), asked.question.depth, named_depth(asked.question, text))
         for asked, text in zip(questions, texts, strict=True)
