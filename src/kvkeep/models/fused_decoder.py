@@ -161,8 +161,8 @@ def _is_plain(mask: object, cache: PhasedCache) -> bool:
         return True
     if isinstance(mask, dict):  # one for each kind of layer
         return all(isinstance(part, PaddingMask) and part.is_plain for part in mask.values())
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + 1:
-        return bool(mask[:, -1].all())
+    if isinstance(mask, Tensor) and isinstance(cache, BoundedCache):  # an engine's masks say that a row is padding
+        return mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + 1 and bool(mask[:, -1].all())
     return isinstance(mask, PaddingMask) and mask.is_plain
 
 
