@@ -57,6 +57,7 @@ class FusedDecoder(nn.Module):
     norm: Any
     rotary_emb: Any
     rotation_kinds: tuple[str, ...]
+    kinds: list[int]
     is_checked: bool | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,10 +96,6 @@ class FusedDecoder(nn.Module):
             return [self.rotary_emb(like, position_ids=positions)]
         return [self.rotary_emb(like, positions, kind) for kind in self.rotation_kinds]
 
-    def kind_of(self, index: int) -> int:
-        """Return the number of the angles by which a layer rotates."""
-        return self.rotation_kinds.index(self.config.layer_types[index]) if self.rotation_kinds else 0
-
     def _replays(self, cache: PhasedCache, mask: object) -> Replays | None:
         """Return the recorded steps of all layers; ``None`` if some layer's step cannot be a replay.
 
@@ -128,8 +125,8 @@ class FusedDecoder(nn.Module):
 
         Return ``None`` if the kernel cannot run the layers.
         """
-        kinds = [self.kind_of(index) for index in range(len(replays.parts))]
-        fused = [layer.calls(angles[kind][0].shape[-1]) for layer, kind in zip(self.layers, kinds, strict=True)]
+        turned = [cosines.shape[-1] for cosines, _ in angles]
+        fused = [layer.calls(turned[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
         recorded = [call for call in replays.calls if layers.is_native(call)]
         if any(calls is None for calls in fused) or len(recorded) < len(fused):
             return None
@@ -138,7 +135,7 @@ class FusedDecoder(nn.Module):
         # the first layer's step owns the call, so the call must not hold it
         made_of = [*fused, *recorded[1:]]
         if within is None or len(within.made_of) != len(made_of) or any(map(_differ, within.made_of, made_of)):
-            each = zip(fused, recorded, kinds, strict=True)
+            each = zip(fused, recorded, self.kinds, strict=True)
             step = layers.ModelStep([(calls.before, call, calls.behind, kind) for calls, call, kind in each])
             within = first.within = _Within(step, made_of)
         return within.step if within.step.fits else None
@@ -202,7 +199,8 @@ def fuse_decoder(module: nn.Module) -> bool:
     per_kind = "layer_type" in inspect.signature(parts.rotary_emb.forward).parameters
     kinds = tuple(sorted(set(parts.config.layer_types))) if per_kind else ()
     # first, since another thread may be in the module
-    vars(module).update(rotation_kinds=kinds, is_checked=None)
+    each = [kinds.index(kind) for kind in parts.config.layer_types] if kinds else [0] * len(parts.layers)
+    vars(module).update(rotation_kinds=kinds, kinds=each, is_checked=None)
     module.__class__ = mixed(FusedDecoder, type(module))
     return True
 

@@ -17,7 +17,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.backends import layers
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
 from kvkeep.models.attention import ATTENTION, is_known
-from kvkeep.models.fused_modules import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
+from kvkeep.models.fused_modules import (
+    CALLS,
+    SCALES,
+    FusedGate,
+    FusedLinear,
+    FusedNorm,
+    has_global_hooks,
+    is_close,
+    is_heard,
+    mixed,
+)
 from kvkeep.types import AttentionOptions
 
 # The parts of a decoder layer, and their two calls of the native kernel, with weights that are packed once.
@@ -102,36 +112,38 @@ class FusedCalls:
         feed, second = parts.feed._activation, _norm(parts.second)
         self.behind = layers.Behind(parts.output, second, *parts.gated, added=added, activation=feed)
         self.turned = turned
-        self._names, modules = _modules_of(layer)
-        self._modules, self._kinds = [*map(id, modules)], [*map(type, modules)]
-        self._places = layers.places(_weights_of(modules))
+        owners = (layer, parts.attention, parts.feed)
+        modules = [layer, *(part for owner in owners for part in owner._modules.values() if part is not None)]
+        # each step compares all this, so what can be looked up once is; the modules' own dicts are never replaced
+        self._children = [(owner._modules, [*owner._modules], [*map(id, owner._modules.values())]) for owner in owners]
+        self._parts, self._kinds = modules[1:], [*map(type, modules[1:])]
+        self._hooks = [hooks for part in self._parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._attributes = [vars(part) for part in self._parts]
+        self._weights = [part._parameters for part in self._parts if part._parameters]
+        self._places = self._places_now()
 
     def are_of(self, layer: nn.Module) -> bool:
         """Return whether these are still the calls of a layer: its modules and weights have not changed since, and
         have no hooks.
         """
-        names, modules = _modules_of(layer)
-        if names != self._names or [*map(id, modules)] != self._modules or [*map(type, modules)] != self._kinds:
+        if layer._modules is not self._children[0][0]:  # a copy
             return False
-        return not any(map(is_heard, modules)) and layers.places(_weights_of(modules)) == self._places
+        for modules, names, ids in self._children:
+            if [*modules] != names or [*map(id, modules.values())] != ids:
+                return False
+        if [*map(type, self._parts)] != self._kinds or any("forward" in own for own in self._attributes):
+            return False
+        if (any(self._hooks) or has_global_hooks()) and any(map(is_heard, self._parts)):
+            return False
+        return self._places_now() == self._places
 
-
-def _modules_of(layer: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    """Return the names and the modules of a layer's parts, always in the same order."""
-    own = layer._modules
-    names, modules = [*own], [*own.values()]
-    for part in (own.get("self_attn"), own.get("mlp")):
-        if part is not None:
-            names += part._modules
-            modules += part._modules.values()
-    return names, [module for module in modules if module is not None]
-
-
-def _weights_of(modules: Sequence[nn.Module]) -> list[object]:
-    weights: list[object] = []
-    for module in modules:
-        weights += module._parameters.values()
-    return weights
+    def _places_now(self) -> list[object]:
+        return [
+            (id(weight), weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+            for weights in self._weights
+            for weight in weights.values()
+            if weight is not None
+        ]
 
 
 def _norm(norm: FusedNorm) -> layers.Norm:
@@ -207,10 +219,10 @@ class FusedLayer(nn.Module):
         Args:
             turned: number of dims of a head that are rotated.
         """
-        calls: FusedCalls | None = vars(self).get("_calls")
+        calls: FusedCalls | None = vars(self).get(CALLS)
         if calls is None or calls.turned != turned or not calls.are_of(self):
             parts = parts_of(self)
-            calls = vars(self)["_calls"] = None if parts is None else FusedCalls(self, parts, turned)
+            calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, turned)
         return calls
 
     def _few(self, x: Tensor, **kwargs: Any) -> Tensor | None:

@@ -140,6 +140,9 @@ LARGE = 100.0
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of the largest number of a row, by dtype."""
 
+CALLS = "_calls"
+"""Attribute of a fused layer: addresses of its weights, which are no part of a copy."""
+
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
@@ -245,8 +248,12 @@ def is_heard(module: nn.Module) -> bool:
     hooks = module._forward_hooks
     if hooks and any(type(hook) is not PromptHook for hook in hooks.values()):
         return True
-    own = module._forward_pre_hooks or "forward" in module.__dict__
-    return bool(own or _global_forward_hooks or _global_forward_pre_hooks)
+    return bool(module._forward_pre_hooks) or "forward" in module.__dict__ or has_global_hooks()
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks that every module calls."""
+    return bool(_global_forward_hooks or _global_forward_pre_hooks)
 
 
 @torch.inference_mode()
@@ -299,7 +306,7 @@ def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
 def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Return how to make a copy of a module whose class was made by `mixed`, since no file has the class."""
     _, mixin, kind, *_ = type(module).__mro__
-    return _blank, (mixin, kind), vars(module)
+    return _blank, (mixin, kind), {name: value for name, value in vars(module).items() if name != CALLS}
 
 
 def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:

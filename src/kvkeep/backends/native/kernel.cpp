@@ -215,6 +215,8 @@ extern "C" int64_t kvkeep_behind(const Behind *b) {
 
 namespace {
 
+constexpr int64_t LOOPS = 16;  // of a layer, at most
+
 // What the layers need beside their tokens: the room of the layer that needs most.
 struct Room {
     static constexpr int PARTS = 7;
@@ -271,12 +273,15 @@ extern "C" int64_t kvkeep_model_step(const ModelStep *now) {
     if (!memory.get()) return -1;
     float *parts[Room::PARTS] = {memory.get()};
     for (int i = 1; i < Room::PARTS; i++) parts[i] = parts[i - 1] + room.sizes[i - 1];
-    for (int64_t i = 0; i < now->layers; i++) {
-        const LayerStep &kept = now->kept[i];
-        if (const int64_t failed = layer_step(kept, now->angles[kept.kind], now->threads, now->x, parts))
-            return i || failed > 0 ? 1 : -1;
-    }
-    return 0;
+    int64_t result = 0;
+    as_team(LOOPS * now->layers, now->threads, [&] {
+        for (int64_t i = 0; i < now->layers && !result; i++) {
+            const LayerStep &kept = now->kept[i];
+            const int64_t failed = layer_step(kept, now->angles[kept.kind], now->threads, now->x, parts);
+            if (failed) result = i || failed > 0 ? 1 : -1;
+        }
+    });
+    return result;
 }
 
 extern "C" int64_t kvkeep_write(const Write *w) {

@@ -1,7 +1,7 @@
 """What a decoder layer does before and behind its attention, in the kernel; ``None`` if the kernel cannot do it.
 
 `Before` and `Behind` check and pack a layer's weights once, and are told the tokens with each call. Whoever keeps them
-compares `places`: the kernel reads the weights where they lay.
+compares the weights' addresses: the kernel reads the weights where they lay.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -169,9 +169,6 @@ _ANGLES = struct.Struct("4q")
 _MODEL_STEP = struct.Struct("5q")
 _STEP_HEAD = struct.Struct("8q")  # of Attend
 
-Place: TypeAlias = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]] | type
-"""An address, and what lies there: device, dtype, shape and strides. Of what is no plain parameter, its type."""
-
 
 class Norm(NamedTuple):
     """A norm by the root mean square: the weight, plus ``plus``, times a row over its root mean square.
@@ -185,14 +182,6 @@ class Norm(NamedTuple):
     weight: Float[Tensor, " width"]
     epsilon: float
     plus: float
-
-
-def places(weights: Iterable[object]) -> list[Place]:
-    """Return each weight's address, device, dtype, shape and strides; its type alone if it is no parameter."""
-    return [
-        (one.data_ptr(), one.device, one.dtype, one.shape, one.stride()) if type(one) is nn.Parameter else type(one)
-        for one in weights
-    ]
 
 
 class Before:
