@@ -23,6 +23,8 @@ from kvkeep.models.fused_modules import (
     FusedGate,
     FusedLinear,
     FusedNorm,
+    Trials,
+    alike,
     has_global_hooks,
     is_close,
     is_heard,
@@ -250,14 +252,21 @@ class FusedLayer(nn.Module):
         return _run(parts, x, angles, attend, calls)
 
 
-def fuse_layer(layer: nn.Module) -> bool:
+def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
     """Fuse a decoder layer, in place, and return whether it was fused.
 
     It is fused if its parts are, it has no other weights, and its outputs on random numbers are the kernel's.
+
+    Args:
+        layer: a module.
+        trials: what trials of other layers have found, to which this one's is added.
     """
     if isinstance(layer, FusedLayer) or (parts := parts_of(layer)) is None or not _is_all(layer, parts):
         return False
-    if (constants := _constants(layer, parts)) is None:
+    key = alike(layer)
+    if key not in trials:
+        trials[key] = _constants(layer, parts)
+    if (constants := trials[key]) is None:
         return False
     attention = parts.attention
     vars(layer).update(

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
@@ -254,6 +254,31 @@ def is_heard(module: nn.Module) -> bool:
 def has_global_hooks() -> bool:
     """Return whether there are hooks that every module calls."""
     return bool(_global_forward_hooks or _global_forward_pre_hooks)
+
+
+_USUAL = {*vars(nn.Module()), "layer_idx", "_together"}
+"""Attributes that every module has, and those in which equal layers differ."""
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+def alike(module: nn.Module) -> tuple[object, ...]:
+    """Return a key that is equal for modules which compute the same but for their weights, so that one trial is enough.
+
+    It has the classes, shapes and attributes of all parts. An object that is no plain value is only equal to itself,
+    as a configuration is that all layers share; and so is a module with buffers.
+    """
+    found: list[object] = []
+    for name, part in module.named_modules():
+        said = [(key, value if isinstance(value, _PLAIN) else id(value)) for key, value in vars(part).items()]
+        weights = [(key, None if x is None else (x.shape, x.dtype)) for key, x in part._parameters.items()]
+        alone = id(part) if part._buffers else None
+        found.append((name, type(part), tuple(one for one in said if one[0] not in _USUAL), tuple(weights), alone))
+    return tuple(found)
+
+
+Trials: TypeAlias = dict[tuple[object, ...], Any]
+"""What trials have found, by `alike`."""
 
 
 @torch.inference_mode()

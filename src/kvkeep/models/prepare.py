@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.backends import small
+from kvkeep.backends import choose, small, why
 from kvkeep.models.fused_decoder import FusedDecoder, fuse_decoder
 from kvkeep.models.fused_layers import FusedLayer, fuse_layer
 from kvkeep.models.fused_modules import (
@@ -26,7 +26,9 @@ from kvkeep.models.fused_modules import (
     FusedLinears,
     FusedNorm,
     PackedLinear,
+    Trials,
     agrees,
+    alike,
     fusable,
     fuse_linear,
     is_kernels,
@@ -86,16 +88,39 @@ def fuse_modules(model: nn.Module) -> int:
     are not those of the kernel.
     """
     modules = [module for module in open_modules(model) if is_still(module) and not isinstance(module, _MIXINS)]
-    norms = [module for module in modules if _fuse_norm(module)]
+    trials: Trials = {}
+    norms = [module for module in modules if _fuse_norm(module, trials)]
     linear = fusable(modules)
     fuse_linear(linear)
     # a gate is fused from fused products, a layer from all fused parts, and a decoder from fused layers
-    gates = [module for module in modules if _fuse_gate(module)]
+    gates = [module for module in modules if _fuse_gate(module, trials)]
     for module in modules:
         _join(module)
-    layers = [module for module in modules if fuse_layer(module)]
+    layers = [module for module in modules if fuse_layer(module, trials)]
     decoders = [module for module in modules if fuse_decoder(module)]
     return len(norms) + len(linear) + len(gates) + len(layers) + len(decoders)
+
+
+def describe(model: nn.Module) -> str:
+    """Return in words how a model's decode steps run, and why they run no faster."""
+    modules = list(model.modules())
+    layers = sum(isinstance(module, FusedLayer) for module in modules)
+    products = sum(type(module) is FusedLinear for module in modules)
+    if any(isinstance(module, FusedDecoder) for module in modules):
+        return f"all {layers} layers as one call of the native kernel, from the second new token on"
+    if layers:
+        return f"{layers} layers as calls of the native kernel, one by one: the decoder has parts beside its layers"
+    if products:
+        return f"{products} products in the native kernel, the rest in torch: its layers are of no kind that is fused"
+    weight = next(model.parameters(), None)
+    place = torch.device("cpu") if weight is None else weight.device
+    if place.type != "cpu":
+        return f"as transformers has them, with the backend for {place.type}"
+    if vars(model).get(_LEFT):
+        return f"as transformers has them, in torch: `fused=False` or {SWITCH}=0 was given"
+    if weight is None or not choose(place, weight.dtype).small:
+        return f"as transformers has them, in torch: {why(place, torch.float32)}"
+    return "as transformers has them, in torch: its weights are quantised, or of a dtype that the kernel cannot read"
 
 
 def restore_modules(model: nn.Module) -> None:
@@ -133,7 +158,7 @@ def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None
     return pack_weights(model, rows) if like[1] else 0
 
 
-def _fuse_norm(module: nn.Module) -> bool:
+def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
     """Fuse a module if it is a root mean square norm with one vector of weights; return whether it was fused."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -141,27 +166,39 @@ def _fuse_norm(module: nn.Module) -> bool:
         return False
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not is_kernels(weight):
         return False
-    for plus in (0.0, 1.0):
+
+    def agrees_with(plus: float) -> bool:
         kernel = functools.partial(small.norm, weight=weight, epsilon=epsilon, plus=plus)
-        if agrees(module, weight, len(weight), kernel):
-            vars(module).update(_epsilon=epsilon, _plus=plus)  # first, since another thread may be in the module
-            module.__class__ = mixed(FusedNorm, type(module))
-            return True
-    return False
+        return agrees(module, weight, len(weight), kernel)
+
+    key = alike(module)
+    if key not in trials:
+        trials[key] = next(filter(agrees_with, (0.0, 1.0)), None)
+    if (plus := trials[key]) is None:
+        return False
+    vars(module).update(_epsilon=epsilon, _plus=plus)  # first, since another thread may be in the module
+    module.__class__ = mixed(FusedNorm, type(module))
+    return True
 
 
-def _fuse_gate(module: nn.Module) -> bool:
+def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
     """Fuse a module if it is a feed-forward layer with a gate under SiLU or GELU; return whether it was fused."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
         return False
-    for activation in small.ACTIVATIONS:
+
+    def agrees_with(activation: int) -> bool:
         kernel = functools.partial(small.gated, gate=gate, up=up, down=down, activation=activation)
-        if agrees(module, gate.weight, gate.in_features, kernel, (gate, up)):
-            vars(module)["_activation"] = activation  # first, since another thread may be in the module
-            module.__class__ = mixed(FusedGate, type(module))
-            return True
-    return False
+        return agrees(module, gate.weight, gate.in_features, kernel, (gate, up))
+
+    key = alike(module)
+    if key not in trials:
+        trials[key] = next(filter(agrees_with, small.ACTIVATIONS), None)
+    if (activation := trials[key]) is None:
+        return False
+    vars(module)["_activation"] = activation  # first, since another thread may be in the module
+    module.__class__ = mixed(FusedGate, type(module))
+    return True
 
 
 def _join(module: nn.Module) -> None:
