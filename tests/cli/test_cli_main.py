@@ -221,9 +221,9 @@ assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 @pytest.mark.parametrize(("fused", "words"), [("1", "all 2 layers as one call"), ("0", "KVKEEP_FUSED=0 was given")])
 def test_env_says_how_a_model_would_run(monkeypatch, fused, words):
     monkeypatch.setenv("KVKEEP_FUSED", fused)
-    facts = json.loads(invoke("env", model_folders.folder(), "--json").stdout)
+    facts = json.loads(invoke("env", str(model_folders.folder()), "--json").stdout)
     assert words in facts["decode_steps"] or native().library is None
-    assert facts["model"] == model_folders.folder()
+    assert facts["model"] == str(model_folders.folder())
     assert "is no folder" in invoke("env", "./nothing-there").stderr
 
 
