@@ -224,7 +224,7 @@ def test_env_says_how_a_model_would_run(monkeypatch, fused, words):
     facts = json.loads(invoke("env", str(model_folders.folder()), "--json").stdout)
     assert words in facts["decode_steps"] or native().library is None
     assert facts["model"] == str(model_folders.folder())
-    assert "is no folder" in invoke("env", "./nothing-there").stderr
+    assert "does not exist" in invoke("env", "./nothing-there").stderr
 
 
 def test_facts_of_packages_and_graphics_cards(monkeypatch: pytest.MonkeyPatch):
