@@ -37,7 +37,8 @@ from kvkeep.kv import lost_mass
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
-from kvkeep.models.load import BannedTokens, load_with_tokenizer
+from kvkeep.models.generation_config import BannedTokens
+from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.prepare import prepare
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
