@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed, handed_
 from kvkeep.cache.layer import Layer
 from kvkeep.models.attention import PaddingMask, is_known
 from kvkeep.models.fused_layers import FusedLayer, is_ours
-from kvkeep.models.fused_modules import is_heard, mixed
+from kvkeep.models.fused_modules import TRIAL, has_own_forward, is_heard, mixed
 from kvkeep.types import Phase
 
 _ORDER = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -70,24 +71,37 @@ class FusedDecoder(nn.Module):
         ids, cache, positions = kwargs.get("input_ids"), handed_over(kwargs), kwargs.get("position_ids")
         if not isinstance(cache, PhasedCache) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
             return None
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.training or not is_ours(self.config):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.training or not self._answers(kwargs):
             return None
-        if any(kwargs[name] is not None and kwargs[name] is not False for name in kwargs.keys() - _KNOWN):
-            return None
-        if (replays := self._replays(cache, kwargs.get("attention_mask"))) is None:
-            return None
-        if self.is_checked is None:  # the first time, since the trial needs the model as it runs
-            vars(self)["is_checked"] = True  # for the trial itself
-            vars(self)["is_checked"] = _agrees(self)
-        if not self.is_checked:
+        if (replays := self._replays(cache, kwargs.get("attention_mask"))) is None or not self._is_checked():
             return None
         if positions is None:
             positions = torch.full((1, 1), cache.get_seq_length(), device=ids.device)
-        x, angles = self.embed_tokens(ids), self.angles(ids, positions)
+        # the step writes into its own copy: a hook may keep what the embedding returns, or return a weight
+        x, angles = self.embed_tokens(ids).clone(), self.angles(ids, positions)
         if (step := self._recorded(replays, angles)) is None or not _replayed(replays, step, x, angles):
             return None
         held: dict[str, Any] = {_returned(): cache}
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **held)
+
+    def _answers(self, asked: dict[str, Any]) -> bool:
+        """Return whether a step as one call has all that is asked for in an argument or in the configuration."""
+        if any(asked[name] is not None and asked[name] is not False for name in asked.keys() - _KNOWN):
+            return False
+        config = self.config
+        if config.output_hidden_states or asked.get("return_dict", config.return_dict) is False:
+            return False
+        return is_ours(config) and has_own_forward(self)
+
+    def _is_checked(self) -> bool:
+        """Return whether the kernel has computed what the class computes. The first time this is tried, since the trial
+        needs the model as it runs; but not as long as there are hooks, which would be told the tokens of the trial.
+        """
+        if TRIAL.get():
+            return True
+        if self.is_checked is None and not _has_hooks(self):
+            vars(self)["is_checked"] = _agrees(self)
+        return bool(self.is_checked)
 
     def angles(self, ids: Tensor, positions: Int[Tensor, "_B 1"]) -> list[tuple[Tensor, Tensor]]:
         """Return cosines and sines of the positions, for each kind of layer."""
@@ -105,6 +119,8 @@ class FusedDecoder(nn.Module):
         found = Replays([], [])
         if not _is_plain(mask, cache):
             return None
+        if not len(self.layers) == len(self.kinds) == len(cache.layers) == self.config.num_hidden_layers:
+            return None  # layers have been taken out
         for index, fused in enumerate(self.layers):
             if not isinstance(fused, FusedLayer) or fused.attention_options is None or is_heard(fused):
                 return None
@@ -114,11 +130,13 @@ class FusedDecoder(nn.Module):
             layer, attention = part.stepper, fused.get_submodule("self_attn")
             if type(layer) is not Layer or not is_known(attention, **fused.attention_arguments):
                 return None
+            if attention.layer_idx != index:  # layers have been exchanged
+                return None
             if (recorded := layer.replayable(options)) is None:
                 return None
             found.parts.append(layer)
             found.calls.append(recorded.call)
-        return found if len(found.parts) == len(cache.layers) else None
+        return found
 
     def _recorded(self, replays: Replays, angles: Sequence[tuple[Tensor, Tensor]]) -> layers.ModelStep | None:
         """Return the call for all layers, made anew if weights or recorded steps have changed.
@@ -132,12 +150,12 @@ class FusedDecoder(nn.Module):
             return None
         first = recorded[0]
         within: _Within | None = first.within
-        # the first layer's step owns the call, so the call must not hold it
         made_of = [*fused, *recorded[1:]]
         if within is None or len(within.made_of) != len(made_of) or any(map(_differ, within.made_of, made_of)):
             each = zip(fused, recorded, self.kinds, strict=True)
             step = layers.ModelStep([(calls.before, call, calls.behind, kind) for calls, call, kind in each])
-            within = first.within = _Within(step, made_of)
+            # the first layer's step owns the call, so the call must not hold it; nor must a cache hold a model
+            within = first.within = _Within(step, [*map(weakref.ref, made_of)])
         return within.step if within.step.fits else None
 
 
@@ -145,11 +163,19 @@ class _Within(NamedTuple):
     """A call for all layers, and what it was made of."""
 
     step: layers.ModelStep
-    made_of: list[object]
+    made_of: list[weakref.ref[Any]]
 
 
-def _differ(one: object, other: object) -> bool:
-    return one is not other
+def _has_hooks(decoder: nn.Module) -> bool:
+    """Return whether a part of a decoder has hooks, but for those of the rotation, which kvkeep itself may have put
+    there.
+    """
+    parts = (part for name, part in decoder.named_modules() if name and not name.startswith("rotary_emb"))
+    return any(map(is_heard, parts))
+
+
+def _differ(one: weakref.ref[Any], other: object) -> bool:
+    return one() is not other
 
 
 def _is_plain(mask: object, cache: PhasedCache) -> bool:
@@ -219,6 +245,7 @@ def _agrees(decoder: Any) -> bool:
         return functools.partial(way, decoder)
 
     whole, steps = (BoundedCache(decoder.config, "local", 8) for _ in range(2))
+    token = TRIAL.set(True)
     try:
         expected = run(of(plain.forward), whole, slice(0, 3)).last_hidden_state[:, -1].float()
         for column in range(2):
@@ -226,6 +253,8 @@ def _agrees(decoder: Any) -> bool:
         found = run(decoder._step, steps, slice(2, 3))
     except Exception:  # it takes something else
         return False
+    finally:
+        TRIAL.reset(token)
     if found is None:
         return False
     difference = (found.last_hidden_state[:, -1].float() - expected).norm() / expected.norm()

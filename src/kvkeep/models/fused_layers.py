@@ -19,13 +19,19 @@ from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, ta
 from kvkeep.models.attention import ATTENTION, is_known
 from kvkeep.models.fused_modules import (
     CALLS,
+    EPSILON,
     SCALES,
+    Described,
     FusedGate,
     FusedLinear,
     FusedNorm,
     Trials,
     alike,
+    described,
+    epsilon_of,
     has_global_hooks,
+    has_own_forward,
+    is_as_tried,
     is_close,
     is_heard,
     mixed,
@@ -83,9 +89,8 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
     for projection in (*linear, *gated):
         if type(projection) is not FusedLinear:  # a subclass may have a `forward` of its own
             return None
-    for part in (*own.values(), *of_attention.values(), *of_feed.values()):
-        if part is not None and is_heard(part):
-            return None
+    if not all(map(_is_usable, (*own.values(), *of_attention.values(), *of_feed.values()))):
+        return None
     return FusedParts(
         attention,
         first,
@@ -97,6 +102,15 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
         feed,
         (added[0], added[1]) if added else (None, None),
     )
+
+
+def _is_usable(part: nn.Module | None) -> bool:
+    """Return whether a part of a layer has no hooks, and still computes what it did in its trial."""
+    if part is None:
+        return True
+    if isinstance(part, FusedNorm) and not (isinstance(epsilon_of(part), float) and has_own_forward(part)):
+        return False
+    return not is_heard(part) and (not isinstance(part, FusedGate) or is_as_tried(part))
 
 
 class FusedCalls:
@@ -116,40 +130,57 @@ class FusedCalls:
         self.turned = turned
         owners = (layer, parts.attention, parts.feed)
         modules = [layer, *(part for owner in owners for part in owner._modules.values() if part is not None)]
-        # each step compares all this, so what can be looked up once is; the modules' own dicts are never replaced
-        self._children = [(owner._modules, [*owner._modules], [*map(id, owner._modules.values())]) for owner in owners]
+        # each step compares all this, so what can be looked up once is
+        self._names = [[*owner._modules] for owner in owners]
+        self._ids = [[*map(id, owner._modules.values())] for owner in owners]
         self._parts, self._kinds = modules[1:], [*map(type, modules[1:])]
-        self._hooks = [hooks for part in self._parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._attributes = [vars(part) for part in self._parts]
-        self._weights = [part._parameters for part in self._parts if part._parameters]
-        self._places = self._places_now()
+        self._weighted = [vars(part) for part in self._parts if part._parameters]
+        self._places, self._owners = self._places_now(), [vars(owner) for owner in owners]
+        self._told = [(vars(norm), name) for norm in parts.norms() for name in EPSILON if name in vars(norm)]
+        for owner in (layer, parts.feed):
+            described = vars(owner).get("as_tried", ())
+            names = [(owner._modules[name] if name else owner, key) for name, key, _ in described if key]
+            self._told += [(vars(part), key) for part, key in names if part is not None]
+        self._values = [own[name] for own, name in self._told]
+        plain = {getattr(type(part), "plain", type(part)) for part in (layer, *self._parts)}
+        self._classes = [*plain, nn.Linear]
+        self._forwards = [kind.forward for kind in self._classes]
 
     def are_of(self, layer: nn.Module) -> bool:
         """Return whether these are still the calls of a layer: its modules and weights have not changed since, and
         have no hooks.
         """
-        if layer._modules is not self._children[0][0]:  # a copy
+        if vars(layer) is not self._owners[0]:  # a copy
             return False
-        for modules, names, ids in self._children:
+        for owner, names, ids in zip(self._owners, self._names, self._ids, strict=True):
+            modules = owner["_modules"]
             if [*modules] != names or [*map(id, modules.values())] != ids:
                 return False
+        if [own.get(name, self) for own, name in self._told] != self._values:
+            return False
+        if [kind.forward for kind in self._classes] != self._forwards:
+            return False
         if [*map(type, self._parts)] != self._kinds or any("forward" in own for own in self._attributes):
             return False
-        if (any(self._hooks) or has_global_hooks()) and any(map(is_heard, self._parts)):
+        heard = any(own["_forward_hooks"] or own["_forward_pre_hooks"] for own in self._attributes)
+        if (heard or has_global_hooks()) and any(map(is_heard, self._parts)):
             return False
         return self._places_now() == self._places
 
     def _places_now(self) -> list[object]:
         return [
             (id(weight), weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
-            for weights in self._weights
-            for weight in weights.values()
+            for own in self._weighted
+            for weight in own["_parameters"].values()
             if weight is not None
         ]
 
 
 def _norm(norm: FusedNorm) -> layers.Norm:
-    return layers.Norm(norm.weight, norm._epsilon, norm._plus)
+    epsilon = epsilon_of(norm)
+    assert isinstance(epsilon, float)
+    return layers.Norm(norm.weight, epsilon, norm._plus)
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
@@ -209,6 +240,7 @@ class FusedLayer(nn.Module):
 
     attention_arguments: dict[str, Any]
     attention_options: AttentionOptions | None
+    as_tried: Described
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where the step allows it."""
@@ -223,7 +255,7 @@ class FusedLayer(nn.Module):
         """
         calls: FusedCalls | None = vars(self).get(CALLS)
         if calls is None or calls.turned != turned or not calls.are_of(self):
-            parts = parts_of(self)
+            parts = parts_of(self) if is_as_tried(self) else None
             calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, turned)
         return calls
 
@@ -270,7 +302,9 @@ def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
         return False
     attention = parts.attention
     vars(layer).update(
-        attention_arguments=constants, attention_options=repeatable(attention, **constants)
+        as_tried=described(layer),
+        attention_arguments=constants,
+        attention_options=repeatable(attention, **constants),
     )  # first, since another thread may be in the layer
     layer.__class__ = mixed(FusedLayer, type(layer))
     return True

@@ -6,6 +6,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -143,7 +145,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 CALLS = "_calls"
 """Attribute of a fused layer: addresses of its weights, which are no part of a copy."""
 
-_MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+_MIXED: dict[tuple[type[nn.Module], type[nn.Module], object], type[nn.Module]] = {}
 
 
 class FusedLinears:
@@ -198,11 +200,12 @@ class FusedGate(nn.Module):
     up_proj: nn.Linear
     down_proj: nn.Linear
     _activation: int
+    as_tried: Described
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where it can compute it."""
         out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
-        whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children()))
+        whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children())) and is_as_tried(self)
         if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
             out = small.gated(args[0], *parts, self._activation)
         return super().forward(*args, **kwargs) if out is None else out
@@ -212,20 +215,32 @@ class FusedNorm(nn.Module):
     """Mixed into a root mean square norm: one call."""
 
     weight: nn.Parameter
-    _epsilon: float
     _plus: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Normalise the last axis, and return the result."""
-        out = None
-        if len(args) == 1 and not kwargs:
-            out = small.norm(args[0], self.weight, self._epsilon, plus=self._plus)
+        out, epsilon = None, epsilon_of(self)
+        if len(args) == 1 and not kwargs and isinstance(epsilon, float) and has_own_forward(self):
+            out = small.norm(args[0], self.weight, epsilon, plus=self._plus)
         return super().forward(*args, **kwargs) if out is None else out
+
+
+EPSILON = ("variance_epsilon", "eps")
+"""Names under which norms have what they add to the mean of the squares."""
+
+
+def epsilon_of(norm: nn.Module) -> object:
+    """Return what a norm adds to the mean of the squares; ``None`` if it does not say."""
+    return next((vars(norm)[name] for name in EPSILON if name in vars(norm)), None)
 
 
 def is_bare(layer: nn.Module) -> bool:
     """Return whether a fused layer still has its class, and has no hook and no other ``forward``."""
     return type(layer) is FusedLinear and not is_heard(layer)
+
+
+TRIAL: ContextVar[bool] = ContextVar("TRIAL", default=False)
+"""Whether a decoder is being tried."""
 
 
 class PromptHook:
@@ -239,8 +254,9 @@ class PromptHook:
         self._hook = hook
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
-        """Call the hook."""
-        self._hook(module, args, made)
+        """Call the hook, except in a trial."""
+        if not TRIAL.get():
+            self._hook(module, args, made)
 
 
 def is_heard(module: nn.Module) -> bool:
@@ -256,10 +272,55 @@ def has_global_hooks() -> bool:
     return bool(_global_forward_hooks or _global_forward_pre_hooks)
 
 
-_USUAL = {*vars(nn.Module()), "layer_idx", "_together"}
-"""Attributes that every module has, and those in which equal layers differ."""
+_USUAL = {*vars(nn.Module()), "layer_idx", "_together", "_activation", "_plus", "attention_options"}
+"""Attributes that every module has, those in which equal layers differ, and those of fused modules."""
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+
+Described: TypeAlias = tuple[tuple[str, str, object], ...]
+"""Attributes with plain values: the name of the child that has it, or "" for the module's own; its name; the value. The
+name "" stands for the child's class."""
+
+
+def described(module: nn.Module) -> Described:
+    """Return what a module has beside weights that may decide what it computes: plain values and functions, its own and
+    those of its children without weights.
+    """
+    found: list[tuple[str, str, object]] = []
+    for name, part in [("", module), *module._modules.items()]:
+        if part is None or (part._parameters and part is not module):
+            continue
+        if name:
+            found.append((name, "", _name_of_class(part)))
+        found += [
+            (name, key, value)
+            for key, value in vars(part).items()
+            if key not in _USUAL and isinstance(value, (*_PLAIN, FunctionType, BuiltinFunctionType))
+        ]
+    return tuple(found)
+
+
+def is_as_tried(module: nn.Module) -> bool:
+    """Return whether a fused module is still `described` as it was in its trial, which may not hold any more."""
+    for name, key, value in vars(module)["as_tried"]:
+        part = module._modules.get(name) if name else module
+        if part is None or (_name_of_class(part) if not key else vars(part).get(key, _GONE)) != value:
+            return False
+    return has_own_forward(module)
+
+
+_GONE = object()
+
+
+def _name_of_class(module: nn.Module) -> str:
+    kind = type(module)  # a fused one has the name of its own class
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether the class of a fused module has the ``forward`` that it had when the module was fused."""
+    kind: Any = type(module)
+    return kind.plain.forward is kind.plain_forward if "plain_forward" in vars(kind) else False
 
 
 def alike(module: nn.Module) -> tuple[object, ...]:
@@ -321,11 +382,12 @@ def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
 
     It has the name of the module's class, by which other libraries know it.
     """
-    if (mixin, kind) not in _MIXED:
+    key = mixin, kind, kind.forward  # a function that is put into the class later would not be called
+    if key not in _MIXED:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        made = type(kind.__name__, (mixin, kind), {**names, "__reduce_ex__": _reduced})
-        _MIXED[mixin, kind] = made
-    return _MIXED[mixin, kind]
+        kept = {"plain": kind, "plain_forward": staticmethod(kind.forward)}
+        _MIXED[key] = type(kind.__name__, (mixin, kind), {**names, **kept, "__reduce_ex__": _reduced})
+    return _MIXED[key]
 
 
 def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:

@@ -29,6 +29,8 @@ from kvkeep.models.fused_modules import (
     Trials,
     agrees,
     alike,
+    described,
+    epsilon_of,
     fusable,
     fuse_linear,
     is_kernels,
@@ -161,7 +163,7 @@ def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None
 def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
     """Fuse a module if it is a root mean square norm with one vector of weights; return whether it was fused."""
     weight = getattr(module, "weight", None)
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    epsilon = epsilon_of(module)
     if not isinstance(epsilon, float) or len(module._parameters) != 1 or any(module.children()):
         return False
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not is_kernels(weight):
@@ -176,7 +178,7 @@ def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
         trials[key] = next(filter(agrees_with, (0.0, 1.0)), None)
     if (plus := trials[key]) is None:
         return False
-    vars(module).update(_epsilon=epsilon, _plus=plus)  # first, since another thread may be in the module
+    vars(module)["_plus"] = plus  # first, since another thread may be in the module
     module.__class__ = mixed(FusedNorm, type(module))
     return True
 
@@ -196,7 +198,7 @@ def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
         trials[key] = next(filter(agrees_with, small.ACTIVATIONS), None)
     if (activation := trials[key]) is None:
         return False
-    vars(module)["_activation"] = activation  # first, since another thread may be in the module
+    vars(module).update(_activation=activation, as_tried=described(module))  # first, since another thread may be in it
     module.__class__ = mixed(FusedGate, type(module))
     return True
 

@@ -144,7 +144,16 @@ def library_for(x: Tensor) -> ctypes.CDLL | None:
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return None
-    return native().library
+    return None if is_watched() else native().library
+
+
+def is_watched() -> bool:
+    """Return whether somebody follows torch's operators: a trace, a mode that counts or replaces them, `torch.func`."""
+    return (
+        torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def fits(layer: nn.Linear, x: Tensor, width: int) -> bool:
