@@ -20,6 +20,7 @@ from kvkeep.models.attention import ATTENTION, is_known
 from kvkeep.models.fused_modules import (
     CALLS,
     EPSILON,
+    FORWARD,
     SCALES,
     Described,
     FusedGate,
@@ -255,9 +256,13 @@ class FusedLayer(nn.Module):
         """
         calls: FusedCalls | None = vars(self).get(CALLS)
         if calls is None or calls.turned != turned or not calls.are_of(self):
-            parts = parts_of(self) if is_as_tried(self) else None
+            parts = parts_of(self) if self._is_as_tried() else None
             calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, turned)
         return calls
+
+    def _is_as_tried(self) -> bool:
+        now = type(_any(self).self_attn).forward
+        return is_as_tried(self) and vars(self).setdefault(FORWARD, now) is now
 
     def _few(self, x: Tensor, **kwargs: Any) -> Tensor | None:
         """Return the output of a decode step from the fused kernel; ``None`` for any other step."""
@@ -302,6 +307,7 @@ def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
         return False
     attention = parts.attention
     vars(layer).update(
+        {FORWARD: type(attention).forward},
         as_tried=described(layer),
         attention_arguments=constants,
         attention_options=repeatable(attention, **constants),

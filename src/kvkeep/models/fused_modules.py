@@ -145,6 +145,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 CALLS = "_calls"
 """Attribute of a fused layer: addresses of its weights, which are no part of a copy."""
 
+FORWARD = "_attention_forward"
+"""Attribute of a fused layer: the function that its attention's class had in the trial; no part of a copy either, since
+a function that was put into a class cannot be pickled."""
+
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module], object], type[nn.Module]] = {}
 
 
@@ -393,7 +397,7 @@ def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
 def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Return how to make a copy of a module whose class was made by `mixed`, since no file has the class."""
     _, mixin, kind, *_ = type(module).__mro__
-    return _blank, (mixin, kind), {name: value for name, value in vars(module).items() if name != CALLS}
+    return _blank, (mixin, kind), {name: value for name, value in vars(module).items() if name not in {CALLS, FORWARD}}
 
 
 def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:

@@ -14,9 +14,18 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#include <pthread.h>
 #endif
 
 namespace {
+
+#ifdef _OPENMP
+// A process that was forked has none of its parent's threads, and OpenMP would wait for them forever.
+bool is_forked = false;
+const int noticed = pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
+#else
+constexpr bool is_forked = true;  // has no threads
+#endif
 
 constexpr int64_t WORTH_A_THREAD = 1 << 17;  // bytes read in the time that it takes to wake other threads
 constexpr int64_t WORTH_A_HELPER = 1 << 14;  // the same for threads that look for work
@@ -115,7 +124,7 @@ thread_local Team *team = nullptr;  // of the step that this thread leads
 template <bool RUNS, class Work>
 bool for_each_of(int64_t n, int64_t bytes, int64_t threads, int64_t floats, const Work &work) {
     if (team) threads = team->threads;
-    if (bytes < (team ? WORTH_A_HELPER : WORTH_A_THREAD) || n < 2) threads = 1;
+    if (bytes < (team ? WORTH_A_HELPER : WORTH_A_THREAD) || n < 2 || is_forked) threads = 1;
     const int64_t each = up(floats, 32);
     const Scratch scratch(each * threads);
     if (!scratch.get()) return false;
@@ -144,7 +153,7 @@ bool for_each_of(int64_t n, int64_t bytes, int64_t threads, int64_t floats, cons
 template <class Work>
 void as_team(int64_t most_loops, int64_t threads, const Work &work) {
 #ifdef _OPENMP
-    if (threads > 1) {
+    if (threads > 1 && !is_forked) {
         Team all(most_loops, threads);
 #pragma omp parallel num_threads(threads)
         if (omp_get_thread_num()) {

@@ -150,7 +150,7 @@ def library_for(x: Tensor) -> ctypes.CDLL | None:
 def is_watched() -> bool:
     """Return whether somebody follows torch's operators: a trace, a mode that counts or replaces them, `torch.func`."""
     return (
-        torch.jit.is_tracing()
+        torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
