@@ -13,7 +13,13 @@ from test_prepare import fused_copy, made
 from test_whole_layers import calls  # noqa: F401  a fixture
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaModel,
+    LlamaRMSNorm,
+)
 
 import kvkeep
 from kvkeep.backends.native import native
@@ -116,7 +122,7 @@ def test_a_change_before_several_tokens(change):
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [LlamaAttention, LlamaMLP, LlamaDecoderLayer, LlamaModel])
+@pytest.mark.parametrize("kind", [LlamaAttention, LlamaMLP, LlamaDecoderLayer, LlamaModel, LlamaRMSNorm, nn.Linear])
 def test_a_forward_that_is_put_into_a_class(kind, monkeypatch):
     plain, model = pair()
     own = kind.forward

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -138,14 +140,17 @@ class FusedCalls:
         self._attributes = [vars(part) for part in self._parts]
         self._weighted = [vars(part) for part in self._parts if part._parameters]
         self._places, self._owners = self._places_now(), [vars(owner) for owner in owners]
-        self._told = [(vars(norm), name) for norm in parts.norms() for name in EPSILON if name in vars(norm)]
+        self._hooks = [*chain.from_iterable(map(_HOOKS, self._attributes))]
+        names_of: list[tuple[nn.Module | None, str]] = [
+            (norm, name) for norm in parts.norms() for name in EPSILON if name in vars(norm)
+        ]
         for owner in (layer, parts.feed):
-            described = vars(owner).get("as_tried", ())
-            names = [(owner._modules[name] if name else owner, key) for name, key, _ in described if key]
-            self._told += [(vars(part), key) for part, key in names if part is not None]
-        self._values = [own[name] for own, name in self._told]
-        plain = {getattr(type(part), "plain", type(part)) for part in (layer, *self._parts)}
-        self._classes = [*plain, nn.Linear]
+            tried = vars(owner).get("as_tried", ())
+            names_of += [(owner._modules[child] if child else owner, name) for child, name, _ in tried if name]
+        every = [(vars(part), _values_of(name for other, name in names_of if other is part)) for part in modules]
+        self._told = [(own, values) for own, values in every if values is not id]
+        self._values = [values(own) for own, values in self._told]
+        self._classes = [*{getattr(type(part), "plain", type(part)) for part in (layer, *self._parts)}]
         self._forwards = [kind.forward for kind in self._classes]
 
     def are_of(self, layer: nn.Module) -> bool:
@@ -158,14 +163,18 @@ class FusedCalls:
             modules = owner["_modules"]
             if [*modules] != names or [*map(id, modules.values())] != ids:
                 return False
-        if [own.get(name, self) for own, name in self._told] != self._values:
+        try:
+            if [values(own) for own, values in self._told] != self._values:
+                return False
+        except KeyError:  # an attribute is gone
             return False
         if [kind.forward for kind in self._classes] != self._forwards:
             return False
         if [*map(type, self._parts)] != self._kinds or any("forward" in own for own in self._attributes):
             return False
-        heard = any(own["_forward_hooks"] or own["_forward_pre_hooks"] for own in self._attributes)
-        if (heard or has_global_hooks()) and any(map(is_heard, self._parts)):
+        if not all(map(operator.is_, chain.from_iterable(map(_HOOKS, self._attributes)), self._hooks)):
+            return False  # somebody has replaced the groups of hooks
+        if (any(self._hooks) or has_global_hooks()) and any(map(is_heard, self._parts)):
             return False
         return self._places_now() == self._places
 
@@ -176,6 +185,15 @@ class FusedCalls:
             for weight in own["_parameters"].values()
             if weight is not None
         ]
+
+
+_HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+
+
+def _values_of(names: Iterable[str]) -> Callable[[dict[str, Any]], object]:
+    """Return a function that looks attributes up, as fast as can be."""
+    asked = [*names]
+    return operator.itemgetter(*asked) if asked else id  # the dict of a module is always the same
 
 
 def _norm(norm: FusedNorm) -> layers.Norm:

@@ -152,6 +152,9 @@ a function that was put into a class cannot be pickled."""
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module], object], type[nn.Module]] = {}
 
 
+_LINEAR_FORWARD = nn.Linear.forward
+
+
 class FusedLinears:
     """Linear layers that are called in turn with the same tensor: the first call computes all outputs.
 
@@ -188,6 +191,8 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
         """Return the product with the weights, plus the bias."""
+        if nn.Linear.forward is not _LINEAR_FORWARD:
+            return super().forward(input)
         if self._together is not None and (out := self._together.output(self, input)) is not None:
             return out
         found = small.products(input, (self,))
@@ -272,8 +277,8 @@ def is_heard(module: nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Return whether there are hooks that every module calls."""
-    return bool(_global_forward_hooks or _global_forward_pre_hooks)
+    """Return whether there are hooks that every module calls, or somebody has replaced what linear layers do."""
+    return bool(_global_forward_hooks or _global_forward_pre_hooks) or nn.Linear.forward is not _LINEAR_FORWARD
 
 
 _USUAL = {*vars(nn.Module()), "layer_idx", "_together", "_activation", "_plus", "attention_options"}
