@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 from kvkeep.batch.input import BadLine, InputLine, after, parse
 from kvkeep.batch.output import OutputFile
 from kvkeep.batch.survey import TokenCounts
+from kvkeep.cache.rotary_probe import position_mode
 from kvkeep.cli import console, distributed
 from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
@@ -39,7 +40,6 @@ from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy
-from kvkeep.rotary import rotation_for
 from kvkeep.scale.driver import run_pieces
 from kvkeep.scale.worker import LINES, Built, EngineFacts
 from kvkeep.scale.worker_pool import Item, Layout, WorkerPool, WorkResult
@@ -56,8 +56,8 @@ def reader(
         InputError: the memory is a conversation's.
     """
     past, policy = None if memory is None else _past_of(memory), parse_policy(request.policy)
-    rotation = rotation_for(checkpoint.config, request.positions, own=policy.defaults.positions)
-    longest = checkpoint.max_model_len(slot_positions=rotation is not None)
+    mode = position_mode(checkpoint.config, request.positions, own=policy.defaults.positions)
+    longest = checkpoint.max_model_len(slot_positions=mode == "slot")
     if longest is not None and past is not None:
         longest -= len(past.ids)
 

@@ -239,7 +239,7 @@ class PreparedRequest:
     @property
     def position_mode(self) -> str:
         """Return the position mode, ``true`` or ``slot``."""
-        return "true" if self.layout.rotation is None else "slot"
+        return self.layout.positions
 
 
 def prepare(request: GenerateOptions) -> PreparedRequest:

@@ -113,7 +113,7 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     check_room(layout, budget, len(ids), 1)
-    mode = "true" if layout.rotation is None else "slot"
+    mode = layout.positions
     trained = checkpoint.trained_length
     if trained and len(ids) > trained and mode == "true":
         console.note(

@@ -413,7 +413,7 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
         positions=request.positions,
     )
     layout.slots(request.budget)
-    longest = checkpoint.max_model_len(slot_positions=layout.rotation is not None)
+    longest = checkpoint.max_model_len(slot_positions=layout.positions == "slot")
     return checkpoint, request.max_model_len or longest
 
 

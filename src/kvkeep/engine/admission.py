@@ -251,7 +251,7 @@ class Identity:
             layer_budget=rule(layout.layer_budget),
             head_budget=layout.head_budget,
             dtype=self.dtype,
-            positions="true" if layout.rotation is None else "slot",
+            positions=layout.positions,
             chunk=self.chunk,
             kv_bits=layout.kv_bits,
             weights=self.weights,
