@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from kvkeep.errors import UnsupportedOperationError
 
 # Keys rotated to their ranks in the cache instead of their true positions.
 #
@@ -26,12 +31,14 @@ class Rotation:
         dims: the first dim of each pair, and behind them the second dim of each. ``None``: the first ``F`` dims of a
             head are rotated against the next ``F`` (Llama, Mistral, Qwen, Gemma, GPT-NeoX, ...).
         longest: tokens of the longest text that has these frequencies (longrope); ``None``: every text has them.
+        beyond: the rotation of longer texts.
     """
 
     frequencies: Float[Tensor, " F"]
     scaling: float = 1.0
     dims: tuple[int, ...] | None = None
     longest: int | None = None
+    beyond: Rotation | None = None
     _there: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
     _latest: dict[torch.dtype, tuple[bytes, Tensor]] = field(default_factory=dict, init=False, repr=False)
@@ -155,6 +162,86 @@ class Rotation:
         """Return the cosines and the sines, in float32 or wider."""
         cos, sin = angles.to(torch.promote_types(angles.dtype, torch.float32)).chunk(2, dim=-1)
         return cos, sin
+
+
+# Longrope: a long text has other frequencies than a short one, and each token those of its text when it was read.
+
+
+@dataclass(frozen=True, eq=False)
+class TextRotation:
+    """The rotary embedding of a layer for texts of known lengths, where short and long ones are rotated differently.
+
+    Attributes:
+        short: the rotation of texts of at most `longest` tokens.
+        long: that of longer ones.
+        longest: tokens of the longest short text.
+        lengths: where each row's prompt ends. A later token was read when the text ended with it.
+    """
+
+    short: Rotation
+    long: Rotation
+    longest: int
+    lengths: Int[Tensor, " B"]
+
+    def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
+        """Return the vectors without their rotation, see `Rotation.undo`."""
+        ends = torch.maximum(positions + 1, self.lengths.to(positions)[:, None, None])
+        return self._either(ends[..., None], self.short.undo(x, positions), self.long.undo(x, positions))
+
+    def ahead(self, x: Float[Tensor, "B H T D"], by: Int[Tensor, "B H"]) -> Float[Tensor, "B H T D"]:
+        """Return a prompt's vectors as they would be ``by`` positions later, by the frequencies of this prompt."""
+        return self._either(self.lengths[:, None, None, None], self.short.ahead(x, by), self.long.ahead(x, by))
+
+    @property
+    def frequencies(self) -> Float[Tensor, " F"]:
+        """Raise an error, as the rows have different frequencies.
+
+        Raises:
+            UnsupportedOperationError: always.
+        """
+        raise UnsupportedOperationError(
+            "This model's rotary frequencies change with the length of the text. A policy can look at unrotated keys, "
+            "and cannot compute angles of its own: choose another policy."
+        )
+
+    def on(self, device: torch.device) -> Float[Tensor, " F"]:
+        """Raise the error of `frequencies`."""
+        return self.frequencies
+
+    @property
+    def scaling(self) -> float:
+        """Return the factor on rotated vectors in short texts."""
+        return self.short.scaling
+
+    def paired(self, x: Float[Tensor, "*A D"]) -> Float[Tensor, "*A D"]:
+        """Return the vectors with rotated pairs in two halves, see `Rotation.paired`."""
+        return self.short.paired(x)
+
+    def _either(self, ends: Int[Tensor, "*n"], short: Tensor, long: Tensor) -> Tensor:
+        return torch.where(ends > self.longest, long, short)
+
+
+_lengths: ContextVar[Tensor | None] = ContextVar("lengths", default=None)
+
+
+@contextmanager
+def reading(lengths: Int[Tensor, "n T"] | None) -> Iterator[None]:
+    """Tell rotary embeddings and layers how long the text of each token is, for runs within the context.
+
+    Args:
+        lengths: tokens of the text up to the end of its prompt, or up to the token; ``None``: each row of a batch is a
+            text that ends with its largest position.
+    """
+    token = _lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
+
+
+def lengths_read() -> Int[Tensor, "n T"] | None:
+    """Return what the innermost `reading` has told."""
+    return _lengths.get()
 
 
 def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:

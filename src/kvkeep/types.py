@@ -125,7 +125,7 @@ class AttentionOptions:
 
 @runtime_checkable
 class Turning(Protocol):
-    """A rotary embedding: `kvkeep.rotary.Rotation`."""
+    """A rotary embedding: `kvkeep.rotary.Rotation`; or `kvkeep.rotary.TextRotation`, which can only be undone."""
 
     @property
     def frequencies(self) -> Float[Tensor, " F"]:

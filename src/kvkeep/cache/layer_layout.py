@@ -113,7 +113,7 @@ class Layout:
         if mode == "slot":
             rotations = slot_rotations(config)
         elif policy.unrotates or policy.needs_rotary:
-            rotations = rotations_for(config, policy, turns=policy.needs_rotary)
+            rotations = rotations_for(config, policy, turns=policy.needs_rotary, foresees=policy.asks)
         policy, heads = under(policy, head_budget), Heads.of(config)
         asked = layer_budget not in (None, policy.defaults.layer_budget)
         profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)

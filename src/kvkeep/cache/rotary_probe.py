@@ -16,7 +16,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -51,7 +52,7 @@ class _CannotUndoError(Exception):
     """Why the rotation of a model cannot be undone, as the end of a sentence that began with the model."""
 
 
-def position_mode(config: PreTrainedConfig, asked: str | None, *, own: str) -> str:
+def position_mode(config: PreTrainedConfig, asked: str | None, *, own: str) -> Literal["true", "slot"]:
     """Return the mode in which attention sees positions, ``true`` or ``slot``.
 
     Args:
@@ -99,13 +100,14 @@ def slot_rotations(config: PreTrainedConfig) -> Rotations:
     return found
 
 
-def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool) -> Rotations:
+def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, foresees: bool) -> Rotations:
     """Return the rotations that a policy undoes, or by which it turns queries.
 
     Args:
         config: the model's configuration.
         policy: its name, for errors.
         turns: whether the policy makes no sense without a rotation.
+        foresees: whether it reckons with angles of tokens that are still to come.
 
     Raises:
         UnsupportedModelError: kvkeep cannot undo the model's rotation; or there is none, and the policy ``turns``.
@@ -115,6 +117,8 @@ def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool) -> R
         found = _found(config)
         if turns and not any(found.values()):
             raise _CannotUndoError("has none")
+        if foresees and any(one is not None and one.longest for one in found.values()):
+            raise _CannotUndoError("has 'longrope' embeddings, which change with the length of the text to come")
     except _CannotUndoError as error:
         if turns:
             raise UnsupportedModelError(
@@ -174,21 +178,28 @@ def _tried(text: PreTrainedConfig) -> Rotations:
     try:
         with _quiet():
             trial = _Trial(_small(text))
-            places = trial.places(longest)
-            shown, factors = trial.read(places), trial.factors()
+            found = _shown_by(trial, longest)
+            beyond = {} if longest is None else _shown_by(trial, None, beyond=longest)
     except _CannotUndoError:
         raise
     except Exception as error:  # the code of some model, with numbers that it was not written for
         raise _CannotUndoError(f"could not be tried on random numbers ({error!s:.120})") from error
-    if not shown:
+    if not found:
         raise _CannotUndoError("showed no attention in a trial on random numbers")
-    found: dict[int, Rotation | None] = {}
-    for number, layer in sorted(shown.items()):
-        rotation = _rotation_of(layer, places, factors.get(number, 1.0), longest)
-        if rotation is not None:  # equal layers share one, whose angles are computed once for all of them
-            rotation = next((known for known in found.values() if known and _same(known, rotation)), rotation)
-        found[number] = rotation
+    for number, rotation in found.items():
+        longer = beyond.get(number)
+        if rotation is not None and longer is not None and not _same(rotation, longer):
+            rotation = replace(rotation, longest=longest, beyond=longer)
+        # equal layers share one, whose angles are computed once for all of them
+        found[number] = next((known for known in found.values() if _same(known, rotation)), rotation)
     return found
+
+
+def _shown_by(trial: _Trial, longest: int | None, *, beyond: int = 0) -> dict[int, Rotation | None]:
+    """Return the rotation of each layer for texts of at most ``longest`` tokens, or of more than ``beyond``."""
+    places = trial.places(longest, beyond)
+    shown, factors = trial.read(places), trial.factors(beyond)
+    return {number: _rotation_of(shown[number], places, factors.get(number, 1.0)) for number in sorted(shown)}
 
 
 def _types(config: PreTrainedConfig) -> str:
@@ -285,11 +296,11 @@ class _Trial:
             parameter.data = noise / math.sqrt(parameter.shape[-1]) if many else 1.0 + 0.3 * noise
         self.reach = int(getattr(config, "max_position_embeddings", None) or 2048)
 
-    def places(self, longest: int | None) -> list[int]:
+    def places(self, longest: int | None, beyond: int) -> list[int]:
         """Return the positions to try: 0, then powers of two, then others. Angles of powers of two have all digits."""
         limits = [2**31, self.reach] if longest is None else [longest]
         for limit in limits:
-            found = [0, *(2**k for k in _POWERS if 2**k < limit), *(n for n in _OTHERS if n < limit)]
+            found = [0, *(2**k for k in _POWERS if 2**k < limit), *(n for n in _OTHERS if n < limit), beyond]
             try:
                 self.read([0, max(found)])
             except (IndexError, RuntimeError) as error:  # the model has a table of angles
@@ -314,24 +325,30 @@ class _Trial:
             for number, given in seen.items()
         }
 
-    def factors(self) -> dict[int, float]:
+    def factors(self, beyond: int) -> dict[int, float]:
         """Return the factor on rotated vectors for each layer that has one (YaRN, longrope).
 
         It shows in all positions alike. So the copy reads a second time without it.
         """
         names = [
-            (module, name)
+            (module, name, float(value))
             for module in self.model.modules()
             for name, value in vars(module).items()
-            if name.endswith("attention_scaling") and value != 1.0
+            if re.fullmatch(r"(.*_)?(attention_scaling|mscale)", name) and value != 1.0
         ]
         if not names:
             return {}
-        before = self.read([0])
-        for module, name in names:
+        before = self.read([0, beyond])
+        for module, name, _ in names:
             setattr(module, name, 1.0)
-        after = self.read([0])
-        return {number: _ratio(before[number].keys, after[number].keys) for number in before}
+        after = self.read([0, beyond])
+        found = {number: _ratio(before[number].keys[:1], after[number].keys[:1]) for number in before}
+        # the model's own number has all digits
+        known = [1.0, *(value for _, _, value in names)]
+        return {
+            number: next((one for one in known if math.isclose(one, ratio, rel_tol=1e-6)), ratio)
+            for number, ratio in found.items()
+        }
 
 
 def _ratio(one: Tensor, other: Tensor) -> float:
@@ -372,7 +389,7 @@ def _small(text: PreTrainedConfig) -> PreTrainedConfig:
 
 def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with smaller numbers, those of single layers, too."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in settings.items():
         most = next((number for number, pattern in _FEW if re.fullmatch(pattern, str(name))), None)
         if name == "per_layer_config" and isinstance(value, dict):
@@ -405,7 +422,7 @@ _NOISE = 1e-5
 """Relative differences up to this size are rounding errors."""
 
 
-def _rotation_of(shown: _Shown, places: list[int], factor: float, longest: int | None) -> Rotation | None:
+def _rotation_of(shown: _Shown, places: list[int], factor: float) -> Rotation | None:
     """Return the rotation that a layer shows; ``None`` if it does not rotate.
 
     Raises:
@@ -429,18 +446,18 @@ def _rotation_of(shown: _Shown, places: list[int], factor: float, longest: int |
     first, second = torch.tensor(dims).unflatten(0, (2, half))
     ordered = [*torch.where(back, second, first).tolist(), *torch.where(back, first, second).tolist()]
     plain = ordered == list(range(2 * half))
-    rotation = Rotation(frequencies.abs().float(), factor, None if plain else tuple(ordered), longest)
-    at = torch.tensor(places)[:, None, None].expand(-1, 1, keys.shape[1])
-    for name, x in (("keys", keys), ("queries", shown.query)):
-        undone = rotation.undo(x[:, None], at)[:, 0]
-        if name == "queries":  # their lengths may follow their positions, as a temperature
-            undone, x = nn.functional.normalize(undone, dim=-1), nn.functional.normalize(x, dim=-1)
-            first_place = nn.functional.normalize(rotation.undo(shown.query[:1, None], at[:1])[:, 0], dim=-1)
-        else:
-            first_place = undone[:1]
-        if _differ(undone, first_place, 3e-5):
-            raise _CannotUndoError(f"changes {name} by their positions in another way than by rotating pairs of dims")
+    rotation = Rotation(frequencies.abs().float(), factor, None if plain else tuple(ordered))
+    undone = [_undone(rotation, x, places) for x in (keys, shown.query)]
+    # the lengths of queries may follow their positions, as a temperature
+    undone[1] = nn.functional.normalize(undone[1], dim=-1)
+    if any(_differ(x, x[:1], 3 * _NOISE) for x in undone):
+        raise _CannotUndoError("changes queries or keys by their positions in another way than by rotating pairs")
     return rotation
+
+
+def _undone(rotation: Rotation, x: Float[Tensor, "P n D"], places: list[int]) -> Float[Tensor, "P n D"]:
+    """Return vectors without their rotation to these positions."""
+    return rotation.undo(x[:, None], torch.tensor(places)[:, None, None].expand(-1, 1, x.shape[1]))[:, 0]
 
 
 def _pairs(keys: Float[Tensor, "P n D"]) -> list[int]:
@@ -469,10 +486,13 @@ def _differ(one: Tensor, other: Tensor, noise: float = _NOISE) -> bool:
     return not bool(((one - other).abs() <= noise * scale).all())  # NaN differs
 
 
-def _same(one: Rotation, other: Rotation) -> bool:
+def _same(one: Rotation | None, other: Rotation | None) -> bool:
     """Return whether two rotations are the same but for rounding."""
+    if one is None or other is None:
+        return one is other
     return (
-        one.dims == other.dims
+        _same(one.beyond, other.beyond)
+        and one.dims == other.dims
         and len(one.frequencies) == len(other.frequencies)
         and math.isclose(one.scaling, other.scaling, rel_tol=_NOISE)
         and torch.allclose(one.frequencies, other.frequencies, rtol=1e-6, atol=1e-12)

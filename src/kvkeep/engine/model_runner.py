@@ -19,7 +19,8 @@ from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
-from kvkeep.models.rotary import LengthRule, reading
+from kvkeep.models.rotary import LengthRule
+from kvkeep.rotary import reading
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 # One run of the model over several batches: each layer steps batch by batch.
@@ -33,12 +34,14 @@ class RunPart(NamedTuple):
         length: tokens of each row, padding included.
         real: which tokens are real; ``None``: all.
         cache: the batch's rows.
+        lengths: see `_Input`; ``None`` if rotary frequencies do not follow them.
     """
 
     rows: int
     length: int
     real: Bool[Tensor, "n T"] | None
     cache: PhasedCache
+    lengths: Int[Tensor, "n T"] | None = None
 
 
 class Joined:
@@ -67,7 +70,8 @@ class Joined:
         for part, stepper in zip(self._parts, self._steppers, strict=True):
             stop = start + part.rows * part.length
             mine = (_rows(tensor[:, :, start:stop], part.rows) for tensor in (query, keys, values))
-            out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
+            with reading(part.lengths):
+                out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
             done.append(out.transpose(0, 1).flatten(1, 2)[None])
             start = stop
         return torch.cat(done, dim=2)
@@ -163,7 +167,7 @@ class ModelRunner:
                 score(scored, logits)
             return logits[:, -1]
         parts = [
-            RunPart(len(batch.ids), batch.ids.shape[1], batch.real, cache)
+            RunPart(len(batch.ids), batch.ids.shape[1], batch.real, cache, batch.lengths if self._rule else None)
             for batch, cache in zip(given, caches, strict=True)
         ]
         ids = torch.cat([batch.ids.flatten() for batch in given])
