@@ -86,6 +86,7 @@ CONFIGS = {
     ),
 }
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+GROUPS = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 ELSEWHERE = {
     "gemma3n": ("Gemma3nTextConfig", {**WIDE, "layer_types": MIXED, "sliding_window": 16, "num_kv_shared_layers": 0}),
     "gemma4": ("Gemma4TextConfig", {**WIDE, "layer_types": MIXED, "sliding_window": 16, "global_head_dim": 32}),
@@ -94,11 +95,13 @@ ELSEWHERE = {
     "gpt_oss": ("GptOssConfig", {**WIDE, "num_local_experts": 4, "rope_parameters": YARN}),
     "nanochat": ("NanoChatConfig", SMALL),
     "ministral3": ("Ministral3Config", WIDE),
-    "deepseek": ("DeepseekV3Config", {**SMALL, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 1}),
+    "deepseek": ("DeepseekV3Config", {**SMALL, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 8, **GROUPS}),
 }
 """Families that some versions of transformers lack."""
 CONFIGS |= {
-    name: getattr(transformers, kind)(**sizes) for name, (kind, sizes) in ELSEWHERE.items() if hasattr(transformers, kind)
+    name: getattr(transformers, kind)(**sizes)
+    for name, (kind, sizes) in ELSEWHERE.items()
+    if hasattr(transformers, kind)
 }
 SEEN = {}
 

@@ -326,29 +326,33 @@ class _Trial:
         }
 
     def factors(self, beyond: int) -> dict[int, float]:
-        """Return the factor on rotated vectors for each layer that has one (YaRN, longrope).
+        """Return the factor on the rotated vectors of each layer (YaRN, longrope).
 
         It shows in all positions alike. So the copy reads a second time without it.
         """
-        names = [
-            (module, name, float(value))
-            for module in self.model.modules()
-            for name, value in vars(module).items()
-            if re.fullmatch(r"(.*_)?(attention_scaling|mscale)", name) and value != 1.0
-        ]
-        if not names:
-            return {}
+        parts = [module for module in self.model.modules() if hasattr(module, "rope_type")]
+        given = {value for part in parts for name, value in vars(part).items() if name.endswith("attention_scaling")}
         before = self.read([0, beyond])
-        for module, name, _ in names:
-            setattr(module, name, 1.0)
+        hooks = [part.register_forward_hook(_without_factor) for part in parts]
         after = self.read([0, beyond])
-        found = {number: _ratio(before[number].keys[:1], after[number].keys[:1]) for number in before}
+        for hook in hooks:
+            hook.remove()
+        ratios = {number: _ratio(before[number].keys[:1], after[number].keys[:1]) for number in before}
         # the model's own number has all digits
-        known = [1.0, *(value for _, _, value in names)]
+        known = [1.0, *(value for value in given if isinstance(value, float))]
         return {
             number: next((one for one in known if math.isclose(one, ratio, rel_tol=1e-6)), ratio)
-            for number, ratio in found.items()
+            for number, ratio in ratios.items()
         }
+
+
+def _without_factor(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Return cosines and sines, or complex numbers, of length 1; a forward hook of rotary embeddings."""
+    if isinstance(output, Tensor):
+        return output / output.abs() if output.is_complex() else output
+    cos, sin = output
+    size = torch.hypot(cos, sin)
+    return cos / size, sin / size
 
 
 def _ratio(one: Tensor, other: Tensor) -> float:
