@@ -194,6 +194,10 @@ class TextRotation:
 
     @property
     def frequencies(self) -> Float[Tensor, " F"]:
+        """Return the frequencies of short texts, for the number of pairs."""
+        return self.short.frequencies
+
+    def on(self, device: torch.device) -> Float[Tensor, " F"]:
         """Raise an error, as the rows have different frequencies.
 
         Raises:
@@ -203,10 +207,6 @@ class TextRotation:
             "This model's rotary frequencies change with the length of the text. A policy can look at unrotated keys, "
             "and cannot compute angles of its own: choose another policy."
         )
-
-    def on(self, device: torch.device) -> Float[Tensor, " F"]:
-        """Raise the error of `frequencies`."""
-        return self.frequencies
 
     @property
     def scaling(self) -> float:
