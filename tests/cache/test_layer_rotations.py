@@ -9,6 +9,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModel,
+    AutoModelForCausalLM,
     Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -24,6 +25,8 @@ from transformers import (
 
 import kvkeep
 from kvkeep import parse
+from kvkeep.cache import rotary_probe
+from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer_layout import Layout
 from kvkeep.rotary import TextRotation
 
@@ -85,11 +88,17 @@ CONFIGS = {
         rope_parameters={**LONG, "short_mscale": 1.1, "long_mscale": 1.3},
     ),
 }
+PER_LAYER = {
+    "layer_types": MIXED,
+    "sliding_window": 16,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 GROUPS = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 ELSEWHERE = {
-    "gemma3n": ("Gemma3nTextConfig", {**WIDE, "layer_types": MIXED, "sliding_window": 16, "num_kv_shared_layers": 0}),
-    "gemma4": ("Gemma4TextConfig", {**WIDE, "layer_types": MIXED, "sliding_window": 16, "global_head_dim": 32}),
+    "gemma3n": ("Gemma3nTextConfig", {**WIDE, **PER_LAYER, "num_kv_shared_layers": 0}),
+    "gemma4": ("Gemma4TextConfig", {**WIDE, **PER_LAYER, "global_head_dim": 32}),
     "smollm3": ("SmolLM3Config", SMALL),
     "modernbert": ("ModernBertDecoderConfig", SMALL),
     "gpt_oss": ("GptOssConfig", {**WIDE, "num_local_experts": 4, "rope_parameters": YARN}),
@@ -196,3 +205,58 @@ def test_the_trial_leaves_random_numbers_and_the_configuration_alone():
     Layout.of(config, parse("leverage"))
     assert config.to_dict() == before
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("way", [torch.inference_mode, lambda: torch.autocast("cpu"), lambda: torch.device("meta")])
+def test_the_trial_does_not_depend_on_what_the_caller_has_chosen(way):
+    config = Qwen3Config(**WIDE, rope_theta=7000.0)
+    rotary_probe._known.clear()
+    want = Layout.of(config, parse("leverage")).rotations[0].frequencies
+    rotary_probe._known.clear()
+    with way():
+        found = Layout.of(config, parse("leverage")).rotations[0].frequencies
+    assert torch.equal(found, want)
+    assert not found.is_inference()
+
+
+def test_weights_in_another_form_change_nothing():
+    config = LlamaConfig(**SMALL, quantization_config={"quant_method": "gptq", "bits": 4}, dtype="bfloat16")
+    assert Layout.of(config, parse("leverage")).rotations[0] is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"head_budget": "ada"}, {"prefill_chunk": 5}], ids=str)
+@pytest.mark.parametrize("name", ["glm", "cohere2", "gemma3", "gemma4", "smollm3", "nanochat"])
+def test_slot_positions_with_room_for_all_are_true_positions(name, options):
+    if name not in CONFIGS:
+        return
+    torch.manual_seed(2)
+    model = kvkeep.attach(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval())
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    ids, found = torch.randint(3, 97, (2, 30)), {}
+    for mode in ("true", "slot"):
+        cache = kvkeep.BoundedCache(CONFIGS[name], "h2o:recent=4", 40, positions=mode, **options)
+        parts = [ids[:, :22], *ids[:, 22:].split(1, dim=1)]
+        found[mode] = torch.cat([model(part, **handed(model, cache)).logits for part in parts], dim=1).log_softmax(-1)
+    atol = 0.5 if "kv_bits" in options else 1e-3  # codes of unrotated keys are others
+    torch.testing.assert_close(found["slot"], found["true"], rtol=0, atol=atol)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o:recent=2", "adakv:window=4"])
+@pytest.mark.parametrize("name", ["glm", "gemma3", "gemma4", "nanochat"])
+def test_slot_positions_are_the_same_on_every_backend(name, policy, monkeypatch):
+    """The kernel rotates halves while it reads; other pairs are rotated before."""
+    if name not in CONFIGS:
+        return
+    torch.manual_seed(2)
+    model = kvkeep.attach(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval())
+    ids, found = torch.randint(3, 97, (2, 40)), []
+    for backend in (None, "torch"):
+        if backend is not None:
+            monkeypatch.setenv("KVKEEP_BACKEND", backend)
+        cache = kvkeep.BoundedCache(CONFIGS[name], policy, 14, positions="slot")
+        parts = [ids[:, :30], *ids[:, 30:].split(1, dim=1)]
+        found.append(torch.cat([model(part, **handed(model, cache)).logits for part in parts], dim=1).log_softmax(-1))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)

@@ -316,8 +316,7 @@ class _Trial:
         seen: dict[int, tuple[Tensor, ...]] = {}
         token = _reading.set(seen)
         try:
-            with torch.inference_mode():
-                self.model(input_ids=ids, position_ids=positions, use_cache=False)
+            self.model(input_ids=ids, position_ids=positions, use_cache=False)
         finally:
             _reading.reset(token)
         return {
@@ -409,12 +408,20 @@ def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave torch's random numbers as they are, and silence what transformers says about the copy."""
+    """Compute on the CPU whatever the caller has chosen, leave torch's random numbers as they are, and silence what
+    transformers says about the copy.
+    """
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
             yield
     finally:
         logger.setLevel(level)
