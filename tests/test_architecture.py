@@ -71,6 +71,7 @@ FOR_USERS = {
 ONE_ROOM = {
     "transformers": {"models", "cache", "rotary", "planning"},
     "tokenizers": {"models"},
+    "gguf": {"models"},
     "huggingface_hub": {"models"},
     "triton": {"backends"},
     "fastapi": {"server"},

@@ -31,6 +31,7 @@ checkpoint with other options, such as `num_kv_shared_layers` or `attention_chun
 - **Images.** kvkeep bounds the cache of the text decoder. The image tower keeps its own attention. Give the processor's
   output to `model.generate` together with a `BoundedCache`; the engine and the command line take text only. Gemma 3
   runs on text only: its image tokens see each other, which is refused.
+- **GGUF files** of [18 architectures](weights.md#gguf-files) can be given in place of a folder.
 - **Latent attention** (DeepSeek, Kimi, GLM 4.7 Flash, MiniCPM 3). Newer versions of transformers cache one latent per
   token. kvkeep stores the keys and values that the model makes of it, so a slot is larger than a cached latent: 71
   times for DeepSeek V3. Memory is saved where the text is longer than the budget by more than this factor.

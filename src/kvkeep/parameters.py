@@ -362,6 +362,15 @@ THREADS = Parameter(
     metavar="N",
     rare=True,
 )
+GGUF = Parameter(
+    name="gguf",
+    kind=str,
+    help="The GGUF file in the model's folder or repository: its name, or that of its quantisation on the hub.",
+    metavar="FILE",
+    group=MODEL,
+    default=None,
+    rare=True,
+)
 ALLOW_PICKLE = Parameter(
     name="allow_pickle",
     kind=bool,

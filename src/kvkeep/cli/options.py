@@ -217,7 +217,7 @@ def command(options: type[_O], run: str | Callable[[_O], str]) -> Callable[..., 
     parameters = list(_parameters(options))
 
     def work(**typed: Any) -> None:
-        given = options.prepare(typed)
+        given = with_gguf(options.prepare(typed))
         values = {
             parameter.field: parameter.option.value(given[parameter.name], parameter.option.flag(parameter.name))
             for parameter in parameters
@@ -276,6 +276,20 @@ def given(model: str | None) -> str | None:
     if model is None or not any(letter.isspace() for letter in model) or exists(model) or _is_path(model):
         return model
     raise CommandLineError(f"A text of several words is no model. Did you mean kvkeep generate -p {quoted(model)}?")
+
+
+def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what typer has read, with the file of ``--gguf`` in the name of the model."""
+    file, model = given.get("gguf"), given.get("model")
+    if file is None:
+        return given
+    if not file.strip():
+        raise InputError("--gguf is empty. Give the name of a file, or leave it out.")
+    if model is None:
+        return {**given, "model": file}
+    from kvkeep.models.files import with_gguf_file  # imports torch
+
+    return {**given, "model": with_gguf_file(model, file)}
 
 
 def _is_path(name: str) -> bool:
@@ -483,7 +497,7 @@ def described(parameter: Parameter, **changes: Any) -> Option:
 
 
 MODEL_WORD = Option(
-    help="A hub name or folder. Default: the embedded one.",
+    help="A hub name, folder or GGUF file. Default: the embedded one.",
     default=None,
     metavar="MODEL",
     complete=shell_completion.models,
@@ -496,6 +510,7 @@ LOAD_IN = described(parameters.LOAD_IN)
 THREADS = described(
     parameters.THREADS, read=lambda number, flag: threads.check(number), reads_none=True, type=int | None
 )
+GGUF = described(parameters.GGUF)
 ALLOW_PICKLE = described(parameters.ALLOW_PICKLE)
 POLICY = described(parameters.POLICY, complete=shell_completion.policies)
 BUDGET = described(parameters.BUDGET, flags=("-b",), read=parse_tokens)
@@ -544,6 +559,7 @@ class ModelOptions(CommandOptions):
         dtype, device: as they were typed.
         load_in: the value of ``--load-in``.
         threads: of torch; ``None`` to leave their number as it is.
+        gguf: the value of ``--gguf``; ``model`` is that file already.
         allow_pickle: whether weights may be read from pickles.
     """
 
@@ -552,6 +568,7 @@ class ModelOptions(CommandOptions):
     device: str = option(DEVICE)
     load_in: str | None = option(LOAD_IN)
     threads: int | None = option(THREADS)
+    gguf: str | None = option(GGUF)
     allow_pickle: bool = option(ALLOW_PICKLE)
 
 

@@ -9,6 +9,7 @@ from kvkeep.cli.options import (
     BUDGET,
     DEVICE,
     DTYPE,
+    GGUF,
     HEAD_BUDGET,
     JSON,
     KV_BITS,
@@ -49,8 +50,9 @@ class PlanningOptions(CommandOptions):
 
     inherited_first: ClassVar[bool] = True
     model: str | None = argument(
-        MODEL_WORD, help="A hub name, a folder, or a config.json. Default: the embedded model."
+        MODEL_WORD, help="A hub name, a folder, a GGUF file, or a config.json. Default: the embedded model."
     )
+    gguf: str | None = option(GGUF)
     policy: str = option(POLICY, default=DEFAULT)
     budget: float | int | None = option(
         BUDGET,

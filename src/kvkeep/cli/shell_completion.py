@@ -47,12 +47,13 @@ def policy_list(incomplete: str) -> list[Completion]:
 
 
 def models(incomplete: str) -> list[Completion]:
-    """Return completions of a model: folders with a model below the typed folder, and hub models in the local cache."""
+    """Return completions of a model: GGUF files, folders with a model, and hub models in the local cache."""
     typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
     found: list[Completion] = []
     with contextlib.suppress(OSError):  # there is no such folder: nothing to propose
-        inside = [path for path in sorted(typed.expanduser().iterdir()) if path.is_dir()]
-        for path in (folder for top in inside for folder in (top, *_folders(top))):
+        inside = sorted(typed.expanduser().iterdir())
+        found += [(_as_typed(path, incomplete), "GGUF file") for path in inside if path.suffix == ".gguf"]
+        for path in (folder for top in inside if top.is_dir() for folder in (top, *_folders(top))):
             if (path / "config.json").is_file():
                 found.append((_as_typed(path, incomplete), "folder"))
     found += [(name, "in the local cache") for name in _cached_models()]

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, list_repo_files, snapshot_download
 from huggingface_hub import errors as hub
 from huggingface_hub.utils._validators import validate_repo_id
 from transformers import PreTrainedConfig
@@ -23,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
+from kvkeep.models import gguf
 from kvkeep.models.device import is_out_of_memory
 from kvkeep.result_files import in_full
 
@@ -129,8 +130,11 @@ _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?"
 def locate(name_or_path: str | os.PathLike[str]) -> str:
     """Return the full path of a file or folder that exists. Another name is returned unchanged, as a hub name.
 
+    A folder of GGUF files stands for its only one. ``ORG/REPO:FILE`` stands for a GGUF file of the hub, which is
+    downloaded: FILE is its name, or that of a quantisation in its name such as ``Q4_K_M``.
+
     Raises:
-        ModelFileError: a path does not exist, or the name cannot be one of the hub.
+        ModelFileError: a path does not exist, the name cannot be one of the hub, or there are several GGUF files.
     """
     name = os.fspath(name_or_path)
     path = in_full(name)
@@ -138,12 +142,53 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         exists = path.exists()
     except OSError as error:  # e.g. a name that is too long for the file system
         raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
-    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # a hub name has one slash at most
-        raise ModelFileError(f"The model folder {name} does not exist.")
-    if not exists:
-        with explained(name, "Its name cannot be used"):
-            validate_repo_id(name)
-    return str(path) if exists else name
+    if exists:
+        if path.suffix == gguf.SUFFIX and not path.is_file() and not path.is_dir():
+            raise ModelFileError(f"{path} is no regular file but a pipe or a device. Give the path of a GGUF file.")
+        with explained(name, "Its files cannot be looked up"):
+            found = (gguf.in_folder(path) or path) if path.is_dir() else path
+            return str(gguf.parts_of(found)[0])
+    repository, _, file = name.partition(":")
+    if not file or repository.count("/") != 1:
+        repository, file = name, ""
+    is_file = not file and name.endswith(gguf.SUFFIX)
+    if is_file or name.startswith((".", "/", "~")) or repository.count("/") > 1:  # a hub name has one slash at most
+        raise ModelFileError(f"The model {'file' if is_file else 'folder'} {name} does not exist.")
+    with explained(name, "Its name cannot be used"):
+        validate_repo_id(repository)
+    return str(_gguf_of_hub(repository, file)) if file else name
+
+
+def with_gguf_file(name_or_path: str | os.PathLike[str], file: str) -> str:
+    """Return the name of a GGUF file in a folder or a hub repository, as `locate` takes it."""
+    name = os.fspath(name_or_path)
+    return str(Path(name) / file) if in_full(name).is_dir() else f"{name}:{file}"
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether the name of a model is a GGUF file's path."""
+    return Path(name).is_file() and gguf.is_gguf(Path(name))
+
+
+def _gguf_of_hub(repository: str, wanted: str) -> Path:
+    """Return the path of a GGUF file of the hub, downloaded with all its parts.
+
+    Raises:
+        ModelFileError: the repository has no such file, or the hub fails.
+    """
+    name = f"{repository}:{wanted}"
+    with cached_if_unreachable(repository), explained(repository, f"Its file {wanted!r:.80} cannot be found"):
+        if constants.HF_HUB_OFFLINE:
+            folder = Path(snapshot_download(repository, allow_patterns=f"*{gguf.SUFFIX}", local_files_only=True))
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{gguf.SUFFIX}")]
+        else:
+            names = list_repo_files(repository)
+    parts = gguf.part_names(gguf.chosen(repository, names, wanted))
+    if missing := [part for part in parts if part not in names]:
+        raise ModelFileError(f"{repository} lacks {missing[0]}, one of {len(parts)} parts of that file.")
+    with cached_if_unreachable(repository), explained(name, "It cannot be downloaded"):
+        paths = [cached_file(repository, part) for part in parts]
+    return Path(str(paths[0]))
 
 
 def check_folder(folder: Path, allow_pickle: bool, *, weights: bool = True) -> None:
@@ -207,12 +252,12 @@ def check_numbers(name: str, fields: object) -> None:
     limits = {"layer": MOST_LAYERS, "block": MOST_LAYERS, "expert": MOST_EXPERTS, "num_labels": MOST_LABELS}
     for key, number in _numbers("", fields):
         if abs(number) > _LARGEST:
-            raise ModelFileError(f"{name}: the number of {key!r:.60} in its config.json has more than 64 bits.")
+            raise ModelFileError(f"{name}: the number of {key!r:.60} in its {part_of(name)} has more than 64 bits.")
         part = _PARTS.fullmatch(key)
         limit = limits.get(part[1] if part else key)
         if limit is not None and number > limit:
             raise UnsupportedModelError(
-                f"{name} has {key}={number} in its config.json; kvkeep takes at most {limit}, "
+                f"{name} has {key}={number} in its {part_of(name)}; kvkeep takes at most {limit}, "
                 "more than any model has. The file is damaged, or made to exhaust the memory."
             )
 
@@ -228,9 +273,14 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
         number = getattr(inner, key, None)
         if number is not None and (not isinstance(number, int) or number < 1):
             raise ModelFileError(
-                f"{name}: Its config.json has {key}={number!r:.60}, with which nothing can be generated. Check that "
-                "file, or download the model again."
+                f"{name}: Its {part_of(name)} has {key}={number!r:.60}, with which nothing can be generated. Check "
+                "that file, or download the model again."
             )
+
+
+def part_of(name: str) -> str:
+    """Return in words where a model's configuration stands."""
+    return "header" if is_gguf(name) else "config.json"
 
 
 def refusal(subject: str) -> str:
@@ -260,6 +310,8 @@ def optional(name: str, file: str) -> Path | None:
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.exists() else None
+    if Path(name).is_file():
+        return None
     found = cached_file(
         name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )

@@ -7,7 +7,6 @@ expensive rest. `load` does both.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -34,10 +32,9 @@ from transformers.utils import logging as transformers_logging
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
-from kvkeep.models import quantized_weights, tiny
+from kvkeep.models import gguf, gguf_models, gguf_tokenization, quantized_weights, tiny
 from kvkeep.models.attention import attach
-from kvkeep.models.chat_templates import control_tokens, turn_ends
-from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
+from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limit
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import (
     cached_if_unreachable,
@@ -47,196 +44,17 @@ from kvkeep.models.files import (
     check_shape,
     check_size,
     explained,
+    is_gguf,
     locate,
     no_conversion_service,
-    optional,
+    part_of,
 )
-from kvkeep.models.fused_modules import fuse_if_slow
+from kvkeep.models.fused_modules import PromptHook
+from kvkeep.models.generation_config import check_generation_config
+from kvkeep.models.prepare import prepare
 from kvkeep.models.quantized_weights import check_format, check_readable
 from kvkeep.models.support import auto_class, generates_text, try_out
 from kvkeep.models.tokenization import Writer
-
-# The model's ``generation_config.json``: which of its settings kvkeep uses.
-#
-# kvkeep uses the tokens that end a text, beside those of config.json and the tokenizer, and those that may not be
-# generated. It leaves out all other settings, so that a single prompt, a batch and a session give the same text.
-# `remark` names the settings that are left out.
-
-GENERATION_CONFIG = "generation_config.json"
-
-OWN = frozenset(
-    {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "max_length"}
-)
-"""Settings for which kvkeep has options of its own."""
-
-KEPT = frozenset(
-    {
-        *("eos_token_id", "pad_token_id", "bos_token_id"),
-        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
-    }
-)
-"""Settings that kvkeep obeys, or that change no text of a single row."""
-
-SAME_TEXT = frozenset(
-    {
-        *("cache_implementation", "cache_config", "max_cache_len", "use_cache", "prefill_chunk_size", "low_memory"),
-        *("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits"),
-        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "is_assistant", "num_assistant_tokens"),
-        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit", "use_mtp"),
-        *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
-        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
-    }
-)
-"""Settings that change how a text is computed or what is reported beside it, but not the text."""
-
-
-def check_generation_config(name: str) -> None:
-    """Refuse a ``generation_config.json`` that cannot be used, before weights are read; do nothing without one.
-
-    Args:
-        name: a folder, or a hub name.
-
-    Raises:
-        ModelFileError: the file is not a JSON object, or its end tokens or banned tokens are not whole numbers.
-    """
-    path = optional(name, GENERATION_CONFIG)
-    if path is None:
-        return
-    problem = f"{name}: Its {GENERATION_CONFIG} cannot be used"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        ends = fields.get("eos_token_id")
-        BannedTokens.of(GenerationConfig.from_dict(dict(fields)))
-    except Exception as error:  # whatever transformers raises for its values
-        raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(isinstance(end, int) and not isinstance(end, bool) and abs(end) < 2**63 for end in ends):
-        raise ModelFileError(
-            f"{problem} (eos_token_id is {ends!s:.60}). Give the number of a token, or a list of numbers."
-        )
-
-
-def remark(model: PreTrainedModel) -> str | None:
-    """Return a sentence about the model's generation settings that kvkeep leaves out; ``None`` if it leaves none
-    out.
-    """
-    asked = _asked(model)
-    differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
-    same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
-    start = f"the model's {GENERATION_CONFIG} also asks for"
-    if differs:
-        rest = f" ({same} changes no text)" if same else ""
-        return f"{start} {differs}, which kvkeep leaves out: the text may differ from what its makers intend{rest}."
-    return f"{start} {same}, which kvkeep leaves out: it changes no text." if same else None
-
-
-def ends_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, chat: bool = False
-) -> set[int]:
-    """Return the tokens that end a text of this model.
-
-    Args:
-        model: its generation config names some.
-        tokenizer: names one more. Those of the model's configuration count if they are special tokens here, since
-            transformers fills in a number where the file has none.
-        chat: whether the text is an answer in a conversation, which the chat template ends with a token of its own.
-    """
-    found = _listed_ids(getattr(model.generation_config, "eos_token_id", None))
-    if tokenizer is None:
-        return found
-    text = model.config.get_text_config(decoder=True)
-    for config in (model.config, text):
-        found |= _listed_ids(getattr(config, "eos_token_id", None)) & control_tokens(tokenizer)
-    own = getattr(tokenizer, "eos_token_id", None)
-    if own != getattr(tokenizer, "unk_token_id", None):  # of a token that the vocabulary does not have
-        found |= {token for token in _listed_ids(own) if 0 <= token < text.vocab_size}
-    return found | turn_ends(tokenizer) if chat else found
-
-
-def _listed_ids(ids: object) -> set[int]:
-    """Return the token ids of a setting that holds one, several or none."""
-    listed = ids if isinstance(ids, list | tuple) else [ids]
-    return {token for token in listed if isinstance(token, int) and not isinstance(token, bool)}
-
-
-class BannedTokens(NamedTuple):
-    """The tokens that a generation config forbids.
-
-    Attributes:
-        always: tokens that are never generated (``suppress_tokens``, and words of one token).
-        first: tokens with which no answer begins (``begin_suppress_tokens``).
-        words: sequences of two or more tokens whose last one may not follow the others (``bad_words_ids``).
-    """
-
-    always: frozenset[int] = frozenset()
-    first: frozenset[int] = frozenset()
-    words: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def of(cls, config: Any, vocabulary: int | None = None) -> BannedTokens:
-        """Read them from a generation config, as transformers does: a word that is an end token is allowed.
-
-        Args:
-            config: the generation config.
-            vocabulary: number of tokens of the model, if it is known.
-
-        Raises:
-            InputError: a value is no list of token ids, or nothing is left to generate.
-        """
-        always, first = (_token_ids(name, getattr(config, name, None)) for name in (_SUPPRESS, _BEGIN_SUPPRESS))
-        listed = getattr(config, _BAD_WORDS, None)
-        if not isinstance(listed, list | tuple | None):
-            raise InputError(f"{_BAD_WORDS} is {listed!r:.60}. Give a list of lists of token ids.")
-        words = {_token_ids(_BAD_WORDS, word) for word in listed or ()}
-        if () in words:
-            raise InputError(f"{_BAD_WORDS} has a word without tokens. Leave it out.")
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        single = {word[0] for word in words if len(word) == 1} - set(ends)
-        longer = tuple(sorted(word for word in words if len(word) > 1))
-        banned = single.union(always)
-        if vocabulary is not None and banned.union(first).issuperset(range(vocabulary)):
-            raise InputError(
-                f"{_SUPPRESS}, {_BEGIN_SUPPRESS} and {_BAD_WORDS} of the generation config ban all {vocabulary} tokens "
-                "of the model. Remove them from its generation_config."
-            )
-        return cls(frozenset(banned), frozenset(first), longer)
-
-
-_SUPPRESS, _BEGIN_SUPPRESS, _BAD_WORDS = "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Return a setting that is a list of token ids; empty for ``None``.
-
-    Raises:
-        InputError: it is something else.
-    """
-    listed = () if value is None else value
-    if not isinstance(listed, list | tuple) or not all(
-        isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in listed
-    ):
-        raise InputError(f"{name} is {value!r:.60}. Give a list of token ids.")
-    return tuple(listed)
-
-
-def _asked(model: PreTrainedModel) -> dict[str, object]:
-    """Return generation settings that differ from transformers' defaults and that kvkeep has no option for."""
-    usual = GenerationConfig._get_default_generation_params()
-    given = model.generation_config.to_diff_dict()
-    return {
-        name: value
-        for name, value in given.items()
-        if name not in OWN | KEPT | {"transformers_version"}
-        and not name.startswith("_")
-        and value != usual.get(name, False)  # a setting that transformers does not know is off by default
-    }
-
-
-def _listed(values: dict[str, object]) -> str:
-    """Return names and values as a text, separated by commas; empty without any."""
-    parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
-    return ", ".join(parts)
-
 
 _log = logging.getLogger(__name__)
 
@@ -249,17 +67,20 @@ def load(
     allow_pickle: bool = False,
     load_in: str | None = None,
     tp: bool = False,
+    fused: bool | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
     Args:
-        name_or_path: a hub name or a local folder.
+        name_or_path: a hub name, a local folder, or a GGUF file.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or a name of torch, e.g. ``cuda:1``.
         allow_pickle: accept weights that are not safetensors; torch unpickles nothing but tensors.
         load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started.
+        fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
+            unless the environment says ``KVKEEP_FUSED=0``.
 
     Raises:
         ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
@@ -270,14 +91,15 @@ def load(
     check_format(load_in)
     parse_device(device)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    return read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp), checkpoint.tokenizer
+    model = read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp, fused=fused)
+    return model, checkpoint.tokenizer
 
 
 def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, weights: bool = True) -> Checkpoint:
     """Read configuration and tokenizer, and refuse a model that kvkeep cannot run.
 
     Args:
-        name_or_path: a hub name or a local folder.
+        name_or_path: a hub name, a local folder, or a GGUF file.
         allow_pickle: see `load`.
         weights: whether a folder without weights is refused.
 
@@ -285,8 +107,10 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
         KVKeepError: see `load`.
     """
     name = locate(name_or_path)
-    if Path(name).is_file():
-        raise ModelFileError(f"{name} is a file; give the folder that holds config.json, weights and tokenizer.")
+    if Path(name).is_file() and not is_gguf(name):
+        raise ModelFileError(
+            f"{name} is a file and no GGUF file; give the folder that holds config.json, weights and tokenizer."
+        )
     if Path(name).is_dir():
         with explained(name, "Its files cannot be looked up"):
             check_folder(Path(name), allow_pickle, weights=weights)
@@ -295,6 +119,8 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
         skeleton = build_empty(name, config)
         with quiet():
             try_out(skeleton)
+        if is_gguf(name):
+            gguf_models.sources(gguf.read(name), skeleton)
         check_generation_config(name)
         tokenizer = _read_tokenizer(name, config)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -308,6 +134,7 @@ def read_weights(
     *,
     load_in: str | None = None,
     tp: bool = False,
+    fused: bool | None = None,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint with its weights, see `load`.
 
@@ -318,14 +145,19 @@ def read_weights(
             are no processes to split the model over.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
+    from_gguf = is_gguf(checkpoint.name)
+    if from_gguf and (load_in is not None or tp):
+        asked = "be split over processes" if load_in is None else f"be loaded in {load_in}"
+        raise InputError(f"{checkpoint.name} is a GGUF file, which cannot {asked}. Give a folder with safetensors.")
     how = split_options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
-        model = _read(checkpoint, kind, place, how or quantized_weights.options(load_in, checkpoint.config, place))
-    model.eval()
-    if not how:
+        options = how or quantized_weights.options(load_in, checkpoint.config, place)
+        model = _read_gguf(checkpoint, kind, place) if from_gguf else _read(checkpoint, kind, place, options)
+    attach(model.eval())
+    if not how:  # not split layers: their hooks divide the weights
         with enough_memory(place):
-            fuse_if_slow(torch.nn.Module.to(model, place))  # not split layers: their hooks divide the weights
-    return attach(model)
+            prepare(torch.nn.Module.to(model, place), fused)
+    return model
 
 
 def _read(
@@ -349,6 +181,22 @@ def _read(
         )
     _check_complete(checkpoint.name, report)
     _check_left_over(checkpoint.name, model, sorted(report["unexpected_keys"]))
+    return model
+
+
+def _read_gguf(checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device) -> PreTrainedModel:
+    """Load the model of a GGUF file, with its packed tensors unpacked."""
+    file = gguf.read(checkpoint.name)
+    dtype = kind if isinstance(kind, torch.dtype) else file.dtype
+    with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), quiet():
+        skeleton = build_empty(checkpoint.name, checkpoint.config)
+        weights = gguf_models.state_dict(file, skeleton, dtype)
+        read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], type(skeleton).from_pretrained)
+        model, report = read(None, config=checkpoint.config, state_dict=weights, dtype=dtype, output_loading_info=True)
+    _check_complete(checkpoint.name, report)
+    model.config.name_or_path = checkpoint.name
+    if note := gguf_models.unpacked(file, dtype, quantized_weights.weight_bytes(model)):
+        _log.warning("%s", note)
     return model
 
 
@@ -440,9 +288,15 @@ def read_config(name: str) -> PreTrainedConfig:
         ModelFileError: the configuration cannot be read.
         UnsupportedModelError: transformers has no such decoder.
     """
-    with explained(name, "Its config.json cannot be read"):
-        fields, _ = PreTrainedConfig.get_config_dict(name)
-        kind = fields.get("model_type")
+    if is_gguf(name):
+        with explained(name, "Its header cannot be read"):
+            file = gguf.read(name)
+            fields = gguf_models.config_fields(file, gguf_tokenization.end_tokens(file))
+    else:
+        with explained(name, "Its config.json cannot be read"):
+            fields, _ = PreTrainedConfig.get_config_dict(name)
+            fields.get("model_type")  # fails for a text or a list
+    kind = fields.get("model_type")
     check_numbers(name, fields)
     if kind is None:
         raise ModelFileError(f"{name} has no config.json, or it names no model_type; transformers needs it.")
@@ -453,8 +307,12 @@ def read_config(name: str) -> PreTrainedConfig:
         raise UnsupportedModelError(
             f"{name} is of type {kind!r:.60}, which {why}. Choose a model that transformers has, or update it."
         )
-    with explained(name, "Its config.json holds values that cannot be used"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with explained(name, f"Its {part_of(name)} holds values that cannot be used"):
+        config: PreTrainedConfig = (
+            AutoConfig.for_model(**fields)
+            if is_gguf(name)
+            else AutoConfig.from_pretrained(name, trust_remote_code=False)
+        )
     if not generates_text(config):
         raise UnsupportedModelError(
             f"{name} is of type {kind!r}, which transformers does not offer as a decoder that generates text."
@@ -472,23 +330,10 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
         ModelFileError: the configuration's values cannot be used.
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
-    with explained(name, "Its config.json holds values that cannot be used"), torch.device("meta"):
+    with explained(name, f"Its {part_of(name)} holds values that cannot be used"), torch.device("meta"):
         skeleton: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
         BoundedCache(config, "full", budget=1)
         return attach(skeleton)
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many learned positions a model has in a table; ``None`` if the model has no such table.
-
-    A table of positions is an embedding, other than the tokens', with as many rows as the trained length.
-    """
-    limit = trained_length(model.config)
-    tokens = model.get_input_embeddings()
-    tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not tokens)
-    if limit and any(0 <= table.num_embeddings - limit <= 2 for table in tables):  # OPT's has two more
-        return limit
-    return None
 
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
@@ -498,7 +343,11 @@ def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
         ModelFileError: the tokenizer cannot be read, or is empty.
     """
     with explained(name, "Its tokenizer cannot be read"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = (
+            gguf_tokenization.tokenizer_of(gguf.read(name))
+            if is_gguf(name)
+            else AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
+        )
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     if not tokenizer.get_vocab().keys() - special:
         raise ModelFileError(f"{name} has no tokenizer (tokenizer.json). Download the model again, with all its files.")
@@ -530,13 +379,14 @@ def load_with_tokenizer(
     allow_pickle: bool = False,
     load_in: str | None = None,
     tp: bool = False,
+    fused: bool | None = None,
 ) -> tuple[Model, Tokenizer]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
     ``kvkeep.Engine(*kvkeep.load(name))`` is an engine for it.
 
     Args:
-        name_or_path: a hub name or a local folder; by default the embedded model.
+        name_or_path: a hub name, a local folder, or a GGUF file; by default the embedded model.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or torch's, e.g. ``cuda:1``.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``, or torch's own.
         allow_pickle: accept weights that are not safetensors; torch then unpickles tensors only.
@@ -544,6 +394,8 @@ def load_with_tokenizer(
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started, each of which calls this; see
             ``docs/tensor-parallel.md``.
+        fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
+            unless the environment says ``KVKEEP_FUSED=0``.
 
     Raises:
         ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub has no answer.
@@ -556,7 +408,7 @@ def load_with_tokenizer(
         raise InputError(f"{name_or_path!r:.80} is neither a hub name nor a folder; give one as a text or a path.")
     name = embedded() if name_or_path is None else name_or_path
     kind = str(dtype).removeprefix("torch.")
-    return load(name, kind, str(device), allow_pickle=allow_pickle, load_in=load_in, tp=tp)
+    return load(name, kind, str(device), allow_pickle=allow_pickle, load_in=load_in, tp=tp, fused=fused)
 
 
 # How far a model has read: prompts of many tokens take long, and nothing is returned before their end.
@@ -580,7 +432,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
         if states is not None and states.dim() == 3 and states.shape[1] > 1:  # 1: a decode step
             on_read(states.shape[0] * states.shape[1] / len(parts))
 
-    handles = [part.register_forward_hook(hook) for part in parts]
+    handles = [part.register_forward_hook(PromptHook(hook)) for part in parts]
     try:
         yield
     finally:
@@ -610,7 +462,7 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
         config = copy.deepcopy(writer.model.config)
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
         torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
-    fuse_if_slow(attach(model.eval()))
+    prepare(attach(model.eval()))
     return replace(writer, model=model)
 
 
