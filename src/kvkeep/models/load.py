@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
 from kvkeep.models import gguf, gguf_models, gguf_tokenization, quantized_weights, tiny
+from kvkeep.models.adapters import add, check_folders, check_names
 from kvkeep.models.attention import attach
 from kvkeep.models.chat_templates import control_tokens, turn_ends
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
@@ -251,6 +252,7 @@ def load(
     allow_pickle: bool = False,
     load_in: str | None = None,
     tp: bool = False,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -262,17 +264,21 @@ def load(
         load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started.
+        adapters: LoRA adapters by name, each a folder of PEFT, see `Request`.
 
     Raises:
-        ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
+        ModelFileError: a folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
         UnsupportedModelError: kvkeep cannot run this architecture; raised before any weight is read.
         InputError: unknown dtype or format, or a device that this machine does not have.
     """
     parse_dtype(dtype)
     check_format(load_in)
     parse_device(device)
+    folders = check_names(adapters or {})
+    check_folders(folders)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    return read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp), checkpoint.tokenizer
+    model = read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp, adapters=folders)
+    return model, checkpoint.tokenizer
 
 
 def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, weights: bool = True) -> Checkpoint:
@@ -314,8 +320,15 @@ def read_weights(
     *,
     load_in: str | None = None,
     tp: bool = False,
+    adapters: Mapping[str, str] | None = None,
+    merge: bool = False,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint with its weights, see `load`.
+
+    Args:
+        checkpoint: the checkpoint.
+        dtype, device, load_in, tp, adapters: see `load`.
+        merge: whether a single adapter is merged into the weights, if they are not quantised.
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
@@ -328,6 +341,8 @@ def read_weights(
     if from_gguf and (load_in is not None or tp):
         asked = "be split over processes" if load_in is None else f"be loaded in {load_in}"
         raise InputError(f"{checkpoint.name} is a GGUF file, which cannot {asked}. Give a folder with safetensors.")
+    if adapters and tp:
+        raise InputError("Adapters do not go together with a model that is split over processes. Leave one out.")
     how = split_options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
         options = how or quantized_weights.options(load_in, checkpoint.config, place)
@@ -335,7 +350,10 @@ def read_weights(
     model.eval()
     if not how:
         with enough_memory(place):
-            fuse_if_slow(torch.nn.Module.to(model, place))  # not split layers: their hooks divide the weights
+            torch.nn.Module.to(model, place)
+            # before modules are fused: what is fused reads the weights past the adapters
+            add(model, adapters or {}, merge=merge and quantized_weights.method_of(model.config) is None)
+            fuse_if_slow(model)  # not split layers: their hooks divide the weights
     return attach(model)
 
 
@@ -571,6 +589,7 @@ def load_with_tokenizer(
     allow_pickle: bool = False,
     load_in: str | None = None,
     tp: bool = False,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> tuple[Model, Tokenizer]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -585,6 +604,8 @@ def load_with_tokenizer(
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started, each of which calls this; see
             ``docs/tensor-parallel.md``.
+        adapters: LoRA adapters by name, each a folder of PEFT (extra ``kvkeep[adapters]``). A request names one with
+            `Request.adapter`, and runs on the base model without.
 
     Raises:
         ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub has no answer.
@@ -597,7 +618,8 @@ def load_with_tokenizer(
         raise InputError(f"{name_or_path!r:.80} is neither a hub name nor a folder; give one as a text or a path.")
     name = embedded() if name_or_path is None else name_or_path
     kind = str(dtype).removeprefix("torch.")
-    return load(name, kind, str(device), allow_pickle=allow_pickle, load_in=load_in, tp=tp)
+    how: dict[str, Any] = {"allow_pickle": allow_pickle, "load_in": load_in, "tp": tp, "adapters": adapters}
+    return load(name, kind, str(device), **how)
 
 
 # How far a model has read: prompts of many tokens take long, and nothing is returned before their end.
