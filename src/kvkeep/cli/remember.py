@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.cli.files import place, target
-from kvkeep.cli.options import BUDGET, JSON, OUTPUT, POLICY, CacheOptions, option, parse_system
+from kvkeep.cli.options import (
+    ADAPTER,
+    BUDGET,
+    JSON,
+    OUTPUT,
+    POLICY,
+    CacheOptions,
+    check_one_adapter,
+    option,
+    parse_system,
+)
 from kvkeep.policies import LATER
 
 _TEXT = "Text"
@@ -42,6 +53,7 @@ class RememberOptions(CacheOptions):
         group=_TEXT,
         rare=True,
     )
+    adapter: Mapping[str, str] = option(ADAPTER)
     overwrite: bool = option("Replace a memory of that name.", default=False, group=OUTPUT)
     policy: str = option(POLICY, default=LATER)
     budget: int | None = option(
@@ -51,7 +63,8 @@ class RememberOptions(CacheOptions):
     json: bool = option(JSON)
 
     def checked(self) -> RememberOptions:
-        """Check that the memory can be written, and return the options themselves."""
+        """Check that the memory can be written, by one adapter at most, and return the options themselves."""
+        check_one_adapter(self.adapter, "a memory")
         self.check_output()
         return self
 

@@ -344,14 +344,7 @@ class Request:
         object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
         if not isinstance(self.sampling, SamplingParams):
             raise InputError(f"sampling={self.sampling!r} is no kvkeep.SamplingParams.")
-        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(flag := getattr(self, name), bool):
-                raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
-        if self.policy is not None and not isinstance(self.policy, str | Policy):
-            raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
-        for name, kind, what in (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter")):
-            if (given := getattr(self, name)) is not None and not isinstance(given, kind):
-                raise InputError(f"{name}={given!r:.80} is no {what}.")
+        self._check_types()
         if self.budget is not None:
             object.__setattr__(self, "budget", budgets.check_one(self.budget))
         for name in ("logprobs", "prompt_logprobs"):
@@ -361,6 +354,21 @@ class Request:
             raise InputError(
                 "`prompt_logprobs` needs the whole prompt to be read, and this request continues a snapshot."
             )
+
+    def _check_types(self) -> None:
+        """Refuse values of another type in fields that are used as they are.
+
+        Raises:
+            InputError: a value has another type.
+        """
+        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
+        if self.policy is not None and not isinstance(self.policy, str | Policy):
+            raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
+        for name, kind, what in (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter")):
+            if (given := getattr(self, name)) is not None and not isinstance(given, kind):
+                raise InputError(f"{name}={given!r:.80} is no {what}.")
 
     def replaced(self, **fields: object) -> Request:
         """Return a copy with other values of some fields, which have been checked already.

@@ -378,6 +378,7 @@ class Scheduler:
             for sequence in self._rows
         ]
         if self._alone:
+            groups: list[tuple[int, list[Sequence | None]]]
             groups = [(i, [sequence]) for i, sequence in enumerate(decoding) if sequence]
         else:
             adapters = list(dict.fromkeys(sequence.request.adapter for sequence in decoding if sequence))

@@ -5,6 +5,7 @@ A model with a single adapter, which every text shall use, has it merged into it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -127,6 +128,15 @@ def merged_into(model: nn.Module) -> str | None:
     return _merged.get(model)
 
 
+def weights_of_all(model: nn.Module) -> str:
+    """Return a hash of a model's weights that also tells its adapters and their names apart."""
+    base = fingerprint(model)
+    if (named := adapters_of(model)) is None:
+        return base
+    found = [(name, named.weights_hash(name)) for name in named.names]
+    return hashlib.sha256(repr((named.weights_hash(None), found)).encode()).hexdigest()[:16]
+
+
 def check_names(given: object) -> dict[str, str]:
     """Return adapters as a dictionary from names to folders.
 
@@ -223,7 +233,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
         raise ModelFileError(f"{folder}: Its {CONFIG} cannot be used ({error!s:.200}). Download it again.") from error
     try:
         peft.inject_adapter_in_model(config, model, own)
-        report = peft.set_peft_model_state_dict(model, weights, own)
+        report: Any = peft.set_peft_model_state_dict(model, weights, own)
     except (KeyError, TypeError, ValueError, RuntimeError, re.error) as error:
         why = [line.strip() for line in str(error).splitlines() if line.strip()]
         shown = next((line for line in why if "size mismatch" in line), why[0] if why else type(error).__name__)
