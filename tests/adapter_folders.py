@@ -38,7 +38,7 @@ def folder(kind: str = "a", family: str = "llama") -> Path:
 
 def adapted(kind: str, family: str = "llama"):
     """The model of PEFT with an adapter that changes what it writes."""
-    base = model_folders.folder(family)
+    base = model_folders.folder() if family == "llama" else model_folders.folder(family)
     with quiet():
         model = auto_class(model_folders.config_of(family)).from_pretrained(base)
     torch.manual_seed(sum(map(ord, kind)))
@@ -51,6 +51,16 @@ def adapted(kind: str, family: str = "llama"):
             elif "modules_to_save" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return found.eval()
+
+
+@functools.cache
+def with_template() -> Path:
+    """The model of the adapters, with a chat template."""
+    path = Path(tempfile.mkdtemp(prefix="kvkeep-adapter-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    shutil.copytree(model_folders.folder(), path, dirs_exist_ok=True)
+    (path / "chat_template.jinja").write_text(model_folders.TEMPLATE)
+    return path
 
 
 def copy(target: Path, kind: str = "a", **settings: object) -> Path:

@@ -233,6 +233,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
         raise ModelFileError(f"{folder}: Its {CONFIG} cannot be used ({error!s:.200}). Download it again.") from error
     try:
         peft.inject_adapter_in_model(config, model, own)
+        _widen(model, own)
         report: Any = peft.set_peft_model_state_dict(model, weights, own)
     except (KeyError, TypeError, ValueError, RuntimeError, re.error) as error:
         why = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -249,6 +250,15 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
     trained, name = _last(settings.get("base_model_name_or_path")), _last(model.config.name_or_path)
     if trained and name and trained not in name and name not in trained:
         _log.warning("The adapter in %s was trained on %s, and runs on %s.", folder, _base_of(settings), name)
+
+
+def _widen(model: PreTrainedModel, own: str) -> None:
+    """Let an adapter compute in float32 where its model has fewer bits, as PEFT's own models do."""
+    for layer in filter(_is_layer, model.modules()):
+        if not hasattr(layer, "check_set_adapter"):  # a module that is saved whole takes what its model gives it
+            for name, parameter in layer.named_parameters():
+                if own in name.split(".") and parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()
 
 
 def _last(name: object) -> str:
