@@ -239,7 +239,7 @@ def test_a_switch_from_elsewhere_ends_what_has_begun_and_is_undone(loaded):
     made = engine(loaded, rows=1)
     first, second = made.add(request("a")), made.add(request("b"))
     made.step()
-    adapters_of(loaded[0])._layers[0]().set_adapter("kvkeep1")
+    loaded[0].get_submodule("model.layers.0.self_attn.q_proj").set_adapter("kvkeep1")
     results = {}
     while made.busy:
         results |= {event.id: event.result for event in made.step() if event.result}
@@ -266,6 +266,10 @@ def test_an_unknown_adapter_is_refused(loaded, adapter):
             ask()
     with pytest.raises(kvkeep.InputError, match="it has none"):
         engine(load()).add(request("a"))
+    assert not made.busy
+
+
+@pytest.mark.usefixtures("no_checked_annotations")
+def test_a_name_that_is_no_text_is_refused():
     with pytest.raises(kvkeep.InputError, match="is no name of an adapter"):
         request(5)
-    assert not made.busy

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.errors import InputError, ModelFileError, pip_install
 from kvkeep.models.files import explained
-from kvkeep.models.weight_hash import adapters, count_as, fingerprint
+from kvkeep.models.weight_hash import count_as, fingerprint
 from kvkeep.parameters import ADAPTER_NAME
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -66,7 +66,7 @@ class NamedAdapters:
         self._layers = [weakref.ref(module) for module in model.modules() if _is_layer(module)]
         self._lock = threading.RLock()  # engines of several threads may share the model
         self._active: str | None = ""
-        self._state = ""
+        self._state: list[object] = []
         self.activate(None)
 
     @property
@@ -80,7 +80,7 @@ class NamedAdapters:
         If anybody else has switched or scaled them, return it once, and let the next run activate its adapter again.
         """
         with self._lock:
-            here, before = adapters(self._of()), self._state
+            here, before = self._now(), self._state
             if here != before:
                 self._active, self._state = "", here  # no adapter has this name
             return here == before
@@ -93,20 +93,26 @@ class NamedAdapters:
                 self.activate(name)
             yield
 
-    @torch.inference_mode(False)
     def activate(self, name: str | None) -> None:
         """Let the model compute with an adapter from now on, or without any."""
-        for reference in self._layers:
-            if (layer := cast(Any, reference())) is None:
-                continue
-            if name is not None:
-                own = [self._own[name]]
-                # a module that is saved whole knows only the adapters that have it
-                known = own if not hasattr(layer, "check_set_adapter") or layer.check_set_adapter(own) else []
-                layer.set_adapter(known, inference_mode=True)
-            layer.enable_adapters(name is not None)
-            layer.requires_grad_(False)
-        self._active, self._state = name, adapters(self._of())
+        own = None if name is None else self._own[name]
+        for layer in self._present():
+            # PEFT's own setters freeze and unfreeze all weights besides, which takes as long as a step
+            layer._disable_adapters = own is None
+            if own is not None:
+                layer._active_adapter = _active_in(layer, own)
+        self._active, self._state = name, self._now()
+
+    def _present(self) -> Iterator[Any]:
+        """Yield the layers of PEFT that the model still has."""
+        return (layer for reference in self._layers if (layer := cast(Any, reference())) is not None)
+
+    def _now(self) -> list[object]:
+        """Return what decides which adapter the model computes with, and how."""
+        return [
+            (layer.disable_adapters, layer.active_adapters, {**getattr(layer, "scaling", {})})
+            for layer in self._present()
+        ]
 
     def weights_hash(self, name: str | None) -> str:
         """Return the hash of the model's weights with an adapter, whichever is active; see `fingerprint`."""
@@ -285,7 +291,7 @@ def _settings(folder: str) -> dict[str, Any]:
             f"The adapter's folder {folder} {there}. Give the folder that holds {CONFIG} and {WEIGHTS}."
         )
     if not (place / CONFIG).is_file():
-        what = "; it holds a whole model, which needs no --adapter" if (place / "config.json").is_file() else ""
+        what = "; it holds a whole model" if (place / "config.json").is_file() else ""
         raise ModelFileError(f"The folder {folder} has no {CONFIG}, so it is no adapter of PEFT{what}.")
     if not (place / WEIGHTS).is_file():
         if (place / PICKLE).is_file():
@@ -367,6 +373,13 @@ def _merge(model: PreTrainedModel) -> None:
         setattr(model.get_submodule(parent), last, plain)
     if hasattr(model, "peft_config"):
         del model.peft_config
+
+
+def _active_in(layer: Any, own: str) -> str | list[str]:
+    """Return what a layer of PEFT notes as active. A module that is saved whole knows only the adapters that have it."""
+    if hasattr(layer, "check_set_adapter"):
+        return own if own in layer.modules_to_save else []
+    return [own]
 
 
 def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
