@@ -53,13 +53,13 @@ class RememberOptions(CacheOptions):
         group=_TEXT,
         rare=True,
     )
-    adapter: Mapping[str, str] = option(ADAPTER)
     overwrite: bool = option("Replace a memory of that name.", default=False, group=OUTPUT)
     policy: str = option(POLICY, default=LATER)
     budget: int | None = option(
         BUDGET,
         help=f"{BUDGET.help} Default: 1024; under full the text and 2048 more.",
     )
+    adapter: Mapping[str, str] = option(ADAPTER)
     json: bool = option(JSON)
 
     def checked(self) -> RememberOptions:
