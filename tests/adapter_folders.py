@@ -23,6 +23,7 @@ KINDS = {
     "b": {"target_modules": ["v_proj", "down_proj"], "use_rslora": True, "lora_alpha": 3},
     "dora": {"target_modules": ["q_proj", "up_proj"], "use_dora": True},
     "head": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    "embed": {"target_modules": ["embed_tokens", "v_proj"]},
     "ranks": {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 9}},
 }
 
@@ -48,6 +49,8 @@ def adapted(kind: str, family: str = "llama"):
         for name, parameter in found.named_parameters():
             if "lora_A" in name or "lora_B" in name:
                 parameter.mul_(6.0)
+            elif "lora_embedding" in name:
+                parameter.mul_(2.0)
             elif "modules_to_save" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return found.eval()

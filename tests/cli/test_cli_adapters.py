@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli.main import app
-from kvkeep.models.load import quiet
+from kvkeep.models.adapters import merged_into
+from kvkeep.models.load import find, quiet, read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 PROMPT = "the quick brown fox"
@@ -50,6 +51,30 @@ def test_a_prompt_runs_with_its_adapter():
     assert "adapter" not in found
     both = json.loads(run("generate", *adapter("a"), "-p", PROMPT, *FEW, "--json", "--compare").stdout)
     assert both["full"]["token_ids"] == list(expected("a").token_ids)
+
+
+def test_an_adapter_on_shared_weights_stays_beside_them(tmp_path):
+    family = ("opt",)
+    base, folder = model_folders.folder(*family), adapter_folders.folder("embed", *family)
+    with quiet():
+        model = read_weights(find(base), "float32", adapters={"e": str(folder)}, merge=True)
+    assert merged_into(model) is None
+    made = kvkeep.Engine(model, model_folders.tokenizer(), rows=1)
+    sampling = kvkeep.SamplingParams(max_new_tokens=8)
+    want, plain = made.generate(
+        [kvkeep.Request(prompt=PROMPT, sampling=sampling, adapter=adapter) for adapter in ("e", None)]
+    )
+    assert want.token_ids != plain.token_ids
+    words = ["--adapter", f"e={folder}", "-n", "8", "--dtype", "float32"]
+    done = CliRunner().invoke(app, ["generate", str(base), *words, "-p", PROMPT, "--json"])
+    assert json.loads(done.stdout)["token_ids"] == list(want.token_ids)
+    file = str(tmp_path / "m.kvkeep")
+    (tmp_path / "text").write_text(PROMPT)
+    CliRunner().invoke(app, ["remember", str(base), *words[:2], *words[4:], "-f", str(tmp_path / "text"), "-o", file])
+    assert kvkeep.Snapshot.load(file).fingerprint.adapter == "e"
+    chat = ["chat", str(base), *words, "--sessions", str(tmp_path), "--session", "talk"]
+    done = CliRunner().invoke(app, chat, input=f"{PROMPT}\n")
+    assert want.text.strip()[:10] in done.output
 
 
 def line(number, model=None, **body):

@@ -115,12 +115,27 @@ def test_missing_and_surplus_tensors_are_refused(tmp_path):
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"a_field_of_later": "value"}, "a_field_of_later"),
-        ({"bias": "some"}, "adapter"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"bias": "some"}, "bias='some'"),
         ({"target_modules": "("}, "adapter"),
     ],
 )
 def test_settings_that_nobody_knows_are_refused(tmp_path, settings, match):
     refused(adapter_folders.copy(tmp_path / "a", **settings), match)
+
+
+def test_weights_of_the_base_model_within_an_adapter_are_refused_if_they_are_others(tmp_path):
+    folder = adapter_folders.copy(tmp_path / "a", "embed")
+    found = load_file(folder / adapters.WEIGHTS)
+    (name,) = (name for name in found if "lora_" not in name)
+    load(folder)
+    save_file({**found, name: found[name] + 1}, folder / adapters.WEIGHTS)
+    refused(folder, r"brings weights of its own for the base model \(model.embed_tokens")
+    surplus = {**found, "base_model.model.model.norm.weight": torch.ones(32)}
+    save_file(surplus, folder / adapters.WEIGHTS)
+    load(folder)  # as in the model
+    save_file({**surplus, "base_model.model.model.norm.weight": torch.zeros(32)}, folder / adapters.WEIGHTS)
+    refused(folder, "brings weights of its own")
 
 
 @pytest.mark.parametrize("name", ["a:b", "a/b", "", "-a", "a b", "ä", "a" * 65, "..", "a=b", 5, "a\n"])

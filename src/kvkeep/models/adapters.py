@@ -12,6 +12,7 @@ import re
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 """The files of an adapter, as PEFT names them."""
 
 _OBEYED = {
-    *("r", "lora_alpha", "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "use_rslora", "use_dora"),
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora", "use_dora"),
     *("modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "lora_bias"),
 }
 """Settings of an adapter that change what it computes, and that PEFT may be told."""
@@ -192,8 +193,9 @@ def add(model: PreTrainedModel, folders: Mapping[str, str], *, merge: bool = Fal
     Args:
         model: the model, with its weights.
         folders: name → folder.
-        merge: add the products of a single adapter to the weights of the model, rounded to their dtype. A step then
-            takes as long as one of the base model. The weights keep the hash that they have with the adapter beside.
+        merge: add the products of a single adapter to the weights of the model, rounded to their dtype, unless two
+            parts of the model share one of them. A step then takes as long as one of the base model. The weights keep
+            the hash that they have with the adapter beside.
 
     Raises:
         InputError: PEFT is not installed, or a name cannot be used.
@@ -209,7 +211,7 @@ def add(model: PreTrainedModel, folders: Mapping[str, str], *, merge: bool = Fal
             _put(model, folder, own[name], _settings(folder))
     model.requires_grad_(False)
     found = NamedAdapters(model, own)
-    if not (merge and len(folders) == 1):
+    if not merge or len(folders) > 1 or _shares_weights(model):
         _named[model] = found
         return
     (name,) = folders
@@ -240,6 +242,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
     try:
         peft.inject_adapter_in_model(config, model, own)
         _widen(model, own)
+        _check_base(model, folder, weights, settings)
         report: Any = peft.set_peft_model_state_dict(model, weights, own)
     except (KeyError, TypeError, ValueError, RuntimeError, re.error) as error:
         why = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -256,6 +259,30 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
     trained, name = _last(settings.get("base_model_name_or_path")), _last(model.config.name_or_path)
     if trained and name and trained not in name and name not in trained:
         _log.warning("The adapter in %s was trained on %s, and runs on %s.", folder, _base_of(settings), name)
+
+
+def _check_base(model: PreTrainedModel, folder: str, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """Take weights of the base model out of an adapter's: PEFT saves embeddings that an adapter changes, too.
+
+    Raises:
+        ModelFileError: they are others than the model's, which would change it for every other adapter.
+    """
+    whole = settings.get("modules_to_save") or ()
+    base = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()}
+    for name in [name for name in weights if "lora_" not in name and not set(whole) & set(name.split("."))]:
+        given, own = weights.pop(name), base.get(name.replace(".base_layer", ""))
+        if own is None or own.shape != given.shape or not torch.equal(own.detach().cpu(), given.to(own.dtype)):
+            raise ModelFileError(
+                f"The adapter in {folder} brings weights of its own for the base model ({name:.200}), perhaps because "
+                "its vocabulary was extended. Merge it into its model with peft, and give that folder as the model."
+            )
+
+
+def _shares_weights(model: PreTrainedModel) -> bool:
+    """Return whether a weight that an adapter changes has another place in the model, which it does not change."""
+    places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    layers = (cast(Any, layer) for layer in model.modules() if _is_layer(layer) and hasattr(layer, "get_base_layer"))
+    return any(places[id(parameter)] > 1 for layer in layers for parameter in layer.get_base_layer().parameters())
 
 
 def _widen(model: PreTrainedModel, own: str) -> None:
@@ -310,7 +337,7 @@ def _settings(folder: str) -> dict[str, Any]:
             f"{start!r:.40}). Convert it with peft's path_initial_model_for_weight_conversion."
         )
     for name, value in found.items():
-        if name not in _OBEYED | _PASSING and value not in (None, False, [], {}):
+        if name not in _OBEYED | _PASSING and value not in (None, False, [], {}, "none"):
             raise ModelFileError(
                 f"The adapter in {folder} has {name}={value!r:.60} in its {CONFIG}, which kvkeep does not know. Merge "
                 "it into its model with peft, and give that folder as the model."
@@ -376,7 +403,7 @@ def _merge(model: PreTrainedModel) -> None:
 
 
 def _active_in(layer: Any, own: str) -> str | list[str]:
-    """Return what a layer of PEFT notes as active. A module that is saved whole knows only the adapters that have it."""
+    """Return what a layer notes as active. A module that is saved whole knows only the adapters that have it."""
     if hasattr(layer, "check_set_adapter"):
         return own if own in layer.modules_to_save else []
     return [own]
