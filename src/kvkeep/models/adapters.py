@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 import warnings
@@ -31,11 +32,16 @@ from kvkeep.parameters import ADAPTER_NAME
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 """The files of an adapter, as PEFT names them."""
 
-_OBEYED = {
-    *("r", "lora_alpha", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora", "use_dora"),
-    *("modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "lora_bias"),
+_OBEYED: Mapping[str, tuple[type, ...]] = {
+    "r": (int,),
+    "lora_alpha": (int, float),
+    **dict.fromkeys(("fan_in_fan_out", "use_rslora", "use_dora", "lora_bias"), (bool,)),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), (str, list)),
+    "modules_to_save": (list,),
+    "layers_to_transform": (int, list),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (dict,)),
 }
-"""Settings of an adapter that change what it computes, and that PEFT may be told."""
+"""Settings of an adapter that change what it computes, and that PEFT may be told, with the types of their values."""
 
 _PASSING = {
     *("peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping", "lora_dropout"),
@@ -244,7 +250,7 @@ def _put(model: PreTrainedModel, folder: str, own: str, settings: dict[str, Any]
         _widen(model, own)
         _check_base(model, folder, weights, settings)
         report: Any = peft.set_peft_model_state_dict(model, weights, own)
-    except (KeyError, TypeError, ValueError, RuntimeError, re.error) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, re.error) as error:
         why = [line.strip() for line in str(error).splitlines() if line.strip()]
         shown = next((line for line in why if "size mismatch" in line), why[0] if why else type(error).__name__)
         raise ModelFileError(f"{problem} ({shown.replace(f'.{own}', ''):.240}). {remedy}") from error
@@ -337,12 +343,31 @@ def _settings(folder: str) -> dict[str, Any]:
             f"{start!r:.40}). Convert it with peft's path_initial_model_for_weight_conversion."
         )
     for name, value in found.items():
-        if name not in _OBEYED | _PASSING and value not in (None, False, [], {}, "none"):
+        if name in _OBEYED:
+            _check_value(folder, name, value)
+        elif name not in _PASSING and value not in (None, False, [], {}, "none"):
             raise ModelFileError(
                 f"The adapter in {folder} has {name}={value!r:.60} in its {CONFIG}, which kvkeep does not know. Merge "
                 "it into its model with peft, and give that folder as the model."
             )
     return found
+
+
+def _check_value(folder: str, name: str, value: object) -> None:
+    """Refuse a value of another type than PEFT takes for a setting; ``None`` is no value.
+
+    Raises:
+        ModelFileError: the value has another type, or holds such ones.
+    """
+    inner: list[object] = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    numbers = name in ("layers_to_transform", "rank_pattern", "alpha_pattern")
+    fits = isinstance(value, _OBEYED[name]) and not (isinstance(value, bool) and bool not in _OBEYED[name])
+    fits = fits and all(isinstance(part, (int, float) if numbers else str) for part in inner)
+    if value is not None and not (fits and all(math.isfinite(n) for n in (value, *inner) if isinstance(n, float))):
+        raise ModelFileError(
+            f"The adapter in {folder} has {name}={value!r:.60} in its {CONFIG}, which is no value for it. Download the "
+            "adapter again."
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
