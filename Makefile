@@ -155,7 +155,7 @@ fix: .venv/.installed  ## format and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 bench: .venv/.installed  ## every benchmark for CPUs in its short form, one after the other (docs/benchmarks.md)
-	@set -e; for file in $(filter-out bench/gpu%.py,$(wildcard bench/*.py)) "bench/latency.py --history"; do echo "== $$file"; $(BIN)/python $$file; done
+	@set -e; for file in $(filter-out bench/gpu%.py bench/real.py,$(wildcard bench/*.py)) "bench/latency.py --history"; do echo "== $$file"; $(BIN)/python $$file; done
 
 peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed  ## environments for the peers of the benchmarks
 

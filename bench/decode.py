@@ -46,7 +46,7 @@ import kvkeep
 from kvkeep.cache.hf_layers import handed
 from kvkeep.kv.slot_codec import KV_BITS
 from kvkeep.models.fused_modules import PackedLinear
-from kvkeep.models.prepare import prepare
+from kvkeep.models.prepare import fuse_modules, prepare_for_rows
 from kvkeep.planning.bandwidth import measure_bandwidth
 
 DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvkeep full"
@@ -103,7 +103,7 @@ class Models:
             if options.compile:  # fused layers are not compiled
                 fused, packed = 0, kvkeep.pack_weights(second, rows, if_faster=True)
             else:
-                fused, packed = prepare(second, rows, whole=True)
+                fused, packed = fuse_modules(second), prepare_for_rows(second, rows)
             print(f"Modules with {counted(rows)}: {fused} fused, {packed} packed")
         third = kvkeep.attach(twin(second)) if options.compile else None
         if third is not None:

@@ -21,7 +21,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence
-from kvkeep.models.prepare import prepare
+from kvkeep.models.prepare import prepare_for_rows
 from kvkeep.types import Phase
 
 COLUMNS = ["runs of the model", "CPU ms (minimum)", "against one by one"]
@@ -31,7 +31,7 @@ def engine_of(options: argparse.Namespace) -> tuple[Engine, list[Sequence], list
     """An engine whose first rows decode, the prompts in its other rows, and the batch of the rows that decode."""
     model = speed_model(getattr(torch, options.dtype), options.layers)
     rows = options.decoding + options.prompts
-    prepare(model, rows)
+    prepare_for_rows(model, rows)
     engine = Engine(model, policy="h2o", budget=options.budget, rows=rows, prefill_chunk=options.chunk)
 
     def ask(tokens: int) -> None:

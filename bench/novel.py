@@ -21,7 +21,7 @@ from peers.__main__ import forget_peak, resident_bytes
 
 import kvkeep
 from kvkeep.cache.hf_layers import handed
-from kvkeep.models.prepare import prepare
+from kvkeep.models.prepare import fuse_modules
 from kvkeep.types import Phase
 
 COLUMNS = ["tokens read", "seconds", "tokens/s", "cache MiB", "peak MiB"]
@@ -47,7 +47,7 @@ class Reader:
 
     def __init__(self, options: argparse.Namespace):
         self.model = speed_model(getattr(torch, options.dtype), options.layers, shape=options.shape)
-        prepare(self.model, 1)
+        fuse_modules(self.model)
         self.options = options
         self.cache = self.fresh()
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 import kvkeep
 from kvkeep.cache.hf_layers import handed
 from kvkeep.kv.slot_codec import check_bits
-from kvkeep.models.prepare import prepare
+from kvkeep.models.prepare import fuse_modules, prepare_for_rows
 from kvkeep.policies._head_budgets import under
 from kvkeep.rotary import rotation_for
 from kvkeep.types import Phase
@@ -43,7 +43,8 @@ def parts(name: str) -> tuple[str, str | None, str | None]:
 
 def model_steps(policies: list[str], rows: int, budget: int, layers: int, dtype: torch.dtype):
     model = speed_model(dtype, layers)
-    prepare(model, rows)
+    fuse_modules(model)
+    prepare_for_rows(model, rows)
     token = torch.randint(0, model.config.vocab_size, (rows, 1))
 
     def stepper(name: str):

@@ -38,7 +38,7 @@ from peers import transformers as dense
 from transformers import LlamaForCausalLM
 
 import kvkeep
-from kvkeep.models.prepare import prepare
+from kvkeep.models.prepare import fuse_modules, prepare_for_rows
 from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
 from kvkeep.planning.plan import Plan, plan
 
@@ -65,7 +65,8 @@ def speeds(model: LlamaForCausalLM, context: int, options: argparse.Namespace) -
     A full cache is kvkeep's own, and the static one of transformers.
     """
     ours = twin(model)
-    prepare(ours, options.rows, whole=True)
+    fuse_modules(ours)
+    prepare_for_rows(ours, options.rows)
     kvkeep.attach(ours)
     shape = {"rows": options.rows, "tokens": context}
     cache = bounded.filled_cache(ours, options.policy, options.budget, **shape)

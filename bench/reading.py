@@ -38,7 +38,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvkeep
 from kvkeep.cache.hf_layers import handed
-from kvkeep.models.fused_modules import fuse_if_slow
+from kvkeep.models.prepare import fuse_modules
 from kvkeep.types import Phase
 
 BASE = "transformers whole"
@@ -66,7 +66,7 @@ def tasks(prompt: torch.Tensor, options: argparse.Namespace) -> dict[str, Callab
     bounded.load_state_dict(dense.state_dict(), assign=True)
     bounded.tie_weights()
     bounded.base_model.rotary_emb = copy.deepcopy(dense.base_model.rotary_emb)  # its frequencies are no parameters
-    fuse_if_slow(kvkeep.attach(bounded))  # as `kvkeep.load` does
+    fuse_modules(kvkeep.attach(bounded))  # as `kvkeep.load` does
     context = prompt.shape[1]
 
     def ours(policy: str, chunk: int | None) -> torch.Tensor:

@@ -36,6 +36,7 @@ class Work:
         new_tokens: what is generated for each, whatever the tokens are.
         limit_s: who works through batches one after the other begins no new one after so many seconds.
         options: of the system: policy, budget, chunk, rows, kv_bytes.
+        texts: the prompts; ``None``: random tokens.
     """
 
     model: str
@@ -47,9 +48,12 @@ class Work:
     new_tokens: int
     limit_s: float | None = None
     options: Mapping[str, int | str | None] = field(default_factory=dict)
+    texts: Sequence[Prompt] | None = None
 
     def prompts(self) -> list[Prompt]:
-        """Random tokens, the same for every system."""
+        """The texts, or random tokens, the same for every system."""
+        if self.texts is not None:
+            return [list(text) for text in self.texts]
         draw = random.Random(0)
         return [draw.choices(range(self.vocabulary), k=self.prompt_tokens) for _ in range(self.requests)]
 

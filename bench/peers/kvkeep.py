@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.kv.store import inference
-from kvkeep.models.prepare import prepare
+from kvkeep.models.prepare import prepare_for_rows
 from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
 
@@ -23,7 +23,7 @@ from peers import Outcome, Prompt, Run, Unavailable, Work
 def load(work: Work) -> Run:
     torch.set_num_threads(work.threads)
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).eval()
-    prepare(model, work.requests, whole=True)
+    prepare_for_rows(model, work.requests)
     options = work.options
 
     def run(prompts: list[Prompt], new_tokens: int) -> Outcome:

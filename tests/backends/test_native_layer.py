@@ -46,7 +46,8 @@ def assert_near(found, expected):
 
 def before(x, first, linears, each, angles):
     """What a layer computes before attention, with weights that are packed for this call."""
-    return layers.Before(first, linears, each, angles[0].shape[-1])(x, angles)
+    dim = angles[0].shape[-1]
+    return layers.Before(first, linears, each, dim, dim)(x, angles)
 
 
 def behind_it(x, attention, *weights):

@@ -7,6 +7,7 @@ import weakref
 from importlib import import_module
 from pathlib import Path
 
+import model_folders
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -58,6 +59,7 @@ def bench(monkeypatch):
             "novel",
             "server",
             "fleet",
+            "real",
         }:
             del sys.modules[name]
 
@@ -123,6 +125,18 @@ def test_dense_caches_are_filled_with_the_same_number_of_tokens(kind):
     assert int(cache.get_seq_length()) == 5
     model(input_ids=torch.zeros((2, 1), dtype=torch.long), past_key_values=cache)
     assert int(cache.get_seq_length()) == 6
+
+
+def test_real(monkeypatch, capsys, here):
+    words = ["--rows", "2", "--contexts", "20", "--budget", "8", "--new", "4", "--repeats", "1", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["real.py", str(model_folders.folder()), *words])
+    import_module("real").main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    (cell,) = json.loads(last)["cells"]
+    assert max(map(len, lines)) <= 100
+    assert [*cell["systems"]] == ["kvkeep 8", "kvkeep 20%", "kvkeep full", "transformers"]
+    full, theirs = (cell["systems"][name][0]["sample"] for name in ("kvkeep full", "transformers"))
+    assert full == theirs
 
 
 def test_decode(monkeypatch, capsys):

@@ -13,12 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
+import model_folders
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep.backends.native import native
 from kvkeep.cli import console, env, main, options
 from kvkeep.errors import InputError, KVKeepError
 
@@ -61,7 +63,7 @@ def test_the_page_of_a_command_is_short_and_all_of_it_is_a_word_away(name: str, 
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["generate", "--bugdet", "3"], ["generate", "--temperature", "x"], ["env", "x"]]
+    "arguments", [["nonsense"], ["generate", "--bugdet", "3"], ["generate", "--temperature", "x"], ["env", "x", "y"]]
 )
 def test_usage_errors(arguments: list[str]):
     result = invoke(*arguments)
@@ -214,6 +216,15 @@ assert len(names) >= 17
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(("fused", "words"), [("1", "all 2 layers as one call"), ("0", "KVKEEP_FUSED=0 was given")])
+def test_env_says_how_a_model_would_run(monkeypatch, fused, words):
+    monkeypatch.setenv("KVKEEP_FUSED", fused)
+    facts = json.loads(invoke("env", str(model_folders.folder()), "--json").stdout)
+    assert words in facts["decode_steps"] or native().library is None
+    assert facts["model"] == str(model_folders.folder())
+    assert "does not exist" in invoke("env", "./nothing-there").stderr
 
 
 def test_facts_of_packages_and_graphics_cards(monkeypatch: pytest.MonkeyPatch):

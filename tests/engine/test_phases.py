@@ -54,7 +54,8 @@ def test_generate_takes_its_first_call_for_a_prompt():
         model("llama").generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=3, pad_token_id=0
         )
-    assert phases == [Phase.PREFILL] * 3 + [Phase.DECODE] * 6
+    assert phases[:6] == [Phase.PREFILL] * 3 + [Phase.DECODE] * 3
+    assert phases[6:] in ([], [Phase.DECODE] * 3)  # a fused model makes its last step without the layers
 
 
 def random_tokens(n, seed):

@@ -17,7 +17,7 @@ from kvkeep.cli.main import app
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models.fused_modules import PackedLinear, pack_weights
-from kvkeep.models.prepare import compile_layers
+from kvkeep.models.prepare import compile_layers, prepare
 
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **NO_ENDS}
@@ -47,6 +47,7 @@ def model(name="llama"):
     for parameter in made.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(8)
+    prepare(made, fused=False)  # fused modules are not compiled
     return kvkeep.attach(made)
 
 

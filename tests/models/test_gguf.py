@@ -26,7 +26,8 @@ import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import files, gguf, gguf_models, gguf_tokenization
-from kvkeep.models.load import build_empty, ends_of, find, load, quiet, read_config, read_weights
+from kvkeep.models.generation_config import ends_of
+from kvkeep.models.load import build_empty, find, load, quiet, read_config, read_weights
 
 PROMPT = "the quick brown fox jumps"
 

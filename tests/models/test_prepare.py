@@ -27,9 +27,8 @@ from kvkeep.backends import small
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models import prepare as preparation
-from kvkeep.models.fused_modules import FusedLinear, PackedLinear, fuse_if_slow, pack_weights
-from kvkeep.models.prepare import FUSED, fuse_modules, prepare
+from kvkeep.models.fused_modules import FusedLinear, PackedLinear, faster, pack_weights
+from kvkeep.models.prepare import FUSED, chosen, fuse_modules, prepare, prepare_for_rows
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -45,23 +44,25 @@ SIZES = {
     "eos_token_id": 2,
 }
 MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}, 2 * (7 + 2 + 1 + 1) + 2),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}, 2 * (7 + 2 + 1 + 1) + 2),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}, 2 * (7 + 4 + 1 + 1) + 2),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16}, 2 * (7 + 4) + 2),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16}, 2 * (7 + 6) + 2),
-    "mistral": (MistralForCausalLM, MistralConfig, {}, 2 * (7 + 2 + 1 + 1) + 2),
+    "llama": (LlamaForCausalLM, LlamaConfig, {}, 2 * (7 + 2 + 1 + 1) + 3),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}, 2 * (7 + 2 + 1 + 1) + 3),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}, 2 * (7 + 4 + 1 + 1) + 3),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16}, 2 * (7 + 4 + 1 + 1) + 3),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16}, 2 * (7 + 6 + 1 + 1) + 3),
+    "mistral": (MistralForCausalLM, MistralConfig, {}, 2 * (7 + 2 + 1 + 1) + 3),
     "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2) + 2),
 }
 
 
 def made(name: str = "llama", **options):
+    """A small model of random numbers, which engines leave as it is."""
     kind, config, more, _ = MODELS[name]
     torch.manual_seed(0)
     model = kind(config(**{**SIZES, **more, **options})).eval()
     for norm in model.modules():
         if "Norm" in type(norm).__name__:
             nn.init.normal_(norm.weight, 0.5, 0.2)
+    prepare(model, fused=False)
     return model
 
 
@@ -101,44 +102,65 @@ def test_in_bfloat16_too():
     torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_that_is_loaded_where_its_dtype_is_slow_is_fused(dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(small, "slow", lambda kind: kind == dtype)
-    folder = model_folders.folder()
-    model, _ = kvkeep.load(folder, dtype=dtype)
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    assert {type(layer) for layer in linear} == {FusedLinear}
-    assert not any(isinstance(module, FUSED[1:]) for module in model.modules())
-    plain, _ = kvkeep.load(folder, dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_model_that_is_loaded_is_fused(dtype):
+    model, _ = kvkeep.load(model_folders.folder(), dtype=dtype)
+    assert all(any(isinstance(module, kind) for module in model.modules()) for kind in FUSED)
+    plain, _ = kvkeep.load(model_folders.folder(), dtype=dtype, fused=False)
+    Engine(plain, rows=1)
     assert not any(isinstance(module, FUSED) for module in plain.modules())
-    plain.to(dtype)
-    for length in (1, 40, 200):  # by the kernel, and with widened weights
+
+
+def test_the_environment_switches_it_off(monkeypatch):
+    monkeypatch.setenv("KVKEEP_FUSED", "0")
+    model, _ = kvkeep.load(model_folders.folder())
+    assert not any(isinstance(module, FUSED) for module in model.modules())
+
+
+def test_an_engine_fuses_a_model_from_elsewhere():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    Engine(model, rows=1)
+    assert chosen(model) == (True, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prompts_in_a_slow_dtype_are_computed_with_widened_weights(dtype, monkeypatch):
+    monkeypatch.setattr(small, "slow", lambda kind: kind == dtype)
+    plain = made().to(dtype)
+    model, _ = fused_copy(plain)
+    for length in (1, 40, 200):
         ids = torch.arange(length)[None] % 30
         with torch.inference_mode():
             found, expected = model(ids).logits.float(), plain(ids).logits.float()
         torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * expected.abs().max().item())
-    fuse_modules(model, 2, if_faster=True)  # the rest, without a measurement
-    assert all(any(isinstance(module, kind) for module in model.modules()) for kind in FUSED)
 
 
-def test_a_loaded_model_is_plain_again_where_another_process_was(monkeypatch):
-    monkeypatch.setattr(small, "slow", lambda kind: True)
-    model = made().bfloat16()
-    assert fuse_if_slow(model) == 2 * 7 + 1
-    prepare(model, 1, (False, False))
-    assert preparation.chosen(model) == (False, False)
-    prepare(model, 1, (True, False))
-    assert preparation.chosen(model) == (True, False)
+def test_a_model_is_plain_again_where_another_process_was():
+    model = made()
+    kinds = [type(module) for module in model.modules()]
+    fuse_modules(model)
+    prepare_for_rows(model, 1, (True, False))
+    assert chosen(model) == (True, False)
+    prepare_for_rows(model, 1, (False, False))
+    assert chosen(model) == (False, False)
+    assert [type(module) for module in model.modules()] == kinds
+    assert not any("_together" in vars(module) for module in model.modules())
 
 
-def test_a_model_is_fused_for_its_prompts_where_its_dtype_is_slow(monkeypatch):
-    monkeypatch.setattr(small, "slow", lambda dtype: True)
-    monkeypatch.setattr(preparation, "faster", lambda *args: pytest.fail("nothing has to be measured"))
-    model = made().bfloat16()
-    assert fuse_modules(model, 1, if_faster=True) == MODELS["llama"][-1]
-    other = made().bfloat16()
-    monkeypatch.setattr("kvkeep.models.fused_modules.faster", lambda *args: False)
-    assert prepare(other, 1) == (MODELS["llama"][-1], 0)
+def test_a_fused_model_can_be_pickled(tmp_path):
+    model, _ = fused_copy(made())
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert [type(module) for module in again.modules()] == [type(module) for module in model.modules()]
+    assert generated(again) == generated(model)
+
+
+def test_classes_keep_their_names():
+    plain = made()
+    model, _ = fused_copy(plain)
+    names = [type(module).__qualname__ for module in plain.modules() if type(module) is not nn.Linear]
+    assert [type(m).__qualname__ for m in model.modules() if not isinstance(m, nn.Linear)] == names
 
 
 def test_hooks_on_an_activation_are_called():
@@ -227,8 +249,8 @@ def test_modules_with_another_rule_stay():
     first.input_layernorm, second.input_layernorm = Centred(64), TwoInputs(64)
     plain = type(first.mlp)
     first.mlp.__class__ = type("Other", (plain,), {"forward": lambda self, x: 1.01 * plain.forward(self, x)})
-    second.mlp.act_fn = nn.GELU(approximate="tanh")
-    assert fuse_modules(model) == MODELS["llama"][-1] - 4 - 2
+    second.mlp.act_fn = nn.GELU()
+    assert fuse_modules(model) == MODELS["llama"][-1] - 4 - 2 - 1
     assert not any(isinstance(m, FUSED) for m in (first.input_layernorm, second.input_layernorm, first.mlp, second.mlp))
 
 
@@ -239,7 +261,7 @@ def test_modules_with_hooks_or_in_training_stay():
     first.input_layernorm.register_forward_pre_hook(lambda *_: None)
     second.self_attn.o_proj.forward = second.self_attn.o_proj.forward
     second.self_attn.q_proj.train()
-    assert fuse_modules(model) == MODELS["llama"][-1] - 4 - 2
+    assert fuse_modules(model) == MODELS["llama"][-1] - 4 - 2 - 1
     assert not isinstance(first.mlp, FUSED)
     assert isinstance(first.mlp.up_proj, FusedLinear)
     assert second.self_attn.k_proj._together is None
@@ -291,7 +313,7 @@ def test_other_kinds_of_weights_and_compiled_modules_stay():
     first.self_attn.q_proj.weight = Quantised(first.self_attn.q_proj.weight.data)
     first.self_attn.o_proj.to(torch.float64)
     second.mlp.compile(backend="eager")
-    assert fuse_modules(model) == MODELS["llama"][-1] - 2 - 4 - 2
+    assert fuse_modules(model) == MODELS["llama"][-1] - 2 - 4 - 2 - 1
     assert fuse_modules(made().to("meta")) == 0
     assert fuse_modules(made().double()) == 0
 
@@ -309,41 +331,31 @@ def test_a_second_call_changes_nothing():
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-def test_packed_layers_stay_and_fused_ones_are_not_packed():
+def test_packed_layers_stay_and_fused_ones_are_packed():
     model = made()
     assert pack_weights(model) == 2 * 7 + 1
     assert fuse_modules(model) == 2 * 2 + 1
     assert generated(model) == generated(made())
     other, _ = fused_copy(made())
-    assert pack_weights(other) == 0
-
-
-@pytest.mark.parametrize("is_faster", [False, True])
-def test_products_are_left_to_torch_where_it_is_as_fast(monkeypatch, is_faster):
-    asked = []
-    monkeypatch.setattr(
-        preparation, "faster", lambda layers, rows, make: (asked.append((len(layers), rows)), is_faster)[1]
-    )
-    model = made("phi3")
-    assert fuse_modules(model, 2, if_faster=True) == (MODELS["phi3"][-1] if is_faster else 5)
-    assert asked == [(9, 2)]
-    assert isinstance(model.lm_head, FusedLinear) == is_faster
+    assert pack_weights(other) == 2 * 7 + 1
+    assert generated(other) == generated(made())
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize(("rows", "kind"), [(1, FusedLinear), (2, FusedLinear), (3, PackedLinear), (40, PackedLinear)])
-def test_few_rows_are_fused_and_more_are_packed(monkeypatch, rows, kind):
-    monkeypatch.setattr(preparation, "faster", lambda *_: True)
+def test_weights_of_many_rows_are_packed(monkeypatch, rows, kind):
     monkeypatch.setattr("kvkeep.models.fused_modules.faster", lambda *_: True)
-    model = made("phi3")
-    prepare(model, rows)
+    model, _ = fused_copy(made("phi3"))
+    prepare_for_rows(model, rows)
     assert {type(model.lm_head), type(model.model.layers[0].mlp.down_proj)} == {kind}
     assert isinstance(model.model.norm, FUSED)
     kvkeep.attach(model)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_timing_leaves_the_layers_as_they_are():
-    model = made()
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
-    assert preparation.faster(layers, 1, preparation._twin) in (False, True)
-    assert all(type(layer) is nn.Linear for layer in layers)
+    model, _ = fused_copy(made())
+    kinds = [type(module) for module in model.modules()]
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert faster(layers, 1) in (False, True)
+    assert [type(module) for module in model.modules()] == kinds

@@ -16,14 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssConfig, SeedOssMLP
 
 import kvkeep
-from kvkeep.backends import small
 from kvkeep.backends.native import native
 from kvkeep.cache.hf_layers import handed
 from kvkeep.models import fused_layers
-from kvkeep.models import prepare as preparation
 from kvkeep.models.fused_layers import FusedLayer
-from kvkeep.models.fused_modules import FusedGate, FusedLinear, fuse_if_slow
-from kvkeep.models.prepare import chosen, fuse_modules, prepare
+from kvkeep.models.fused_modules import FusedGate
+from kvkeep.models.prepare import fuse_modules, restore_modules
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -172,11 +170,11 @@ class Listener:
 
 
 @pytest.mark.parametrize("part", ["mlp", "self_attn.q_proj", "input_layernorm"])
-def test_measurements_do_not_call_hooks(part):
+def test_trials_do_not_call_hooks(part):
     model, listener = made(), Listener()
     for layer in model.model.layers:
         layer.get_submodule(part).register_forward_hook(listener.hook)
-    prepare(model, 2)
+    fuse_modules(model)
     assert listener.heard == 0
     assert not any(isinstance(layer, FusedLayer) for layer in model.modules())
 
@@ -194,29 +192,16 @@ def test_a_model_may_be_fused_while_another_thread_runs_it():
 
     thread = threading.Thread(target=run)
     thread.start()
-    for _ in range(5):
-        preparation._fastest(model, 2, ("plain", "fused"))
-    fuse_modules(model)
-    ended.set()
-    thread.join()
+    try:
+        for _ in range(5):
+            fuse_modules(model)
+            restore_modules(model)
+        fuse_modules(model)
+    finally:
+        ended.set()
+        thread.join()
     assert not failures
     assert any(isinstance(layer, FusedLayer) for layer in model.modules())
-
-
-def test_a_job_in_a_slow_dtype_is_resumed_with_the_same_modules(monkeypatch):
-    monkeypatch.setattr(small, "slow", lambda dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(
-        preparation, "seconds", lambda sample, _: float(any(isinstance(one, FusedLayer) for one in sample))
-    )
-    models, like = [], None
-    for _ in range(2):
-        model = made().bfloat16()
-        fuse_if_slow(model)
-        prepare(model, 2, like)
-        like = chosen(model)
-        models.append([type(module) for module in model.modules()])
-    assert models[0] == models[1]
-    assert FusedLinear in models[0]
 
 
 def state(cache):
@@ -247,7 +232,7 @@ def test_an_error_within_a_layer_leaves_the_cache_as_plain_modules_do(what, monk
                 def interrupt(*_, **__):
                     raise KeyboardInterrupt
 
-                for name in ("step", "repeat"):
+                for name in ("step", "replayable"):
                     patch.setattr(cache.layers[1].stepper, name, interrupt)
             elif what == "padding":
                 more = {"attention_mask": torch.ones(1, 5, dtype=torch.long)}
@@ -292,6 +277,7 @@ def test_the_attention_of_a_trial_is_not_the_models():
 MORE = {"head_dim": 16, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
 MORE |= {"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4}
 PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+NORMED = PARTS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 
 def every():
@@ -303,7 +289,7 @@ def every():
                 shapes = kind(config)
             if sum(weight.numel() for weight in shapes.parameters()) > 10**7:
                 continue
-            if any(module._modules.keys() == PARTS for module in shapes.modules()):
+            if any(module._modules.keys() in (PARTS, NORMED) for module in shapes.modules()):
                 torch.manual_seed(0)
                 yield config.model_type, kind(config).float().eval()
         except Exception:  # it wants other sizes

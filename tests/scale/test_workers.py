@@ -252,9 +252,8 @@ def test_the_layout_of_weights_is_followed_without_a_measurement(monkeypatch):
     for like in [(False, False), (True, False), (False, True), (True, True)]:
         network, _ = kvkeep.load(dtype="float32")
         with monkeypatch.context() as patch:
-            for module in (prepare, fused_modules):
-                patch.setattr(module, "faster", lambda *args, **kwargs: 1 / 0)
-            prepare.prepare(network, 4, like)
+            patch.setattr(fused_modules, "faster", lambda *args, **kwargs: 1 / 0)
+            prepare.prepare_for_rows(network, 4, like)
         got = prepare.chosen(network)
         assert got[1] == like[1]
         assert got[0] <= like[0]

@@ -9,7 +9,7 @@ from uniform_model import subject, tokens, unlimited, writer
 
 from kvkeep.engine.sampler import choose
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models.load import ends_of
+from kvkeep.models.generation_config import ends_of
 from kvkeep_lab.analysis.groups import diversity
 from kvkeep_lab.analysis.groups.diversity import WrittenDiversity
 

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.backends.base import AttentionInputs, Backend, Repeat, SecondReading
+from kvkeep.backends.base import AttentionInputs, Backend, SecondReading
 from kvkeep.budget import Number
 from kvkeep.cache.decode_replay import DecodePath, DecodePaths, Repeating, one_each
 from kvkeep.cache.eviction import append, check_pins, check_room, cut, evict, fused, fused_step
@@ -340,25 +340,34 @@ class Layer:
                 return out
         return self._step(query, keys, values, options=options, phase=phase, real=real)
 
-    def repeat(
-        self, options: AttentionOptions, run: Callable[[Repeat], Float[Tensor, "*n"] | None]
-    ) -> Float[Tensor, "*n"] | None:
-        """Let ``run`` replay the recorded decode step for other tokens, and count the step.
+    def replayable(self, options: AttentionOptions) -> Repeating | None:
+        """Return the recorded decode step if the next one may be the same for other tokens, otherwise ``None``.
+
+        Who makes the step says so by `end_replay`.
 
         Args:
             options: what the model's attention asks for.
-            run: makes the step and adds each row's token to `Block.seen`; if it returns ``None``, nothing has changed.
-
-        Returns:
-            What ``run`` returned; ``None`` if there is no such step, or if it could not be made.
 
         Raises:
-            CapacityError: the policy does not evict and the budget is exhausted.
+            CapacityError: the policy does not evict and its budget is exhausted.
         """
         recorded = self.paths.recorded
         if recorded is None or self.broken or self.paths.why_not_replayed(self.block, options) is not None:
             return None
-        return self._replayed(recorded, lambda: run(recorded.call))
+        check_room(self.policy, self.block, 1, None, phase=Phase.DECODE, window=self.window)
+        return recorded
+
+    def end_replay(self, *, done: bool) -> None:
+        """Count a replayed step that added each row's token to `Block.seen`; or, if it is not ``done``, forget the
+        recorded step, which nobody could make.
+        """
+        if done:
+            self.columns += 1
+            if self.paths.path is not DecodePath.REPLAY:  # replays follow each other, and each microsecond counts
+                self.paths.took(DecodePath.REPLAY)
+        else:
+            self.paths.forget("the backend could not replay the step")
+        self.broken = False
 
     def _replay(
         self,
@@ -371,35 +380,17 @@ class Layer:
 
         Return ``None`` if there is none that fits, or the backend declines; then only the recorded step is dropped.
         """
-        recorded, block = self.paths.recorded, self.block
-        why = self.paths.why_not_replayed(block, options)
-        if recorded is None or self.broken or why is not None or not recorded.call.takes(query, keys, values):
+        recorded, block = self.replayable(options), self.block
+        if recorded is None or not recorded.call.takes(query, keys, values):
+            why = self.paths.why_not_replayed(block, options)
             self.paths.forget(why or "the tensors of the tokens lie in another way")
             return None
-
-        def run() -> Tensor | None:
-            out = recorded.call(query, keys, values, block.advance(1, None, Phase.DECODE))
-            if out is None:
-                block.seen.sub_(1)  # `advance` has counted the token, and the next path counts it again
-            return out
-
-        return self._replayed(recorded, run)
-
-    def _replayed(self, recorded: Repeating, run: Callable[[], Tensor | None]) -> Tensor | None:
-        """Make a step by calling ``run``, count it, and return its output; ``None`` if ``run`` declined, with
-        nothing changed.
-        """
-        self.paths.recorded = None  # a step that fails is not tried again
-        check_room(self.policy, self.block, 1, None, phase=Phase.DECODE, window=self.window)
-        self.broken = True  # until the step has ended
-        out = run()
-        if out is not None:
-            self.columns, self.paths.recorded = self.columns + 1, recorded
-            if self.paths.path is not DecodePath.REPLAY:  # replays follow each other, and each microsecond counts
-                self.paths.took(DecodePath.REPLAY)
-        else:
-            self.paths.forget("the backend could not replay the step")
-        self.broken = False
+        self.paths.recorded, self.broken = None, True  # a step that fails is not tried again
+        out = recorded.call(query, keys, values, block.advance(1, None, Phase.DECODE))
+        if out is None:
+            block.seen.sub_(1)  # `advance` has counted the token, and the next path counts it again
+        self.paths.recorded = recorded
+        self.end_replay(done=out is not None)
         return out
 
     @inference

@@ -29,7 +29,7 @@ from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, ask, right, wording_of
 from kvkeep.head_profile import Profile, describe
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.load import ends_of
+from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 from kvkeep.result_files import RowFile, as_text, finite, first_fault, list_of, optional, real_number, tuple_of

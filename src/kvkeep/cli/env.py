@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any
+from typing import Annotated, Any
 
-from kvkeep.cli import console
+import typer
+
+from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Json
 from kvkeep.errors import InputError, PolicyError
@@ -17,20 +19,46 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "hugg
 
 
 @one_line_errors
-def env(json: Json = False) -> None:
-    """Show versions, devices, memory and policies, as a bug report needs them."""
-    facts = {
+def env(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model, to see how its decode steps would run here.",
+            metavar="[MODEL]",
+            autocompletion=shell_completion.models,
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show versions, devices, memory and policies, as a bug report needs them; and with MODEL, how it would run."""
+    prepared = None if model is None else _prepared(model)
+    facts: dict[str, Any] = {
         "kvkeep": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         **{package: _version(package) for package in _PACKAGES},
         **_hardware(),
         "policies": _policies(),
+        **({} if prepared is None else {"model": model, "decode_steps": prepared}),
     }
     if json:
         console.write_json(facts)
     else:
         console.out().print(console.facts({name.replace("_", " "): _show(name, fact) for name, fact in facts.items()}))
+
+
+def _prepared(name: str) -> str:
+    """Load a model, and return how its decode steps run on this machine, and why.
+
+    Raises:
+        KVKeepError: the model cannot be loaded.
+    """
+    from kvkeep.models.load import load, quiet
+    from kvkeep.models.prepare import describe
+
+    with quiet():
+        model, _ = load(name)
+    return describe(model)
 
 
 def _version(package: str) -> str | None:

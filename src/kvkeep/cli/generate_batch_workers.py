@@ -30,9 +30,8 @@ from kvkeep.models.adapters import weights_of_all
 from kvkeep.models.chat_templates import reads, system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.fused_modules import pack_weights
 from kvkeep.models.load import embedded, find, quiet
-from kvkeep.models.prepare import chosen, compile_layers, prepare
+from kvkeep.models.prepare import chosen, compile_layers, prepare_for_rows, restore_modules
 from kvkeep.models.tokenization import Writer
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt
@@ -172,20 +171,18 @@ def engine_of(
         batch: the options of the job.
         most: the number of requests.
         budget: tokens kept per layer and head.
-        like: how another worker of the job has laid out the weights, see `kvkeep.models.prepare.prepare`.
+        like: how another worker of the job has laid out the weights, see `kvkeep.models.prepare.chosen`.
 
     Raises:
         BudgetError: not one row fits.
     """
     options: dict[str, Any] = {"rows": rows_of(batch, most), "kv_memory": batch.kv_memory}
     engine = engine_for(writer, request, budget=budget, prompts_first=True, **options)
-    if distributed.processes() > 1:  # each would choose for itself which layers to fuse, and round in another way
+    if distributed.processes() > 1:  # each would choose for itself which layers to pack, and round in another way
         return engine
-    if not batch.compile:
-        prepare(writer.model, engine.rows, like)
-    else:
-        if like is None or like[1]:
-            pack_weights(writer.model, engine.rows, if_faster=like is None)
+    prepare_for_rows(writer.model, engine.rows, like)
+    if batch.compile:
+        restore_modules(writer.model)  # torch compiles plain modules
         console.progress("compiling …")
         console.note(f"{console.count(compile_layers(writer.model), 'layer')} compiled")
     return engine

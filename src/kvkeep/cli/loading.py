@@ -9,7 +9,8 @@ from kvkeep.cli import console, distributed
 from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import parse_device, parse_dtype
-from kvkeep.models.load import read_weights, remark
+from kvkeep.models.generation_config import remark
+from kvkeep.models.load import read_weights
 from kvkeep.models.quantized_weights import check_format
 from kvkeep.models.tokenization import Writer
 

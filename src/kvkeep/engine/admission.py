@@ -26,9 +26,9 @@ from kvkeep.engine.sampling_params import Biases, SamplingParams
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
 from kvkeep.models.adapters import adapters_of, merged_into
-from kvkeep.models.checkpoint import Model, Tokenizer
+from kvkeep.models.checkpoint import Model, Tokenizer, position_limit
 from kvkeep.models.device import device_of
-from kvkeep.models.load import ends_of, position_limit
+from kvkeep.models.generation_config import ends_of
 from kvkeep.models.rotary import LengthRule
 from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint

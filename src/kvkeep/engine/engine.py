@@ -38,7 +38,9 @@ from kvkeep.models.adapters import adapters_of
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
-from kvkeep.models.load import BannedTokens, load_with_tokenizer
+from kvkeep.models.generation_config import BannedTokens
+from kvkeep.models.load import load_with_tokenizer
+from kvkeep.models.prepare import prepare
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
 from kvkeep.pins import Span
@@ -154,6 +156,7 @@ class Engine:
         check_numbers(budget, **numbers)
         prefix_memory = check_prefix_memory(prefix_memory, prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
+        prepare(self.model)
         check_split(self.model.config, host_rows=host_rows, session_dir=session_dir, graphs=graphs)
         self.policy, self.budget = usable(policy), budget
         device = device_of(self.model)

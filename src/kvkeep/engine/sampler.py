@@ -22,7 +22,7 @@ from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.engine.sequence import Sequence, SequenceStatus
 from kvkeep.errors import KVKeepError, NoNumbersError
 from kvkeep.head_sharding import Heads
-from kvkeep.models.load import BannedTokens
+from kvkeep.models.generation_config import BannedTokens
 from kvkeep.noise import spread, uniform
 
 # Changes of logits that depend on the tokens of a row: a bias, and penalties for tokens that occurred before.

@@ -20,7 +20,7 @@ from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.task import Options, Task, TaskOutcome, check_positions, past_training
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.load import ends_of
+from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer, encode, encode_rest
 from kvkeep.policies.base import Policy
 from kvkeep.types import MemoryUsage

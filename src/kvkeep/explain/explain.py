@@ -16,9 +16,10 @@ from kvkeep.explain import runs
 from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
 from kvkeep.explain.runs import ExplainPrompt, pieces
 from kvkeep.models.attention import attached
-from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
+from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limit, trained_length
 from kvkeep.models.device import enough_memory
-from kvkeep.models.load import ends_of, load_with_tokenizer, position_limit
+from kvkeep.models.generation_config import ends_of
+from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.support import unwrapped
 from kvkeep.models.tokenization import SEPARATOR, check_length, encode
 from kvkeep.policies.base import Policy

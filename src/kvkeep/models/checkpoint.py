@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Model: TypeAlias = PreTrainedModel
@@ -46,3 +47,16 @@ def trained_length(config: PreTrainedConfig) -> int | None:
     """Return how many positions a model was trained for; ``None`` if its configuration does not say."""
     length: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return length
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return how many learned positions a model has in a table; ``None`` if the model has no such table.
+
+    A table of positions is an embedding, other than the tokens', with as many rows as the trained length.
+    """
+    limit = trained_length(model.config)
+    tokens = model.get_input_embeddings()
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    if limit and any(0 <= table.num_embeddings - limit <= 2 for table in tables):  # OPT's has two more
+        return limit
+    return None

@@ -1,13 +1,11 @@
-"""Decoder layers as calls of the native kernel for a few rows: before their attention and behind it, or all in one."""
+"""Decoder layers as calls of the native kernel for a few rows: before their attention and behind it."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,24 +14,35 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.backends import Repeat, layers
+from kvkeep.backends import layers
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
-from kvkeep.cache.layer import Layer
-from kvkeep.models.attention import ATTENTION, PaddingMask, is_known
-from kvkeep.models.fused_modules import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
-from kvkeep.types import AttentionOptions, Phase
+from kvkeep.models.attention import ATTENTION, is_known
+from kvkeep.models.fused_modules import (
+    CALLS,
+    SCALES,
+    FusedGate,
+    FusedLinear,
+    FusedNorm,
+    Trials,
+    alike,
+    has_global_hooks,
+    is_close,
+    is_heard,
+    mixed,
+)
+from kvkeep.types import AttentionOptions
 
 # The parts of a decoder layer, and their two calls of the native kernel, with weights that are packed once.
 
-_ORDER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-_NAMES = set(_ORDER)
-_NONE: dict[str, Any] = {"weight": None}
+_PARTS = ("self_attn", "mlp", "input_layernorm")
+_PLAIN = ("post_attention_layernorm",)
+"""The norm of what the feed-forward layer takes, in models that add to the residual stream what their parts put out."""
+
+_NORMED = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+"""The same in models that norm first what they add, and the norms of that: of attention, of the feed-forward layer."""
+
+_KINDS = {frozenset((*_PARTS, *norms)): norms for norms in (_PLAIN, _NORMED)}
 _LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-
-
-def is_decoder(module: nn.Module) -> bool:
-    """Return whether a module has the parts of a decoder layer that may be fused."""
-    return module._modules.keys() == _NAMES and all(part is not None for part in module._modules.values())
 
 
 class FusedParts(NamedTuple):
@@ -46,21 +55,27 @@ class FusedParts(NamedTuple):
     output: nn.Linear
     second: FusedNorm
     gated: tuple[nn.Linear, nn.Linear, nn.Linear]
-    feed: nn.Module
+    feed: FusedGate
+    added: tuple[FusedNorm | None, FusedNorm | None]
+
+    def norms(self) -> list[FusedNorm]:
+        """Return all norms."""
+        return [norm for norm in (self.first, self.second, *self.heads, *self.added) if norm is not None]
 
 
 def parts_of(layer: nn.Module) -> FusedParts | None:
     """Return a layer's parts for fusing; ``None`` if a part is missing, is not fused, or has hooks."""
     own: dict[str, Any] = layer._modules
-    if own.keys() != _NAMES:
+    if (names := _KINDS.get(frozenset(own))) is None:
         return None
-    attention, feed, first, second = (own[name] for name in _ORDER)
+    attention, feed, first = (own[name] for name in _PARTS)
+    second, *added = (own[name] for name in names)
     of_attention: dict[str, Any] = attention._modules
     of_feed: dict[str, Any] = feed._modules
     heads = of_attention.get("q_norm"), of_attention.get("k_norm")
     linear: list[Any] = [of_attention.get(name) for name in _LINEAR]
     gated: list[Any] = [of_feed.get(name) for name in _GATED]
-    if not (isinstance(first, FusedNorm) and isinstance(second, FusedNorm) and isinstance(feed, FusedGate)):
+    if not isinstance(feed, FusedGate) or not all(isinstance(norm, FusedNorm) for norm in (first, second, *added)):
         return None
     for norm in heads:
         if norm is not None and not isinstance(norm, FusedNorm):
@@ -80,6 +95,7 @@ def parts_of(layer: nn.Module) -> FusedParts | None:
         second,
         (gated[0], gated[1], gated[2]),
         feed,
+        (added[0], added[1]) if added else (None, None),
     )
 
 
@@ -89,50 +105,51 @@ class FusedCalls:
     Args:
         layer: a decoder layer.
         parts: its parts.
+        turned: number of dims of a head that are rotated.
     """
 
-    def __init__(self, layer: nn.Module, parts: FusedParts) -> None:
-        heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
-        self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
-        self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
-        self._names, modules = _modules_of(layer)
-        self._modules, self._kinds = [*map(id, modules)], [*map(type, modules)]
-        self._places = layers.places(_weights_of(modules))
+    def __init__(self, layer: nn.Module, parts: FusedParts, turned: int) -> None:
+        heads, added = ([None if norm is None else _norm(norm) for norm in two] for two in (parts.heads, parts.added))
+        self.before = layers.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, turned)
+        feed, second = parts.feed._activation, _norm(parts.second)
+        self.behind = layers.Behind(parts.output, second, *parts.gated, added=added, activation=feed)
+        self.turned = turned
+        owners = (layer, parts.attention, parts.feed)
+        modules = [layer, *(part for owner in owners for part in owner._modules.values() if part is not None)]
+        # each step compares all this, so what can be looked up once is; the modules' own dicts are never replaced
+        self._children = [(owner._modules, [*owner._modules], [*map(id, owner._modules.values())]) for owner in owners]
+        self._parts, self._kinds = modules[1:], [*map(type, modules[1:])]
+        self._hooks = [hooks for part in self._parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._attributes = [vars(part) for part in self._parts]
+        self._weights = [part._parameters for part in self._parts if part._parameters]
+        self._places = self._places_now()
 
-    def weights(self, layer: nn.Module) -> list[object] | None:
-        """Return a layer's weights; ``None`` if its modules or weights have changed since these calls were built."""
-        names, modules = _modules_of(layer)
-        if names != self._names or [*map(id, modules)] != self._modules or [*map(type, modules)] != self._kinds:
-            return None
-        if any(map(is_heard, modules)):
-            return None
-        found = _weights_of(modules)
-        return found if layers.places(found) == self._places else None
+    def are_of(self, layer: nn.Module) -> bool:
+        """Return whether these are still the calls of a layer: its modules and weights have not changed since, and
+        have no hooks.
+        """
+        if layer._modules is not self._children[0][0]:  # a copy
+            return False
+        for modules, names, ids in self._children:
+            if [*modules] != names or [*map(id, modules.values())] != ids:
+                return False
+        if [*map(type, self._parts)] != self._kinds or any("forward" in own for own in self._attributes):
+            return False
+        if (any(self._hooks) or has_global_hooks()) and any(map(is_heard, self._parts)):
+            return False
+        return self._places_now() == self._places
 
-
-def _modules_of(layer: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    """Return the names and the modules of a layer's parts, always in the same order."""
-    own = layer._modules
-    names, modules = [*own], [*own.values()]
-    for part in (own.get("self_attn"), own.get("mlp")):
-        if part is not None:
-            names += part._modules
-            modules += part._modules.values()
-    return names, [module for module in modules if module is not None]
-
-
-def _weights_of(modules: Sequence[nn.Module]) -> list[object]:
-    weights: list[object] = []
-    for module in modules:
-        weights += module._parameters.values()
-    return weights
+    def _places_now(self) -> list[object]:
+        return [
+            (id(weight), weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+            for weights in self._weights
+            for weight in weights.values()
+            if weight is not None
+        ]
 
 
 def _norm(norm: FusedNorm) -> layers.Norm:
     return layers.Norm(norm.weight, norm._epsilon, norm._plus)
-
-
-# Decode steps of attached models that differ from their layers' last ones in their tokens alone.
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
@@ -145,7 +162,7 @@ def is_ours(config: PreTrainedConfig) -> bool:
 
 
 def repeatable(attention: nn.Module, **told: Any) -> AttentionOptions | None:
-    """Return the options with which `repeat` may run a layer's steps; ``None`` if they cannot be repeated.
+    """Return the options of a layer's attention in a step that is a replay; ``None`` if its steps cannot be replayed.
 
     Args:
         attention: the layer's attention.
@@ -157,38 +174,6 @@ def repeatable(attention: nn.Module, **told: Any) -> AttentionOptions | None:
     if scaling is None:
         return None
     return AttentionOptions(scaling, window=told.get("sliding_window"), softcap=told.get("softcap"))
-
-
-def repeat(
-    cache: PhasedCache,
-    index: int,
-    mask: PaddingMask | None,
-    options: AttentionOptions,
-    run: Callable[[Repeat], Tensor | None],
-) -> Tensor | None:
-    """Replay a layer's last decode step for other tokens, see `Layer.repeat`.
-
-    Args:
-        cache: holds the layer.
-        index: number of the layer in a model of which `is_ours` is true.
-        mask: what the model passes as its mask.
-        options: what the layer asks for.
-        run: makes the step.
-
-    Returns:
-        What ``run`` returned; ``None`` if the step cannot be a replay, and then nothing has changed.
-
-    Raises:
-        CapacityError: the policy does not evict and its budget is exhausted.
-        BrokenCacheError: the previous step failed.
-    """
-    if mask is not None and not (isinstance(mask, PaddingMask) and mask.is_plain and mask.window == options.window):
-        return None
-    part = cache.begin(index)
-    if part is None or part.window != options.window or part.phase_of(1) is not Phase.DECODE:
-        return None
-    layer = part.stepper
-    return layer.repeat(options, run) if type(layer) is Layer else None
 
 
 Attend: TypeAlias = Callable[
@@ -213,24 +198,34 @@ def _run(
     attended = attend(*found).reshape(len(x), 1, -1)
     out = calls.behind(x, attended)
     if out is None:
-        y = x + parts.output(attended)
-        out = y + parts.feed(parts.second(y))
+        first, last = (nn.Identity() if norm is None else norm for norm in parts.added)
+        y = x + first(parts.output(attended))
+        out = y + last(parts.feed(parts.second(y)))
     return out
 
 
 class FusedLayer(nn.Module):
-    """Mixed into a decoder layer: in a step of a few rows with kvkeep's cache, two calls beside its attention.
+    """Mixed into a decoder layer: in a step of a few rows with kvkeep's cache, two calls beside its attention."""
 
-    Where attention differs from the last step's in its tokens alone, one call does it all.
-    """
-
-    _told: dict[str, Any]
-    _repeated: AttentionOptions | None
+    attention_arguments: dict[str, Any]
+    attention_options: AttentionOptions | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where the step allows it."""
         out = self._few(*args, **kwargs) if len(args) == 1 else None
         return super().forward(*args, **kwargs) if out is None else out
+
+    def calls(self, turned: int) -> FusedCalls | None:
+        """Return the calls of the kernel, made anew if modules or weights have changed; ``None`` if there can be none.
+
+        Args:
+            turned: number of dims of a head that are rotated.
+        """
+        calls: FusedCalls | None = vars(self).get(CALLS)
+        if calls is None or calls.turned != turned or not calls.are_of(self):
+            parts = parts_of(self)
+            calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, turned)
+        return calls
 
     def _few(self, x: Tensor, **kwargs: Any) -> Tensor | None:
         """Return the output of a decode step from the fused kernel; ``None`` for any other step."""
@@ -240,53 +235,42 @@ class FusedLayer(nn.Module):
         attention: Any = self._modules.get("self_attn")
         if attention is None or attention.training or not is_ours(attention.config):
             return None
-        calls: FusedCalls | None = vars(self).get("_calls")
-        weights = None if calls is None else calls.weights(self)
-        if calls is None or weights is None:
-            if (parts := parts_of(self)) is None:
-                return None
-            calls = vars(self)["_calls"] = FusedCalls(self, parts)
-            weights = calls.weights(self)
         more = (kwargs[name] for name in kwargs.keys() - _KNOWN)
-        if angles[0].shape[-1] != attention.head_dim or not all(
-            argument is None or argument is False for argument in more
-        ):
-            return None  # only part of each head is rotated, or the layer is told what it was not in its trial
-        mask, out, known = kwargs.get("attention_mask"), None, calls
-        if self._repeated is not None and is_known(attention, **self._told):
-            whole = partial(layers.whole, known.before, known.behind, x, angles)
-            out = repeat(cache, attention.layer_idx, mask, self._repeated, whole)
-        if out is not None or (parts := parts_of(self)) is None:
-            return out
-        call = ALL_ATTENTION_FUNCTIONS[ATTENTION]
-        given = {**self._told, **{name: kwargs[name] for name in kwargs.keys() - _OWN}}
+        if not all(argument is None or argument is False for argument in more):
+            return None  # the layer is told what it was not in its trial
+        parts, calls = parts_of(self), self.calls(angles[0].shape[-1])
+        if parts is None or calls is None:
+            return None
+        call, mask = ALL_ATTENTION_FUNCTIONS[ATTENTION], kwargs.get("attention_mask")
+        given = {**self.attention_arguments, **{name: kwargs[name] for name in kwargs.keys() - _OWN}}
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             handed = cache.update(key, value, attention.layer_idx)
             attended: Tensor = call(attention, query, *handed, mask, **given)[0]
             return attended
 
-        return _run(parts, x, angles, attend, known)
+        return _run(parts, x, angles, attend, calls)
 
 
-def copied(layer: nn.Module) -> nn.Module:
-    """Return a copy of a decoder layer that shares the layer's weights."""
-    same: list[Any] = [*layer.parameters(), *layer.buffers(), getattr(layer.self_attn, "config", None)]
-    return copy.deepcopy(layer, {id(shared): shared for shared in same})
-
-
-def fuse_layer(layer: nn.Module) -> bool:
+def fuse_layer(layer: nn.Module, trials: Trials) -> bool:
     """Fuse a decoder layer, in place, and return whether it was fused.
 
     It is fused if its parts are, it has no other weights, and its outputs on random numbers are the kernel's.
+
+    Args:
+        layer: a module.
+        trials: what trials of other layers have found, to which this one's is added.
     """
     if isinstance(layer, FusedLayer) or (parts := parts_of(layer)) is None or not _is_all(layer, parts):
         return False
-    if (constants := _constants(layer, parts)) is None:
+    key = alike(layer)
+    if key not in trials:
+        trials[key] = _constants(layer, parts)
+    if (constants := trials[key]) is None:
         return False
     attention = parts.attention
     vars(layer).update(
-        _told=constants, _repeated=repeatable(attention, **constants)
+        attention_arguments=constants, attention_options=repeatable(attention, **constants)
     )  # first, since another thread may be in the layer
     layer.__class__ = mixed(FusedLayer, type(layer))
     return True
@@ -294,8 +278,9 @@ def fuse_layer(layer: nn.Module) -> bool:
 
 def _is_all(layer: nn.Module, parts: FusedParts) -> bool:
     """Return whether a layer has no weights but those of its parts. Other weights could change after the trial."""
-    norms = [norm for norm in (parts.first, parts.second, *parts.heads) if norm is not None]
-    known = {id(weight) for part in (*norms, *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()}
+    known = {
+        id(weight) for part in (*parts.norms(), *parts.qkv, parts.output, *parts.gated) for weight in part.parameters()
+    }
     return known == {id(weight) for weight in (*layer.parameters(), *layer.buffers())}
 
 
@@ -369,7 +354,8 @@ class _Trial:
 
     def run(self, parts: FusedParts, attend: Attend | None = None) -> Tensor | None:
         """Return the layer's output as the kernel computes it; ``None`` if it cannot."""
-        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), FusedCalls(self._layer, parts))
+        calls = FusedCalls(self._layer, parts, self.angles[0].shape[-1])
+        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), calls)
 
 
 @torch.inference_mode()
@@ -389,22 +375,6 @@ def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
 
     out = trial.run(parts, compare)
     return trial.constants if out is not None and all(same) and is_close(out, trial.out) else None
-
-
-@torch.inference_mode()
-def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
-    """Return the seconds that decoder layers take in turn, without attention; ``None`` if a layer cannot be run so."""
-    took = 0.0
-    for layer in layers:
-        try:
-            trial, parts = _Trial(layer, (1.0,) * rows), parts_of(layer) if isinstance(layer, FusedLayer) else None
-            start = time.perf_counter()
-            if (trial.ask() if parts is None else trial.run(parts)) is None:
-                return None
-            took += time.perf_counter() - start
-        except Exception:  # it takes something else
-            return None
-    return took
 
 
 def _is_constant(given: dict[str, Any] | None) -> bool:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
@@ -73,11 +73,15 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
         for parent in model.modules()
         if id(parent) not in compiled
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and _is_plain(child, formats) and uses[id(child.weight)] == 1
+        if isinstance(child, nn.Linear)
+        and type(child) in (nn.Linear, FusedLinear)
+        and _is_plain(child, formats)
+        and uses[id(child.weight)] == 1
     ]
     if if_faster and not faster([cast(nn.Linear, parent.get_submodule(name)) for parent, name in found], rows):
         return 0
     for parent, name in found:  # names only: a list of layers would keep every plain weight alive
+        vars(parent.get_submodule(name)).pop("_together", None)  # they hold each other
         setattr(parent, name, PackedLinear(cast(nn.Linear, parent.get_submodule(name)), rows))
     return len(found)
 
@@ -136,6 +140,9 @@ LARGE = 100.0
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of the largest number of a row, by dtype."""
 
+CALLS = "_calls"
+"""Attribute of a fused layer: addresses of its weights, which are no part of a copy."""
+
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
@@ -190,13 +197,14 @@ class FusedGate(nn.Module):
     gate_proj: nn.Linear
     up_proj: nn.Linear
     down_proj: nn.Linear
+    _activation: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where it can compute it."""
         out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
         whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children()))
         if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
-            out = small.gated(args[0], *parts)
+            out = small.gated(args[0], *parts, self._activation)
         return super().forward(*args, **kwargs) if out is None else out
 
 
@@ -220,10 +228,57 @@ def is_bare(layer: nn.Module) -> bool:
     return type(layer) is FusedLinear and not is_heard(layer)
 
 
+class PromptHook:
+    """A forward hook that has nothing to do in a step of one token per row, which may be made without calling it.
+
+    Args:
+        hook: is called with the module, its arguments and its output.
+    """
+
+    def __init__(self, hook: Callable[[nn.Module, tuple[Any, ...], Any], None]) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        """Call the hook."""
+        self._hook(module, args, made)
+
+
 def is_heard(module: nn.Module) -> bool:
-    """Return whether a module's calls have a hook, or another ``forward``."""
-    own = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    return bool(own or _global_forward_hooks or _global_forward_pre_hooks)
+    """Return whether a module's calls have a hook, or another ``forward``. A `PromptHook` does not count."""
+    hooks = module._forward_hooks
+    if hooks and any(type(hook) is not PromptHook for hook in hooks.values()):
+        return True
+    return bool(module._forward_pre_hooks) or "forward" in module.__dict__ or has_global_hooks()
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks that every module calls."""
+    return bool(_global_forward_hooks or _global_forward_pre_hooks)
+
+
+_USUAL = {*vars(nn.Module()), "layer_idx", "_together"}
+"""Attributes that every module has, and those in which equal layers differ."""
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+def alike(module: nn.Module) -> tuple[object, ...]:
+    """Return a key that is equal for modules which compute the same but for their weights, so that one trial is enough.
+
+    It has the classes, shapes and attributes of all parts. An object that is no plain value is only equal to itself,
+    as a configuration is that all layers share; and so is a module with buffers.
+    """
+    found: list[object] = []
+    for name, part in module.named_modules():
+        said = [(key, value if isinstance(value, _PLAIN) else id(value)) for key, value in vars(part).items()]
+        weights = [(key, None if x is None else (x.shape, x.dtype)) for key, x in part._parameters.items()]
+        alone = id(part) if part._buffers else None
+        found.append((name, type(part), tuple(one for one in said if one[0] not in _USUAL), tuple(weights), alone))
+    return tuple(found)
+
+
+Trials: TypeAlias = dict[tuple[object, ...], Any]
+"""What trials have found, by `alike`."""
 
 
 @torch.inference_mode()
@@ -262,24 +317,29 @@ def is_close(found: Tensor, expected: object) -> bool:
 
 
 def mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a module's class in which the mixin's ``forward`` comes first. It is made once."""
+    """Return a subclass of a module's class in which the mixin's ``forward`` comes first. It is made once.
+
+    It has the name of the module's class, by which other libraries know it.
+    """
     if (mixin, kind) not in _MIXED:
-        names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-        _MIXED[mixin, kind] = type(f"Fused{kind.__name__}", (mixin, kind), names)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        made = type(kind.__name__, (mixin, kind), {**names, "__reduce_ex__": _reduced})
+        _MIXED[mixin, kind] = made
     return _MIXED[mixin, kind]
 
 
-# Which modules may be fused; and linear layers alone, whose products torch computes slowly in some dtypes.
+def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Return how to make a copy of a module whose class was made by `mixed`, since no file has the class."""
+    _, mixin, kind, *_ = type(module).__mro__
+    return _blank, (mixin, kind), {name: value for name, value in vars(module).items() if name != CALLS}
 
 
-def fuse_if_slow(model: nn.Module) -> int:
-    """Fuse linear layers in dtypes that torch is slow at on this processor, and return how many were fused.
+def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
+    made: nn.Module = object.__new__(mixed(mixin, kind))
+    return made
 
-    All their products are faster then, those of prompts above all. Hooks of every module are still called.
-    """
-    linear = [layer for layer in fusable(open_modules(model)) if is_still(layer) and small.slow(layer.weight.dtype)]
-    fuse_linear(linear)
-    return len(linear)
+
+# Which modules may be fused.
 
 
 def fusable(modules: Iterable[nn.Module]) -> list[nn.Linear]:

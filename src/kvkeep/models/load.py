@@ -7,7 +7,6 @@ expensive rest. `load` does both.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -37,8 +35,7 @@ from kvkeep.head_sharding import number_of_heads
 from kvkeep.models import gguf, gguf_models, gguf_tokenization, quantized_weights, tiny
 from kvkeep.models.adapters import add, check_folders, check_names
 from kvkeep.models.attention import attach
-from kvkeep.models.chat_templates import control_tokens, turn_ends
-from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, trained_length
+from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limit
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import (
     cached_if_unreachable,
@@ -51,195 +48,14 @@ from kvkeep.models.files import (
     is_gguf,
     locate,
     no_conversion_service,
-    optional,
     part_of,
 )
-from kvkeep.models.fused_modules import fuse_if_slow
+from kvkeep.models.fused_modules import PromptHook
+from kvkeep.models.generation_config import check_generation_config
+from kvkeep.models.prepare import prepare
 from kvkeep.models.quantized_weights import check_format, check_readable
 from kvkeep.models.support import auto_class, generates_text, try_out
 from kvkeep.models.tokenization import Writer
-
-# The model's ``generation_config.json``: which of its settings kvkeep uses.
-#
-# kvkeep uses the tokens that end a text, beside those of config.json and the tokenizer, and those that may not be
-# generated. It leaves out all other settings, so that a single prompt, a batch and a session give the same text.
-# `remark` names the settings that are left out.
-
-GENERATION_CONFIG = "generation_config.json"
-
-OWN = frozenset(
-    {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "max_length"}
-)
-"""Settings for which kvkeep has options of its own."""
-
-KEPT = frozenset(
-    {
-        *("eos_token_id", "pad_token_id", "bos_token_id"),
-        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
-    }
-)
-"""Settings that kvkeep obeys, or that change no text of a single row."""
-
-SAME_TEXT = frozenset(
-    {
-        *("cache_implementation", "cache_config", "max_cache_len", "use_cache", "prefill_chunk_size", "low_memory"),
-        *("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits"),
-        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "is_assistant", "num_assistant_tokens"),
-        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit", "use_mtp"),
-        *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
-        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
-    }
-)
-"""Settings that change how a text is computed or what is reported beside it, but not the text."""
-
-
-def check_generation_config(name: str) -> None:
-    """Refuse a ``generation_config.json`` that cannot be used, before weights are read; do nothing without one.
-
-    Args:
-        name: a folder, or a hub name.
-
-    Raises:
-        ModelFileError: the file is not a JSON object, or its end tokens or banned tokens are not whole numbers.
-    """
-    path = optional(name, GENERATION_CONFIG)
-    if path is None:
-        return
-    problem = f"{name}: Its {GENERATION_CONFIG} cannot be used"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        ends = fields.get("eos_token_id")
-        BannedTokens.of(GenerationConfig.from_dict(dict(fields)))
-    except Exception as error:  # whatever transformers raises for its values
-        raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(isinstance(end, int) and not isinstance(end, bool) and abs(end) < 2**63 for end in ends):
-        raise ModelFileError(
-            f"{problem} (eos_token_id is {ends!s:.60}). Give the number of a token, or a list of numbers."
-        )
-
-
-def remark(model: PreTrainedModel) -> str | None:
-    """Return a sentence about the model's generation settings that kvkeep leaves out; ``None`` if it leaves none
-    out.
-    """
-    asked = _asked(model)
-    differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
-    same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
-    start = f"the model's {GENERATION_CONFIG} also asks for"
-    if differs:
-        rest = f" ({same} changes no text)" if same else ""
-        return f"{start} {differs}, which kvkeep leaves out: the text may differ from what its makers intend{rest}."
-    return f"{start} {same}, which kvkeep leaves out: it changes no text." if same else None
-
-
-def ends_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, chat: bool = False
-) -> set[int]:
-    """Return the tokens that end a text of this model.
-
-    Args:
-        model: its generation config names some.
-        tokenizer: names one more. Those of the model's configuration count if they are special tokens here, since
-            transformers fills in a number where the file has none.
-        chat: whether the text is an answer in a conversation, which the chat template ends with a token of its own.
-    """
-    found = _listed_ids(getattr(model.generation_config, "eos_token_id", None))
-    if tokenizer is None:
-        return found
-    text = model.config.get_text_config(decoder=True)
-    for config in (model.config, text):
-        found |= _listed_ids(getattr(config, "eos_token_id", None)) & control_tokens(tokenizer)
-    own = getattr(tokenizer, "eos_token_id", None)
-    if own != getattr(tokenizer, "unk_token_id", None):  # of a token that the vocabulary does not have
-        found |= {token for token in _listed_ids(own) if 0 <= token < text.vocab_size}
-    return found | turn_ends(tokenizer) if chat else found
-
-
-def _listed_ids(ids: object) -> set[int]:
-    """Return the token ids of a setting that holds one, several or none."""
-    listed = ids if isinstance(ids, list | tuple) else [ids]
-    return {token for token in listed if isinstance(token, int) and not isinstance(token, bool)}
-
-
-class BannedTokens(NamedTuple):
-    """The tokens that a generation config forbids.
-
-    Attributes:
-        always: tokens that are never generated (``suppress_tokens``, and words of one token).
-        first: tokens with which no answer begins (``begin_suppress_tokens``).
-        words: sequences of two or more tokens whose last one may not follow the others (``bad_words_ids``).
-    """
-
-    always: frozenset[int] = frozenset()
-    first: frozenset[int] = frozenset()
-    words: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def of(cls, config: Any, vocabulary: int | None = None) -> BannedTokens:
-        """Read them from a generation config, as transformers does: a word that is an end token is allowed.
-
-        Args:
-            config: the generation config.
-            vocabulary: number of tokens of the model, if it is known.
-
-        Raises:
-            InputError: a value is no list of token ids, or nothing is left to generate.
-        """
-        always, first = (_token_ids(name, getattr(config, name, None)) for name in (_SUPPRESS, _BEGIN_SUPPRESS))
-        listed = getattr(config, _BAD_WORDS, None)
-        if not isinstance(listed, list | tuple | None):
-            raise InputError(f"{_BAD_WORDS} is {listed!r:.60}. Give a list of lists of token ids.")
-        words = {_token_ids(_BAD_WORDS, word) for word in listed or ()}
-        if () in words:
-            raise InputError(f"{_BAD_WORDS} has a word without tokens. Leave it out.")
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        single = {word[0] for word in words if len(word) == 1} - set(ends)
-        longer = tuple(sorted(word for word in words if len(word) > 1))
-        banned = single.union(always)
-        if vocabulary is not None and banned.union(first).issuperset(range(vocabulary)):
-            raise InputError(
-                f"{_SUPPRESS}, {_BEGIN_SUPPRESS} and {_BAD_WORDS} of the generation config ban all {vocabulary} tokens "
-                "of the model. Remove them from its generation_config."
-            )
-        return cls(frozenset(banned), frozenset(first), longer)
-
-
-_SUPPRESS, _BEGIN_SUPPRESS, _BAD_WORDS = "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Return a setting that is a list of token ids; empty for ``None``.
-
-    Raises:
-        InputError: it is something else.
-    """
-    listed = () if value is None else value
-    if not isinstance(listed, list | tuple) or not all(
-        isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in listed
-    ):
-        raise InputError(f"{name} is {value!r:.60}. Give a list of token ids.")
-    return tuple(listed)
-
-
-def _asked(model: PreTrainedModel) -> dict[str, object]:
-    """Return generation settings that differ from transformers' defaults and that kvkeep has no option for."""
-    usual = GenerationConfig._get_default_generation_params()
-    given = model.generation_config.to_diff_dict()
-    return {
-        name: value
-        for name, value in given.items()
-        if name not in OWN | KEPT | {"transformers_version"}
-        and not name.startswith("_")
-        and value != usual.get(name, False)  # a setting that transformers does not know is off by default
-    }
-
-
-def _listed(values: dict[str, object]) -> str:
-    """Return names and values as a text, separated by commas; empty without any."""
-    parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
-    return ", ".join(parts)
-
 
 _log = logging.getLogger(__name__)
 
@@ -253,6 +69,7 @@ def load(
     load_in: str | None = None,
     tp: bool = False,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    fused: bool | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -265,6 +82,8 @@ def load(
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started.
         adapters: LoRA adapters by name, each a folder of PEFT, see `Request`.
+        fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
+            unless the environment says ``KVKEEP_FUSED=0``.
 
     Raises:
         ModelFileError: a folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
@@ -277,7 +96,8 @@ def load(
     folders = check_names(adapters or {})
     check_folders(folders)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    model = read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp, adapters=folders)
+    how: dict[str, Any] = {"load_in": load_in, "tp": tp, "adapters": folders, "fused": fused}
+    model = read_weights(checkpoint, dtype, device, **how)
     return model, checkpoint.tokenizer
 
 
@@ -322,6 +142,7 @@ def read_weights(
     tp: bool = False,
     adapters: Mapping[str, str] | None = None,
     merge: bool = False,
+    fused: bool | None = None,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint with its weights, see `load`.
 
@@ -348,13 +169,14 @@ def read_weights(
         options = how or quantized_weights.options(load_in, checkpoint.config, place)
         model = _read_gguf(checkpoint, kind, place) if from_gguf else _read(checkpoint, kind, place, options)
     model.eval()
-    if not how:
-        with enough_memory(place):
-            torch.nn.Module.to(model, place)
-            # before modules are fused: what is fused reads the weights past the adapters
-            add(model, adapters or {}, merge=merge and quantized_weights.method_of(model.config) is None)
-            fuse_if_slow(model)  # not split layers: their hooks divide the weights
-    return attach(model)
+    if how:
+        return attach(model)  # split layers are not fused: their hooks divide the weights
+    with enough_memory(place):
+        torch.nn.Module.to(model, place)
+        # before modules are fused: what is fused reads the weights past adapters
+        add(model, adapters or {}, merge=merge and quantized_weights.method_of(model.config) is None)
+        prepare(attach(model), fused)
+    return model
 
 
 def _read(
@@ -533,19 +355,6 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
         return attach(skeleton)
 
 
-def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many learned positions a model has in a table; ``None`` if the model has no such table.
-
-    A table of positions is an embedding, other than the tokens', with as many rows as the trained length.
-    """
-    limit = trained_length(model.config)
-    tokens = model.get_input_embeddings()
-    tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not tokens)
-    if limit and any(0 <= table.num_embeddings - limit <= 2 for table in tables):  # OPT's has two more
-        return limit
-    return None
-
-
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer. Refuse an empty one, which transformers makes for some families without files.
 
@@ -590,6 +399,7 @@ def load_with_tokenizer(
     load_in: str | None = None,
     tp: bool = False,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    fused: bool | None = None,
 ) -> tuple[Model, Tokenizer]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -606,6 +416,8 @@ def load_with_tokenizer(
             ``docs/tensor-parallel.md``.
         adapters: LoRA adapters by name, each a folder of PEFT (extra ``kvkeep[adapters]``). A request names one with
             `Request.adapter`, and runs on the base model without.
+        fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
+            unless the environment says ``KVKEEP_FUSED=0``.
 
     Raises:
         ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub has no answer.
@@ -618,8 +430,8 @@ def load_with_tokenizer(
         raise InputError(f"{name_or_path!r:.80} is neither a hub name nor a folder; give one as a text or a path.")
     name = embedded() if name_or_path is None else name_or_path
     kind = str(dtype).removeprefix("torch.")
-    how: dict[str, Any] = {"allow_pickle": allow_pickle, "load_in": load_in, "tp": tp, "adapters": adapters}
-    return load(name, kind, str(device), **how)
+    own: dict[str, Any] = {"allow_pickle": allow_pickle, "load_in": load_in, "adapters": adapters}
+    return load(name, kind, str(device), tp=tp, fused=fused, **own)
 
 
 # How far a model has read: prompts of many tokens take long, and nothing is returned before their end.
@@ -643,7 +455,7 @@ def watched(model: Model, on_read: Callable[[float], object]) -> Iterator[None]:
         if states is not None and states.dim() == 3 and states.shape[1] > 1:  # 1: a decode step
             on_read(states.shape[0] * states.shape[1] / len(parts))
 
-    handles = [part.register_forward_hook(hook) for part in parts]
+    handles = [part.register_forward_hook(PromptHook(hook)) for part in parts]
     try:
         yield
     finally:
@@ -673,7 +485,7 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
         config = copy.deepcopy(writer.model.config)
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
         torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
-    fuse_if_slow(attach(model.eval()))
+    prepare(attach(model.eval()))
     return replace(writer, model=model)
 
 

@@ -1,6 +1,5 @@
-"""Faster norms, feed-forward layers and linear layers: the modules between two attentions.
-
-For steps of a few rows they become single calls of the native kernel, and otherwise ``torch.compile`` can take them.
+"""Faster models: modules that become calls of the native kernel for steps of a few rows, packed weights for more rows,
+and ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ import copy
 import functools
 import inspect
 import logging
+import os
 import re
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.backends import small
-from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
+from kvkeep.backends import choose, small, why
+from kvkeep.models.fused_decoder import FusedDecoder, fuse_decoder
+from kvkeep.models.fused_layers import FusedLayer, fuse_layer
 from kvkeep.models.fused_modules import (
-    REPEATS,
-    TIMED_BYTES,
     FusedGate,
     FusedLinear,
     FusedLinears,
     FusedNorm,
     PackedLinear,
+    Trials,
     agrees,
-    faster,
+    alike,
     fusable,
     fuse_linear,
     is_kernels,
@@ -39,99 +38,101 @@ from kvkeep.models.fused_modules import (
     pack_weights,
 )
 
+SWITCH = "KVKEEP_FUSED"
+"""Environment variable: 0 leaves every model's modules as transformers has them."""
+
 FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
 
-_PLAIN, _FUSED, _PACKED = "plain", "fused", "packed"
-_MIXINS = (FusedGate, FusedNorm, FusedLayer)
+_MIXINS = (FusedGate, FusedNorm, FusedLayer, FusedDecoder)
 FUSED = (FusedLinear, *_MIXINS)
 """Classes of fused modules."""
 
+_LEFT = "_kvkeep_left_plain"
+"""Attribute of models that stay as they are."""
 
-def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, products: bool = True) -> int:
-    """Change a model's modules, in place, so that they call the native kernel; return how many were changed.
 
-    Changed are norms by the root mean square, feed-forward layers ``down(silu(gate(x)) * up(x))``, and linear layers.
-    Each is a single call then, for steps of a few rows outside of autograd; everything else runs as before. Weights,
-    names and `state_dict` stay as they are, so the model can still be saved and trained, and hooks that come later are
-    called.
+def is_wanted(fused: bool | None) -> bool:
+    """Return whether modules are to be fused: what the caller says, or else the environment; by default they are."""
+    return os.environ.get(SWITCH, "1") != "0" if fused is None else fused
 
-    Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
-    or in another dtype, quantised or packed ones (`kvkeep.pack_weights` goes first), parts of compiled modules, and
-    each whose outputs on random numbers are not those of the kernel.
+
+def prepare(model: nn.Module, fused: bool | None = None) -> None:
+    """Fuse the modules of a model, see `fuse_modules`, if that is wanted.
+
+    It is how all models that kvkeep loads or runs are prepared. What is fused already stays as it is.
 
     Args:
         model: the model.
-        rows: number of rows of most steps.
-        if_faster: time linear layers with this number of rows first, on up to 256 MiB of the weights, and leave
-            products to torch if it is as fast.
-        products: whether linear layers and feed-forward layers are changed, too, and not norms alone.
+        fused: whether modules are fused; ``None``: unless the environment says ``KVKEEP_FUSED=0``. A model that once
+            was to be left as it is stays so.
+    """
+    if vars(model).get(_LEFT):
+        return
+    if is_wanted(fused):
+        fuse_modules(model)
+    else:
+        vars(model)[_LEFT] = True
+
+
+def fuse_modules(model: nn.Module) -> int:
+    """Change a model's modules, in place, so that they call the native kernel; return how many were changed.
+
+    Changed are norms by the root mean square, feed-forward layers ``down(act(gate(x)) * up(x))``, linear layers,
+    decoder layers and decoders made of these. Each is a single call then, for steps of a few rows outside of autograd;
+    everything else runs as before. Weights, names and `state_dict` stay as they are, so the model can still be saved
+    and trained, and hooks that come later are called.
+
+    Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
+    or in another dtype, quantised or packed ones, parts of compiled modules, and each whose outputs on random numbers
+    are not those of the kernel.
     """
     modules = [module for module in open_modules(model) if is_still(module) and not isinstance(module, _MIXINS)]
-    norms = [module for module in modules if _fuse_norm(module)]
-    if not products:
-        return len(norms)
+    trials: Trials = {}
+    norms = [module for module in modules if _fuse_norm(module, trials)]
     linear = fusable(modules)
-    known = any(isinstance(module, FusedLinear) for module in modules)
-    if not known and (not linear or (if_faster and not _pays(model, linear, rows))):
-        return len(norms)
     fuse_linear(linear)
-    # a gate is fused from fused products, and a layer from all fused parts
-    gates = [module for module in modules if _fuse_gate(module)]
+    # a gate is fused from fused products, a layer from all fused parts, and a decoder from fused layers
+    gates = [module for module in modules if _fuse_gate(module, trials)]
     for module in modules:
         _join(module)
-    layers = [module for module in modules if fuse_layer(module)]
-    return len(norms) + len(linear) + len(gates) + len(layers)
+    layers = [module for module in modules if fuse_layer(module, trials)]
+    decoders = [module for module in modules if fuse_decoder(module)]
+    return len(norms) + len(linear) + len(gates) + len(layers) + len(decoders)
 
 
-def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
-    """Return whether steps of this many rows are faster with fused layers, or if that is unknown, with fused
-    products.
-    """
-    way = None if _is_slow(layers) else _fastest(model, rows, (_PLAIN, _FUSED))
-    return _products_pay(layers, rows) if way is None else way == _FUSED
+def describe(model: nn.Module) -> str:
+    """Return in words how a model's decode steps run, and why they run no faster."""
+    modules = list(model.modules())
+    layers = sum(isinstance(module, FusedLayer) for module in modules)
+    products = sum(type(module) is FusedLinear for module in modules)
+    if any(isinstance(module, FusedDecoder) for module in modules):
+        return f"all {layers} layers as one call of the native kernel, from the second new token on"
+    if layers:
+        return f"{layers} layers as calls of the native kernel, one by one: the decoder has parts beside its layers"
+    if products:
+        return f"{products} products in the native kernel, the rest in torch: its layers are of no kind that is fused"
+    weight = next(model.parameters(), None)
+    place = torch.device("cpu") if weight is None else weight.device
+    if place.type != "cpu":
+        return f"as transformers has them, with the backend for {place.type}"
+    if vars(model).get(_LEFT):
+        return f"as transformers has them, in torch: `fused=False` or {SWITCH}=0 was given"
+    if weight is None or not choose(place, weight.dtype).small:
+        return f"as transformers has them, in torch: {why(place, torch.float32)}"
+    return "as transformers has them, in torch: its weights are quantised, or of a dtype that the kernel cannot read"
 
 
-def _products_pay(layers: list[nn.Linear], rows: int) -> bool:
-    """Return whether products with this number of rows are faster when fused (in a slow dtype: always)."""
-    return _is_slow(layers) or faster(layers, rows, _twin)
-
-
-def _is_slow(layers: list[nn.Linear]) -> bool:
-    return all(small.slow(layer.weight.dtype) for layer in layers)
-
-
-def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
-    """Return the name of the way in which copies of decoder layers run fastest; ``None`` if they cannot be fused.
-
-    As in a decode step all layers are run in turn, up to 256 MiB of weights, so that the processor's caches are cold.
-    """
-    sample: list[nn.Module] = []
-    size = 0
-    decoders = (module for module in open_modules(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()
-    for layer in (module for module in decoders if all(map(is_still, module.modules()))):
-        size += sum(weight.nbytes for weight in layer.parameters())
-        if sample and size > TIMED_BYTES:
-            break
-        sample.append(layer)
-    kinds = {way: [_set_up(copied(layer), rows, way) for layer in sample] for way in ways}
-    if not sample or not all(isinstance(layer, FusedLayer) for layer in kinds[_FUSED]):
-        return None
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(REPEATS):
-        for way, layers in kinds.items():
-            if (took := seconds(layers, rows)) is None:
-                return None
-            times[way].append(took)
-    return min(ways, key=lambda way: statistics.median(times[way][1:]))  # the first pass warms up
-
-
-def _set_up(model: nn.Module, rows: int, way: str) -> nn.Module:
-    """Return the model, with everything fused or packed, in place, that this way can change."""
-    if way == _PACKED:
-        pack_weights(model, rows)
-    fuse_modules(model, rows, products=way == _FUSED)
-    return model
+def restore_modules(model: nn.Module) -> None:
+    """Give fused modules their own classes back, in place, and let the model stay so."""
+    vars(model)[_LEFT] = True
+    modules: list[nn.Module] = [*model.modules()]
+    for module in modules:
+        if isinstance(module, _MIXINS):
+            module.__class__ = type(module).__mro__[2]  # behind the mixed class and the mixin
+        elif type(module) is FusedLinear:
+            vars(module).pop("_together", None)
+            object.__setattr__(module, "__class__", nn.Linear)
 
 
 def chosen(model: nn.Module) -> tuple[bool, bool]:
@@ -140,60 +141,24 @@ def chosen(model: nn.Module) -> tuple[bool, bool]:
     return FusedLinear in kinds, PackedLinear in kinds
 
 
-def prepare(
-    model: nn.Module, rows: int, like: tuple[bool, bool] | None = None, *, whole: bool = False
-) -> tuple[int, int]:
-    """Fuse and pack the modules of a model for steps of so many rows, where that is faster.
+def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) -> int:
+    """Pack the weights of a job whose steps have so many rows, where that is faster; return the number of layers that
+    were packed.
 
     Args:
         model: the model.
         rows: number of rows of most steps.
         like: what was `chosen` for the same model in another process. Nothing is timed then, and both processes compute
-            the same
-            numbers to the last digit.
-        whole: measure whole decoder layers, and not their products alone. Jobs do not: with fused layers the last
-            digits of a text depend on whether a prompt of more than 16 tokens is read beside it.
-
-    Returns:
-        The number of modules that were fused, and of layers that were packed.
+            the same numbers to the last digit.
     """
-    if like is None and chosen(model)[0]:
-        like = True, False  # they are fused since the model was loaded; `chosen` could not tell whether the rest is
-    if like is not None:
-        if not like[0]:
-            _restore(model)
-        packed = pack_weights(model, rows) if like[1] else 0
-        return fuse_modules(model, rows, products=like[0]), packed
-    if whole and (way := _fastest(model, rows, (_PLAIN, _FUSED, _PACKED))) is not None:
-        packed = pack_weights(model, rows) if way == _PACKED else 0
-        return fuse_modules(model, rows, products=way == _FUSED), packed
-    first = _fuse_by_products(model, rows) if rows <= FEW_ROWS else 0
-    packed = pack_weights(model, rows, if_faster=True)
-    return first or _fuse_by_products(model, rows), packed
+    if like is None:
+        return pack_weights(model, rows, if_faster=True) if rows > FEW_ROWS else 0
+    if not like[0]:
+        restore_modules(model)
+    return pack_weights(model, rows) if like[1] else 0
 
 
-def _fuse_by_products(model: nn.Module, rows: int) -> int:
-    """Fuse a model's norms, and also its products if these alone are faster so; return how many were changed."""
-    linear = fusable(module for module in open_modules(model) if is_still(module))
-    return fuse_modules(model, rows, products=bool(linear) and _products_pay(linear, rows))
-
-
-def _restore(model: nn.Module) -> None:
-    """Make fused linear layers plain ones again, in place."""
-    layers: list[nn.Module] = [module for module in model.modules() if type(module) is FusedLinear]
-    for layer in layers:
-        layer.__class__ = nn.Linear
-        vars(layer).pop("_together", None)
-
-
-def _twin(layer: nn.Linear) -> nn.Module:
-    """Return a fused copy of a layer that shares the layer's weights."""
-    twin = copy.copy(layer)
-    twin.__class__ = FusedLinear
-    return twin
-
-
-def _fuse_norm(module: nn.Module) -> bool:
+def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
     """Fuse a module if it is a root mean square norm with one vector of weights; return whether it was fused."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -201,22 +166,37 @@ def _fuse_norm(module: nn.Module) -> bool:
         return False
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not is_kernels(weight):
         return False
-    for plus in (0.0, 1.0):
+
+    def agrees_with(plus: float) -> bool:
         kernel = functools.partial(small.norm, weight=weight, epsilon=epsilon, plus=plus)
-        if agrees(module, weight, len(weight), kernel):
-            vars(module).update(_epsilon=epsilon, _plus=plus)  # first, since another thread may be in the module
-            module.__class__ = mixed(FusedNorm, type(module))
-            return True
-    return False
+        return agrees(module, weight, len(weight), kernel)
+
+    key = alike(module)
+    if key not in trials:
+        trials[key] = next(filter(agrees_with, (0.0, 1.0)), None)
+    if (plus := trials[key]) is None:
+        return False
+    vars(module).update(_epsilon=epsilon, _plus=plus)  # first, since another thread may be in the module
+    module.__class__ = mixed(FusedNorm, type(module))
+    return True
 
 
-def _fuse_gate(module: nn.Module) -> bool:
-    """Fuse a module if it is a feed-forward layer with a gate under SiLU; return whether it was fused."""
+def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
+    """Fuse a module if it is a feed-forward layer with a gate under SiLU or GELU; return whether it was fused."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
         return False
-    if not agrees(module, gate.weight, gate.in_features, lambda x: small.gated(x, gate, up, down), (gate, up)):
+
+    def agrees_with(activation: int) -> bool:
+        kernel = functools.partial(small.gated, gate=gate, up=up, down=down, activation=activation)
+        return agrees(module, gate.weight, gate.in_features, kernel, (gate, up))
+
+    key = alike(module)
+    if key not in trials:
+        trials[key] = next(filter(agrees_with, small.ACTIVATIONS), None)
+    if (activation := trials[key]) is None:
         return False
+    vars(module)["_activation"] = activation  # first, since another thread may be in the module
     module.__class__ = mixed(FusedGate, type(module))
     return True
 

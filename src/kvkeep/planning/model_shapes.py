@@ -21,9 +21,9 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer import Layer
 from kvkeep.errors import KVKeepError, UnsupportedModelError
-from kvkeep.models.checkpoint import trained_length
+from kvkeep.models.checkpoint import position_limit, trained_length
 from kvkeep.models.files import cached_if_unreachable, locate
-from kvkeep.models.load import build_empty, position_limit, read_config
+from kvkeep.models.load import build_empty, read_config
 from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
 
 # Bytes of quantised weights, from the ``quantization_config`` of a model's configuration.

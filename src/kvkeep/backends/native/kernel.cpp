@@ -33,18 +33,27 @@ extern "C" struct Step {
     Ring ring;  // without words: none
 };
 
-// A decode step of a whole layer: what is before its attention, the step, and what is behind it.
-extern "C" struct Kept {  // all that stays from step to step; the rest is filled in
+// A decode step of a whole layer: what is before its attention, the step, and what is behind it. All that stays from
+// step to step; the rest is filled in.
+extern "C" struct LayerStep {
     Before before;
     Step step;
     Behind behind;
+    int64_t kind;  // which of the angles
 };
 
-extern "C" struct LayerStep {
-    const char *x, *cosines, *sines;
-    int64_t cosine_row, sine_row, threads;
-    char *out;
-    const Kept *kept;
+// The cosines and sines of the rows' positions.
+extern "C" struct Angles {
+    const char *cosines, *sines;
+    int64_t cosine_row, sine_row;
+};
+
+// A decode step of all layers, one after the other.
+extern "C" struct ModelStep {
+    int64_t layers, threads;
+    const LayerStep *kept;
+    const Angles *angles;  // of each kind of layer
+    char *x;               // rows x width: what goes into the first layer, and then what comes out of the last one
 };
 
 namespace {
@@ -204,26 +213,38 @@ extern "C" int64_t kvkeep_behind(const Behind *b) {
     return by_type(b->type, [=](auto x) { return behind_as<decltype(x)>(*b); });
 }
 
-// The tokens' positions are the numbers of tokens that the rows have seen, which are counted here. Returns 1 if the slots
-// hold the tokens and there was no memory for what is behind attention.
-extern "C" int64_t kvkeep_layer_step(const LayerStep *now) {
-    Before before = now->kept->before;
-    Step step = now->kept->step;
-    Behind behind = now->kept->behind;
+namespace {
+
+constexpr int64_t LOOPS = 16;  // of a layer, at most
+
+// What the layers need beside their tokens: the room of the layer that needs most.
+struct Room {
+    static constexpr int PARTS = 7;
+    int64_t sizes[PARTS] = {};
+
+    void add(const LayerStep &layer) {
+        const Before &b = layer.before;
+        const auto floats = [&](int64_t numbers) { return up(b.rows * numbers * bytes_of(b.type), 64) / 4; };
+        const int64_t mine[PARTS] = {
+            floats(b.all[0].outputs), floats(b.all[1].outputs), floats(b.all[2].outputs),
+            floats(layer.behind.attention_width), floats(b.width), floats(2 * b.width + layer.behind.gate.outputs),
+            up(2 * b.rows, W)};
+        for (int i = 0; i < PARTS; i++) sizes[i] = std::max(sizes[i], mine[i]);
+    }
+};
+
+// The tokens' positions are the numbers of tokens that the rows have seen, which are counted here. Returns -1 if nothing
+// has changed, and 1 if the slots hold the tokens and there was no memory for what is behind attention.
+int64_t layer_step(const LayerStep &kept, const Angles &angles, int64_t threads, char *x, float *const *parts) {
+    Before before = kept.before;
+    Step step = kept.step;
+    Behind behind = kept.behind;
     const Weights *all = before.all;
-    const int64_t rows = before.rows, inner = behind.gate.outputs;
-    const auto floats = [=](int64_t numbers) { return up(rows * numbers * bytes_of(before.type), 64) / 4; };
-    const int64_t sizes[] = {floats(all[0].outputs), floats(all[1].outputs), floats(all[2].outputs),
-                             floats(behind.attention_width), floats(before.width),
-                             floats(2 * before.width + inner), up(2 * rows, W)};
-    const Scratch memory(std::accumulate(sizes, sizes + 7, (int64_t)0));
-    if (!memory.get()) return -1;
-    float *parts[7] = {memory.get()};
-    for (int i = 1; i < 7; i++) parts[i] = parts[i - 1] + sizes[i - 1];
-    before.x = behind.x = now->x;
-    before.cosines = now->cosines, before.cosine_row = now->cosine_row;
-    before.sines = now->sines, before.sine_row = now->sine_row;
-    before.threads = behind.threads = step.attend.threads = now->threads;
+    const int64_t rows = before.rows;
+    before.x = behind.x = x;
+    before.cosines = angles.cosines, before.cosine_row = angles.cosine_row;
+    before.sines = angles.sines, before.sine_row = angles.sine_row;
+    before.threads = behind.threads = step.attend.threads = threads;
     for (int i = 0; i < 3; i++) before.all[i].out = (char *)parts[i];
     before.scratch = (char *)parts[4];
     if (kvkeep_before(&before)) return -1;
@@ -238,8 +259,29 @@ extern "C" int64_t kvkeep_layer_step(const LayerStep *now) {
         for (int64_t row = 0; row < rows; row++) seen[row * step.seen_row]--;
         return -1;
     }
-    behind.attention = (char *)parts[3], behind.scratch = (char *)parts[5], behind.down.out = now->out;
+    behind.attention = (char *)parts[3], behind.scratch = (char *)parts[5], behind.down.out = x;
     return kvkeep_behind(&behind) ? 1 : 0;
+}
+
+}  // namespace
+
+// Returns -1 if nothing has changed, and 1 if some slots hold the tokens and there was no memory for the rest.
+extern "C" int64_t kvkeep_model_step(const ModelStep *now) {
+    Room room;
+    for (int64_t i = 0; i < now->layers; i++) room.add(now->kept[i]);
+    const Scratch memory(std::accumulate(room.sizes, room.sizes + Room::PARTS, (int64_t)0));
+    if (!memory.get()) return -1;
+    float *parts[Room::PARTS] = {memory.get()};
+    for (int i = 1; i < Room::PARTS; i++) parts[i] = parts[i - 1] + room.sizes[i - 1];
+    int64_t result = 0;
+    as_team(LOOPS * now->layers, now->threads, [&] {
+        for (int64_t i = 0; i < now->layers && !result; i++) {
+            const LayerStep &kept = now->kept[i];
+            const int64_t failed = layer_step(kept, now->angles[kept.kind], now->threads, now->x, parts);
+            if (failed) result = i || failed > 0 ? 1 : -1;
+        }
+    });
+    return result;
 }
 
 extern "C" int64_t kvkeep_write(const Write *w) {

@@ -19,13 +19,14 @@ extern "C" struct Before {
     char *scratch;  // rows x width elements
     Scaled norm;
     Weights all[3];  // of queries, keys and values
-    int64_t dim;
-    Scaled each[2];  // of the heads of queries, and of keys
-    const char *cosines, *sines;  // dim for each row
+    int64_t dim, turned;  // dims of a head, and the first of them that are rotated
+    Scaled each[2];       // of the heads of queries, and of keys
+    const char *cosines, *sines;  // `turned` for each row
     int64_t cosine_row, sine_row;
 };
 
-// y = x + attention times the output's weights; then y + the feed-forward layer of the norm of y.
+// y = x + attention times the output's weights; then y + the feed-forward layer of the norm of y. Some models norm what
+// they add, too.
 extern "C" struct Behind {
     int64_t rows, width, threads, type;
     const char *x, *attention;
@@ -33,6 +34,8 @@ extern "C" struct Behind {
     char *scratch;  // rows x (2 width + outputs of the gate) elements
     Weights output, gate, up, down;  // `down` has the result; `output` none
     Scaled norm;
+    Scaled added[2];     // of what attention adds, and of what the feed-forward layer adds
+    int64_t activation;  // as in Gated
 };
 
 namespace {
@@ -45,23 +48,23 @@ inline void multiply(int64_t type, const float *a, const float *b, int64_t n, fl
     widen_all(type, room, n, to);
 }
 
-// Rotate a head in place, half of whose dims are paired with the other half. Each step is rounded as torch's operators
+// Rotate the first dims of a head in place, half of which are paired with the other half. Each step is rounded as torch's operators
 // do, so that a token gets the same numbers as in a run of many. `room`: see `head_floats`.
 template <class X>
 void turn_head(const Before &b, int64_t row, typename X::T *head, float *room) {
-    const int64_t width = up(b.dim, 2 * W), half = b.dim / 2, bytes = bytes_of(b.type);
+    const int64_t width = up(b.turned, 2 * W), half = b.turned / 2, bytes = bytes_of(b.type);
     float *x = room, *angles = x + width, *straight = angles + width, *across = straight + width;
     char *narrow = (char *)(across + width);
-    widen_all(b.type, (const char *)head, b.dim, x);
-    widen_all(b.type, b.cosines + row * b.cosine_row * bytes, b.dim, angles);
-    multiply(b.type, x, angles, b.dim, straight, narrow);
-    widen_all(b.type, b.sines + row * b.sine_row * bytes, b.dim, angles);
-    std::memcpy(across, x, b.dim * sizeof *x);
+    widen_all(b.type, (const char *)head, b.turned, x);
+    widen_all(b.type, b.cosines + row * b.cosine_row * bytes, b.turned, angles);
+    multiply(b.type, x, angles, b.turned, straight, narrow);
+    widen_all(b.type, b.sines + row * b.sine_row * bytes, b.turned, angles);
+    std::memcpy(across, x, b.turned * sizeof *x);
     for (int64_t i = 0; i < half; i++) x[i] = -across[i + half];
     std::memcpy(x + half, across, half * sizeof *x);
-    multiply(b.type, x, angles, b.dim, across, narrow);
-    for (int64_t i = 0; i < b.dim; i += W) store(x + i, load<Floats>(straight + i) + load<Floats>(across + i));
-    narrow_all(b.type, x, b.dim, (char *)head);
+    multiply(b.type, x, angles, b.turned, across, narrow);
+    for (int64_t i = 0; i < b.turned; i += W) store(x + i, load<Floats>(straight + i) + load<Floats>(across + i));
+    narrow_all(b.type, x, b.turned, (char *)head);
 }
 
 inline int64_t head_floats(int64_t dim) { return 5 * up(dim, 2 * W); }
@@ -100,6 +103,13 @@ void add_all(const char *a, const char *b, int64_t n, char *to) {
     if (rest) narrow<X>(sum(widen<X>(x + whole, rest), widen<X>(y + whole, rest)), (T *)to + whole, rest);
 }
 
+// A norm of every row in place; nothing without weights.
+template <class X>
+int64_t norm_added(const Behind &b, const Scaled &norm, char *x) {
+    if (!norm.weight) return 0;
+    return norm_as<X>({b.rows, b.width, b.threads, b.type, x, norm.weight, x, norm.epsilon, norm.plus});
+}
+
 template <class X>
 int64_t behind_as(const Behind &b) {
     const int64_t n = b.rows * b.width, bytes = n * (int64_t)sizeof(typename X::T);
@@ -107,9 +117,11 @@ int64_t behind_as(const Behind &b) {
     Weights output = b.output, down = b.down;
     output.out = part;
     if (products_as<X>({b.rows, b.attention_width, b.threads, b.type, b.attention, 1, {output}})) return -1;
+    if (norm_added<X>(b, b.added[0], part)) return -1;
     add_all<X>(b.x, part, n, y);
     if (norm_as<X>({b.rows, b.width, b.threads, b.type, y, b.norm.weight, part, b.norm.epsilon, b.norm.plus})) return -1;
-    if (gated_as<X>({b.rows, b.width, b.threads, b.type, part, between, b.gate, b.up, down})) return -1;
+    if (gated_as<X>({b.rows, b.width, b.threads, b.type, part, between, b.gate, b.up, down, b.activation})) return -1;
+    if (norm_added<X>(b, b.added[1], down.out)) return -1;
     add_all<X>(y, down.out, n, down.out);
     return 0;
 }

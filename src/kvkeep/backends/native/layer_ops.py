@@ -1,7 +1,7 @@
 """What a decoder layer does before and behind its attention, in the kernel; ``None`` if the kernel cannot do it.
 
 `Before` and `Behind` check and pack a layer's weights once, and are told the tokens with each call. Whoever keeps them
-compares `places`: the kernel reads the weights where they lay.
+compares the weights' addresses: the kernel reads the weights where they lay.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -36,12 +36,16 @@ MOST_ROWS_OF_SLOW = 128
 WIDE_BYTES = 2**23
 """Bytes of weights that exist in float32 at a time."""
 
+SILU, GELU = ACTIVATIONS = (0, 1)
+"""The kernel's activations of a gate; GELU is the approximation with tanh."""
+
 _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 # structs of small.h: the heads of Products and Gated, Weights, and Norm
 _HEAD = struct.Struct("4q 2q")
 _ONE = struct.Struct("4q")
 _NORM = struct.Struct("4q 3q 2d")
+_NUMBER = struct.Struct("q")
 _MOST_WEIGHTS = 3  # of Products
 _NONE = bytes(_ONE.size)
 
@@ -84,8 +88,10 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear]) -> list[Ten
     return None if failed else outs
 
 
-def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Float[Tensor, "*n out"] | None:
-    """Compute ``down(silu(gate(x)) * up(x))`` for a few rows; ``None`` if the kernel cannot do it."""
+def gated(
+    x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: int = SILU
+) -> Float[Tensor, "*n out"] | None:
+    """Compute ``down(activation(gate(x)) * up(x))`` for a few rows; ``None`` if the kernel cannot do it."""
     library, width, inner = library_for(x), x.shape[-1], gate.out_features
     if library is None or not (fits(gate, x, width) and fits(up, x, width) and fits(down, x, inner)):
         return None
@@ -94,7 +100,7 @@ def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Li
         return None
     between, out = x.new_empty((rows, inner)), x.new_empty((*x.shape[:-1], down.out_features))
     packed = _head(x, rows, between.data_ptr()) + one(gate, 0) + one(up, 0) + one(down, out.data_ptr())
-    return None if library.kvkeep_gated(packed) else out
+    return None if library.kvkeep_gated(packed + _NUMBER.pack(activation)) else out
 
 
 def norm(
@@ -157,13 +163,11 @@ def matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 # structs of layer.h
-_BEFORE = struct.Struct("6q q2d 12q q q2d q2d 4q")
-_BEHIND = struct.Struct("8q 16q q2d")
-_LAYER_STEP = struct.Struct("8q")
+_BEFORE = struct.Struct("6q q2d 12q 2q q2d q2d 4q")
+_BEHIND = struct.Struct("8q 16q q2d q2d q2d q")
+_ANGLES = struct.Struct("4q")
+_MODEL_STEP = struct.Struct("5q")
 _STEP_HEAD = struct.Struct("8q")  # of Attend
-
-Place: TypeAlias = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]] | type
-"""An address, and what lies there: device, dtype, shape and strides. Of what is no plain parameter, its type."""
 
 
 class Norm(NamedTuple):
@@ -180,14 +184,6 @@ class Norm(NamedTuple):
     plus: float
 
 
-def places(weights: Iterable[object]) -> list[Place]:
-    """Return each weight's address, device, dtype, shape and strides; its type alone if it is no parameter."""
-    return [
-        (one.data_ptr(), one.device, one.dtype, one.shape, one.stride()) if type(one) is nn.Parameter else type(one)
-        for one in weights
-    ]
-
-
 class Before:
     """Query, key and value of the norm of a layer's input, query and key rotated.
 
@@ -195,22 +191,26 @@ class Before:
         norm: of the rows.
         layers: of queries, keys and values.
         each: norms of the heads of queries and of keys; ``None``: there is none.
-        dim: number of dims of a head, of which the first half is paired with the second.
+        dim: number of dims of a head.
+        turned: how many of them, the first ones, are rotated: the first half of these is paired with the second.
     """
 
-    def __init__(self, norm: Norm, layers: Sequence[nn.Linear], each: Sequence[Norm | None], dim: int) -> None:
+    def __init__(
+        self, norm: Norm, layers: Sequence[nn.Linear], each: Sequence[Norm | None], dim: int, turned: int
+    ) -> None:
         like, width = norm.weight, len(norm.weight)
         outputs = [layer.out_features for layer in layers]
         self._is_known = (
-            (dim % 2 == 0 and outputs[1] == outputs[2])  # else heads of values have another number of dims
+            (0 < turned <= dim and turned % 2 == 0)
+            and outputs[1] == outputs[2]  # else heads of values have another number of dims
             and _is_norm(norm, like, width)
             and all(head is None or _is_norm(head, like, dim) for head in each)
             and all(fits(layer, like, width) and layer.out_features % dim == 0 for layer in layers)
         )
-        self._dtype, self._width, self._dim = like.dtype, width, dim
+        self._dtype, self._width, self._dim, self._turned = like.dtype, width, dim, turned
         self._heads = [n // dim for n in outputs]
         self._norm, (self._query, self._key, self._value) = _scaled(norm), map(_weights, layers)
-        self._rest = dim, *_scaled(each[0]), *_scaled(each[1])
+        self._rest = dim, turned, *_scaled(each[0]), *_scaled(each[1])
 
     def __call__(
         self, x: Float[Tensor, "B 1 width"], angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
@@ -219,19 +219,19 @@ class Before:
 
         Args:
             x: a token per row.
-            angles: cosines and sines of the rows' positions, each ``(B, 1, D)`` or ``(1, 1, D)``.
+            angles: cosines and sines of the rows' positions, each ``(B, 1, turned)`` or ``(1, 1, turned)``.
         """
-        library, (B, T, width), (cosines, sines), D = library_for(x), x.shape, angles, self._dim
+        library, (B, T, width), D = library_for(x), x.shape, self._dim
         if library is None or not self._is_known or x.dtype != self._dtype or width != self._width or T != 1:
             return None
-        if most_rows(x.dtype) < B or not _turns(cosines, x, D) or not _turns(sines, x, D):
+        if most_rows(x.dtype) < B or not self.turns(x, angles):
             return None
         query, key, value = (x.new_empty((B, heads, 1, D)) for heads in self._heads)
         scratch = torch.empty_like(x)
         packed = self.pack(
             *(B, x.data_ptr(), scratch.data_ptr()),
             (query.data_ptr(), key.data_ptr(), value.data_ptr()),
-            (cosines.data_ptr(), sines.data_ptr(), _row(cosines), _row(sines)),
+            addresses(angles),
         )
         return None if library.kvkeep_before(packed) else (query, key, value)
 
@@ -263,15 +263,17 @@ class Before:
         heads = [kv_heads * group, kv_heads, kv_heads]
         return self._heads == heads and behind.attended == heads[0] * dim
 
-    def reads(self, x: Tensor, angles: tuple[Tensor, Tensor], rows: int) -> bool:
-        """Return whether the kernel can read a token for each of the rows, and the tokens' angles."""
-        if x.dtype != self._dtype or x.shape != (rows, 1, self._width):
-            return False
-        return _turns(angles[0], x, self._dim) and _turns(angles[1], x, self._dim)
+    def turns(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
+        """Return whether the kernel can rotate the rows of ``x`` by these angles."""
+        return all(_turns(part, x, self._turned) for part in angles)
+
+    def reads(self, x: Tensor, rows: int) -> bool:
+        """Return whether the kernel can read a token for each of the rows."""
+        return x.dtype == self._dtype and x.shape == (rows, 1, self._width)
 
 
 class Behind:
-    """``y + down(silu(gate(n)) * up(n))`` with ``y = x + output(attention)`` and ``n`` the norm of ``y``.
+    """``y + down(activation(gate(n)) * up(n))`` with ``y = x + output(attention)`` and ``n`` the norm of ``y``.
 
     Args:
         output: the projection of attention.
@@ -279,20 +281,34 @@ class Behind:
         gate: half of the feed-forward layer's first product.
         up: the other half.
         down: the feed-forward layer's second product.
+        added: norms of what is added to ``x``, and of what is added to ``y``; ``None``: there is none.
+        activation: of the gate, one of `ACTIVATIONS`.
     """
 
-    def __init__(self, output: nn.Linear, norm: Norm, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+    def __init__(
+        self,
+        output: nn.Linear,
+        norm: Norm,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+        *,
+        added: Sequence[Norm | None] = (None, None),
+        activation: int = SILU,
+    ) -> None:
         like, width, inner = norm.weight, len(norm.weight), gate.out_features
         self.dtype, self.width, self._inner, self.attended = like.dtype, width, inner, output.in_features
         self.is_known = (
             (output.out_features == width and up.out_features == inner and down.out_features == width)
             and _is_norm(norm, like, width)
+            and all(more is None or _is_norm(more, like, width) for more in added)
             and fits(output, like, self.attended)
             and (fits(gate, like, width) and fits(up, like, width) and fits(down, like, inner))
         )
         # 0: the kernel puts these outputs into the scratch
         within = [number for layer in (output, gate, up) for number in (*_weights(layer)[:2], 0, _weights(layer)[2])]
-        self._within, self._down, self._norm = within, _weights(down), _scaled(norm)
+        self._within, self._down = within, _weights(down)
+        self._rest = *_scaled(norm), *_scaled(added[0]), *_scaled(added[1]), activation
 
     def __call__(
         self, x: Float[Tensor, "B 1 width"], attention: Float[Tensor, "_B _T _inner"]
@@ -321,74 +337,78 @@ class Behind:
             *(x, attention, self.attended, scratch),
             *self._within,
             *(*self._down[:2], out, self._down[2]),
-            *self._norm,
+            *self._rest,
         )
 
 
-class WholeLayer:
-    """A layer's decode step in one call: `Before`, a step of attention that is told its tokens alone, and `Behind`.
+Kept: TypeAlias = tuple[Before, NativeRepeat, Behind, int]
+"""What stays of a layer's decode step: what comes before attention, attention, what comes behind it, and the number of
+the angles by which the layer rotates."""
+
+
+class ModelStep:
+    """A decode step of all layers in one call, each as `Before`, a step of attention that is told its tokens alone, and
+    `Behind`.
 
     Args:
-        before: of the layer.
-        step: the step of attention.
-        behind: of the layer.
+        layers: the layers. Steps of attention hold nothing but addresses: who calls makes sure that these are still
+            right.
 
     Attributes:
-        parts: ``before`` and ``behind``; the step owns this, so it is not held.
+        fits: whether the kernel can run these layers.
     """
 
-    def __init__(self, before: Before, step: NativeRepeat, behind: Behind) -> None:
-        self.parts = before, behind
-        self._rows: int = _STEP_HEAD.unpack_from(step.packed)[0]
-        self._fit = before.leads_to(behind, step)
-        packed = before.pack(self._rows) + step.packed + behind.pack(self._rows) if self._fit else b""
+    def __init__(self, layers: Sequence[Kept]) -> None:
+        self._rows: int = _STEP_HEAD.unpack_from(layers[0][1].packed)[0]
+        self._first, self._turns = layers[0][0], {kind: before for before, _, _, kind in layers}
+        self.fits = all(before.leads_to(behind, step) for before, step, behind, _ in layers)
+        self._count, packed = len(layers), b""
+        if self.fits:
+            each = [
+                before.pack(self._rows) + step.packed + behind.pack(self._rows) + _NUMBER.pack(kind)
+                for before, step, behind, kind in layers
+            ]
+            packed = b"".join(each)
         self._kept = ctypes.create_string_buffer(packed, len(packed))
-        self._address = ctypes.addressof(self._kept)
 
-    def __call__(
-        self, x: Float[Tensor, "B 1 width"], angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
-    ) -> Float[Tensor, "B 1 width"] | None:
-        """Return the layer's output; ``None`` if the kernel cannot compute it. The tokens are already in ``seen``.
+    def __call__(self, x: Float[Tensor, "B 1 width"], angles: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Replace ``x`` by the output of the last layer, and count the tokens in the layers' `Block.seen`.
 
         Args:
-            x: a token per row.
-            angles: as in `Before`.
+            x: a token per row, which goes into the first layer.
+            angles: cosines and sines of the rows' positions for each kind of layer, see `Before`.
+
+        Returns:
+            Whether the kernel could run the step; if not, nothing has changed.
 
         Raises:
-            MemoryError: the slots hold the tokens, and there was no memory for the rest.
+            MemoryError: some slots hold the tokens, and there was no memory for the rest.
         """
         library = library_for(x)
-        if library is None or not self._fit or not self.parts[0].reads(x, angles, self._rows):
-            return None
-        out, (cosines, sines) = torch.empty_like(x), angles
-        packed = _LAYER_STEP.pack(
-            *(x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), _row(cosines), _row(sines)),
-            *(torch.get_num_threads(), out.data_ptr(), self._address),
+        if library is None or not self.fits or not self._first.reads(x, self._rows):
+            return False
+        if not all(before.turns(x, angles[kind]) for kind, before in self._turns.items()):
+            return False
+        places_of_angles = b"".join(_ANGLES.pack(*addresses(each)) for each in angles)
+        kept, turns = ctypes.addressof(self._kept), ctypes.create_string_buffer(places_of_angles)
+        packed = _MODEL_STEP.pack(
+            *(self._count, torch.get_num_threads(), kept, ctypes.addressof(turns), x.data_ptr()),
         )
-        failed = library.kvkeep_layer_step(packed)
+        failed = library.kvkeep_model_step(packed)
         if failed > 0:
-            raise MemoryError("There was no memory for what a layer computes behind its attention.")
-        return None if failed else out
+            raise MemoryError("There was no memory for all of a decode step.")
+        return not failed
 
 
-def whole(
-    before: Before,
-    behind: Behind,
-    x: Float[Tensor, "B 1 width"],
-    angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]],
-    step: object,
-) -> Float[Tensor, "B 1 width"] | None:
-    """Run a whole layer whose step of attention is replayed, see `WholeLayer`, and return its output.
+def addresses(angles: tuple[Tensor, Tensor]) -> tuple[int, int, int, int]:
+    """Return the addresses of cosines and sines, and how far apart their rows are."""
+    cosines, sines = angles
+    return cosines.data_ptr(), sines.data_ptr(), _row(cosines), _row(sines)
 
-    Return ``None`` if the step is not the native backend's, or the kernel cannot run the layer.
-    """
-    if not isinstance(step, NativeRepeat):
-        return None
-    within = step.within
-    if within is None or within.parts[0] is not before or within.parts[1] is not behind:
-        within = step.within = WholeLayer(before, step, behind)
-    out: Tensor | None = within(x, angles)
-    return out
+
+def is_native(step: object) -> TypeGuard[NativeRepeat]:
+    """Return whether a recorded step of attention is the native backend's."""
+    return isinstance(step, NativeRepeat)
 
 
 def _weights(layer: nn.Linear) -> tuple[int, int, int]:

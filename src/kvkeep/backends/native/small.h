@@ -26,12 +26,13 @@ extern "C" struct Products {
     Weights all[3];
 };
 
-// down(silu(gate(x)) * up(x)), in `scratch` of rows x inner elements.
+// down(activation(gate(x)) * up(x)), in `scratch` of rows x inner elements.
 extern "C" struct Gated {
     int64_t rows, width, threads, type;
     const char *x;
     char *scratch;
     Weights gate, up, down;
+    int64_t activation;  // 0: SiLU; 1: GELU by its approximation with tanh
 };
 
 extern "C" struct Norm {
@@ -176,6 +177,12 @@ int64_t products_as(const Products &p) {
     return for_each_in_order(n, bytes, p.threads, p.rows * EACH, work) ? 0 : -1;
 }
 
+// x times the sigmoid of x.
+inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
+
+// GELU by its usual approximation: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+inline Floats gelu(Floats x) { return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x))); }
+
 template <class X>
 int64_t gated_as(const Gated &g) {
     const int64_t inner = g.gate.outputs, bytes = 2 * inner * g.width * (int64_t)sizeof(typename X::T);
@@ -186,7 +193,7 @@ int64_t gated_as(const Gated &g) {
         product<X>(g.up, g.x, g.rows, g.width, first, some, up);
         for (int64_t at = 0; at < g.rows * EACH; at += W) {
             const Floats x = load<Floats>(gate + at);
-            store(gate + at, x / (1.0f + exp(-x)) * load<Floats>(up + at));
+            store(gate + at, (g.activation ? gelu(x) : silu(x)) * load<Floats>(up + at));
         }
         write<X>(gate, g.rows, inner, first, some, g.scratch);
     };

@@ -18,7 +18,7 @@ from kvkeep.evals import task
 from kvkeep.evals.forward import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Task, TaskOutcome
 from kvkeep.models.checkpoint import Checkpoint
-from kvkeep.models.load import ends_of
+from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse

@@ -19,7 +19,7 @@ from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.results import over
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.documents import DocumentQuestion, Documents
-from kvkeep.models.load import ends_of
+from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.registry import parse

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvkeep.engine.sampler import choose
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.evals.forward import Drive
-from kvkeep.models.load import ends_of
+from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse
 from kvkeep_lab.analysis.groups import _shared

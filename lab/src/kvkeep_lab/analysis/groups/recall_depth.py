@@ -19,7 +19,7 @@ from kvkeep.evals.forward import Drive, left_padded
 from kvkeep.evals.qa_task import decode_greedily
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
-from kvkeep.models.load import ends_of
+from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tiny.recall import Question
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.registry import parse

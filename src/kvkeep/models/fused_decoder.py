@@ -1,0 +1,232 @@
+"""A whole decoder as one call of the native kernel, for steps that differ from the last ones in their tokens alone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kvkeep.backends import Repeat, layers
+from kvkeep.cache.bounded_cache import BoundedCache
+from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed, handed_over
+from kvkeep.cache.layer import Layer
+from kvkeep.models.attention import PaddingMask, is_known
+from kvkeep.models.fused_layers import FusedLayer, is_ours
+from kvkeep.models.fused_modules import is_heard, mixed
+from kvkeep.types import Phase
+
+_ORDER = ("embed_tokens", "layers", "norm", "rotary_emb")
+_NAMES = set(_ORDER)
+_KNOWN = {"input_ids", "attention_mask", "position_ids", "use_cache", "cache_position", *CACHE_ARGUMENTS}
+_TRIAL_POSITIONS = (0, 700, 1_900)
+"""Positions of a trial's tokens, so far apart that each kind of rotation shows."""
+
+_TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Length of the difference over that of the output, by dtype. Layers have been compared closely before; what is left to
+find is a decoder that does something beside them."""
+
+
+class Replays(NamedTuple):
+    """The recorded steps of all layers of a decoder.
+
+    Attributes:
+        parts: the layers of the cache.
+        calls: their recorded steps of attention.
+    """
+
+    parts: list[Layer]
+    calls: list[Repeat]
+
+
+class FusedDecoder(nn.Module):
+    """Mixed into a decoder, the part of a model between token ids and the head: one call for all of its layers.
+
+    A step is made so if it has one token per row, and all layers may replay their last steps of attention for other
+    tokens, see `Layer.repeat`. Embedding, angles and the last norm are computed by their modules.
+    """
+
+    config: Any
+    embed_tokens: Any
+    layers: Any
+    norm: Any
+    rotary_emb: Any
+    rotation_kinds: tuple[str, ...]
+    kinds: list[int]
+    is_checked: bool | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the decoder's output, from the kernel where the step allows it."""
+        out = None if args else self._step(**kwargs)
+        return super().forward(*args, **kwargs) if out is None else out
+
+    def _step(self, **kwargs: Any) -> BaseModelOutputWithPast | None:
+        """Return the output of a decode step as one call; ``None`` for any other step, with nothing changed."""
+        ids, cache, positions = kwargs.get("input_ids"), handed_over(kwargs), kwargs.get("position_ids")
+        if not isinstance(cache, PhasedCache) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
+            return None
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.training or not is_ours(self.config):
+            return None
+        if any(kwargs[name] is not None and kwargs[name] is not False for name in kwargs.keys() - _KNOWN):
+            return None
+        if (replays := self._replays(cache, kwargs.get("attention_mask"))) is None:
+            return None
+        if self.is_checked is None:  # the first time, since the trial needs the model as it runs
+            vars(self)["is_checked"] = True  # for the trial itself
+            vars(self)["is_checked"] = _agrees(self)
+        if not self.is_checked:
+            return None
+        if positions is None:
+            positions = torch.full((1, 1), cache.get_seq_length(), device=ids.device)
+        x, angles = self.embed_tokens(ids), self.angles(ids, positions)
+        if (step := self._recorded(replays, angles)) is None or not _replayed(replays, step, x, angles):
+            return None
+        held: dict[str, Any] = {_returned(): cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **held)
+
+    def angles(self, ids: Tensor, positions: Int[Tensor, "_B 1"]) -> list[tuple[Tensor, Tensor]]:
+        """Return cosines and sines of the positions, for each kind of layer."""
+        like = self.embed_tokens.weight[:1]  # of which the rotation looks at dtype and device
+        if not self.rotation_kinds:
+            return [self.rotary_emb(like, position_ids=positions)]
+        return [self.rotary_emb(like, positions, kind) for kind in self.rotation_kinds]
+
+    def _replays(self, cache: PhasedCache, mask: object) -> Replays | None:
+        """Return the recorded steps of all layers; ``None`` if some layer's step cannot be a replay.
+
+        Raises:
+            CapacityError: the policy does not evict and its budget is exhausted.
+        """
+        found = Replays([], [])
+        if not _is_plain(mask, cache):
+            return None
+        for index, fused in enumerate(self.layers):
+            if not isinstance(fused, FusedLayer) or fused.attention_options is None or is_heard(fused):
+                return None
+            part, options = cache.begin(index), fused.attention_options
+            if part is None or part.window != options.window or part.phase_of(1) is not Phase.DECODE:
+                return None
+            layer, attention = part.stepper, fused.get_submodule("self_attn")
+            if type(layer) is not Layer or not is_known(attention, **fused.attention_arguments):
+                return None
+            if (recorded := layer.replayable(options)) is None:
+                return None
+            found.parts.append(layer)
+            found.calls.append(recorded.call)
+        return found if len(found.parts) == len(cache.layers) else None
+
+    def _recorded(self, replays: Replays, angles: Sequence[tuple[Tensor, Tensor]]) -> layers.ModelStep | None:
+        """Return the call for all layers, made anew if weights or recorded steps have changed.
+
+        Return ``None`` if the kernel cannot run the layers.
+        """
+        turned = [cosines.shape[-1] for cosines, _ in angles]
+        fused = [layer.calls(turned[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
+        recorded = [call for call in replays.calls if layers.is_native(call)]
+        if any(calls is None for calls in fused) or len(recorded) < len(fused):
+            return None
+        first = recorded[0]
+        within: _Within | None = first.within
+        # the first layer's step owns the call, so the call must not hold it
+        made_of = [*fused, *recorded[1:]]
+        if within is None or len(within.made_of) != len(made_of) or any(map(_differ, within.made_of, made_of)):
+            each = zip(fused, recorded, self.kinds, strict=True)
+            step = layers.ModelStep([(calls.before, call, calls.behind, kind) for calls, call, kind in each])
+            within = first.within = _Within(step, made_of)
+        return within.step if within.step.fits else None
+
+
+class _Within(NamedTuple):
+    """A call for all layers, and what it was made of."""
+
+    step: layers.ModelStep
+    made_of: list[object]
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other
+
+
+def _is_plain(mask: object, cache: PhasedCache) -> bool:
+    """Return whether a mask says no more than that every row's new token is real."""
+    if mask is None:
+        return True
+    if isinstance(mask, dict):  # one for each kind of layer
+        return all(isinstance(part, PaddingMask) and part.is_plain for part in mask.values())
+    if isinstance(mask, Tensor) and isinstance(cache, BoundedCache):  # an engine's masks say that a row is padding
+        return mask.ndim == 2 and mask.shape[1] == cache.get_seq_length() + 1 and bool(mask[:, -1].all())
+    return isinstance(mask, PaddingMask) and mask.is_plain
+
+
+def _replayed(replays: Replays, step: layers.ModelStep, x: Tensor, angles: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Make the step and count it in all layers; return whether the kernel could make it.
+
+    Raises:
+        MemoryError: there was no memory for all of it. The cache is broken then.
+    """
+    for layer in replays.parts:
+        layer.broken = True  # until the step has ended
+    done = step(x, angles)
+    for layer in replays.parts:
+        layer.end_replay(done=done)
+    return done
+
+
+@functools.cache
+def _returned() -> str:
+    """Return the name under which a decoder's output has its cache."""
+    return next(name for name in CACHE_ARGUMENTS if name in BaseModelOutputWithPast.__dataclass_fields__)
+
+
+def fuse_decoder(module: nn.Module) -> bool:
+    """Fuse a decoder whose layers are fused, in place, and return whether it was fused.
+
+    It is fused if it consists of an embedding, layers, a norm and rotary angles. Before its first step as one call its
+    output for a few tokens is compared with the kernel's.
+    """
+    if isinstance(module, FusedDecoder) or module._modules.keys() != _NAMES:
+        return False
+    parts: Any = module
+    if not isinstance(parts.layers, nn.ModuleList) or not parts.layers:
+        return False
+    if not all(isinstance(layer, FusedLayer) and layer.attention_options is not None for layer in parts.layers):
+        return False
+    per_kind = "layer_type" in inspect.signature(parts.rotary_emb.forward).parameters
+    kinds = tuple(sorted(set(parts.config.layer_types))) if per_kind else ()
+    # first, since another thread may be in the module
+    each = [kinds.index(kind) for kind in parts.config.layer_types] if kinds else [0] * len(parts.layers)
+    vars(module).update(rotation_kinds=kinds, kinds=each, is_checked=None)
+    module.__class__ = mixed(FusedDecoder, type(module))
+    return True
+
+
+@torch.inference_mode()
+def _agrees(decoder: Any) -> bool:
+    """Return whether a fused decoder computes for a few tokens what its class computes."""
+    plain: Any = type(decoder).__mro__[2]  # behind the mixed class and the mixin
+    ids, positions = torch.arange(3)[None] + 5, torch.tensor([_TRIAL_POSITIONS])
+
+    def run(way: Any, cache: BoundedCache, columns: slice) -> Any:
+        given = {"input_ids": ids[:, columns], "position_ids": positions[:, columns], "use_cache": True}
+        return way(**given, **handed(decoder, cache))
+
+    def of(way: Any) -> Any:
+        return functools.partial(way, decoder)
+
+    whole, steps = (BoundedCache(decoder.config, "local", 8) for _ in range(2))
+    try:
+        expected = run(of(plain.forward), whole, slice(0, 3)).last_hidden_state[:, -1].float()
+        for column in range(2):
+            run(of(plain.forward), steps, slice(column, column + 1))
+        found = run(decoder._step, steps, slice(2, 3))
+    except Exception:  # it takes something else
+        return False
+    if found is None:
+        return False
+    difference = (found.last_hidden_state[:, -1].float() - expected).norm() / expected.norm()
+    return bool(difference <= _TRIAL_TOLERANCE[decoder.dtype])
