@@ -24,7 +24,7 @@ RAY := .venv-ray/bin
 REQUESTS ?= 300
 # each has a classifier in pyproject.toml; `make package` asks whether every requirement has a build for it
 PYTHONS := 3.11 3.12 3.13 3.14
-EXTRAS := plots gpu quantized server structured summaries datasets ray lm-eval clients dev docs
+EXTRAS := adapters plots gpu quantized server structured summaries datasets ray lm-eval clients dev docs
 LOW := .venv-lowest/bin
 DOCS := .venv-docs/bin
 

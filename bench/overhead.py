@@ -17,10 +17,10 @@ from transformers import LlamaConfig
 
 import kvkeep
 from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.layer_layout import Layout
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.prepare import fuse_modules, prepare_for_rows
 from kvkeep.policies._head_budgets import under
-from kvkeep.rotary import rotation_for
 from kvkeep.types import Phase
 
 OPTIONS = kvkeep.AttentionOptions(scaling=0.125)
@@ -68,7 +68,8 @@ def layer_steps(policies: list[str], rows: int, budget: int, dtype: torch.dtype)
     def stepper(name: str):
         policy, rule, bits = parts(name)
         policy = under(kvkeep.parse(policy), rule)
-        rotation = rotation_for(config, None, own=policy.defaults.positions)
+        layout = Layout.of(config, policy)
+        rotation = layout.rotations.get(0) if layout.positions == "slot" else None
         layer = kvkeep.Layer(policy, budget, rotation=rotation, kv_bits=bits)
         layer.step(*random_tokens(config, rows, budget + 8, dtype), options=OPTIONS, phase=Phase.PREFILL)
         new = random_tokens(config, rows, 1, dtype)

@@ -13,7 +13,8 @@ from transformers import (
 )
 
 import kvkeep
-from kvkeep.rotary import Rotation, ranks, rotation_of
+from kvkeep.cache.layer_layout import Layout
+from kvkeep.rotary import Rotation, ranks
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 CONFIGS = {
@@ -158,7 +159,7 @@ def test_the_policy_asks_for_slots_and_the_user_decides():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GPT2Config(n_layer=1), "'gpt2' has none or others"),
+        (GPT2Config(n_layer=1), "'gpt2' model has no rotary embeddings"),
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'dynamic'"),
     ],
 )
@@ -171,7 +172,7 @@ def test_frequencies_are_the_models_own():
     for name, config in CONFIGS.items():
         model = build(name)
         own = next(m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
-        rotation = rotation_of(config)
+        rotation = Layout.of(config, kvkeep.parse("h2o"), positions="slot").rotations[0]
         assert torch.equal(rotation.frequencies, own.inv_freq)
         assert rotation.scaling == own.attention_scaling
 

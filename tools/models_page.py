@@ -47,6 +47,12 @@ checkpoint with other options, such as `num_kv_shared_layers` or `attention_chun
   transformers' `generate` drops every cache that is given to it, a `BoundedCache` too, when such a text is over the
   border. With transformers before 5.20 this holds for longrope of other families alone: texts under dynamic NTK and of
   the Phi family may still depend on their neighbours.
+- **Rotation.** A small copy of the model with random weights reads single tokens, and shows how each layer rotates its
+  queries and keys. Policies that look behind the rotation (`leverage`, `blend`, `reread`, `keydiff:document`) and slot
+  positions then run whatever the layers do: another rotation for each kind of layer (Gemma 3 and 4), none in some
+  (Cohere 2, SmolLM3), a part of each head (GLM, Phi), neighbours as pairs (GLM, Cohere), YaRN and llama3. Under
+  longrope each key loses the rotation of its own text, and slot positions are refused. Refused are dynamic NTK, and
+  models that change keys in another way (HunYuan has a norm behind the rotation).
 - **Compiled models.** `torch.compile(model)`, `model.compile()` and `torch.compile(model.forward)` work with a
   `BoundedCache`.
 """

@@ -371,6 +371,16 @@ GGUF = Parameter(
     default=None,
     rare=True,
 )
+ADAPTER = Parameter(
+    name="adapter",
+    kind=str,
+    help="A LoRA adapter of PEFT and a name for it; may be repeated (extra: adapters).",
+    metavar="NAME=FOLDER",
+    group=MODEL,
+    rare=True,
+)
+ADAPTER_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""What names of adapters look like, as a regular expression."""
 ALLOW_PICKLE = Parameter(
     name="allow_pickle",
     kind=bool,

@@ -1,17 +1,18 @@
-"""Rotary positions: keys moved to their ranks in the cache, and the rotary embedding of a model's configuration."""
+"""Rotary positions: vectors turned to their positions and back, and keys moved to their ranks in the cache."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.errors import UnsupportedOperationError
 
 # Keys rotated to their ranks in the cache instead of their true positions.
 #
@@ -22,31 +23,39 @@ from kvkeep.errors import InputError, UnsupportedModelError
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A rotary embedding whose halves are rotated against each other (Llama, Mistral, Qwen, Gemma, GPT-NeoX, ...).
+    """The rotary embedding of a layer: pairs of dims that are rotated against each other.
 
     Attributes:
-        frequencies: radians per position, float32. The first ``2 F`` dims of a head are rotated, the rest is not.
+        frequencies: radians per position of each pair, float32. The other dims of a head are not rotated.
         scaling: factor on the rotated vectors (YaRN).
+        dims: the first dim of each pair, and behind them the second dim of each. ``None``: the first ``F`` dims of a
+            head are rotated against the next ``F`` (Llama, Mistral, Qwen, Gemma, GPT-NeoX, ...).
+        longest: tokens of the longest text that has these frequencies (longrope); ``None``: every text has them.
+        beyond: the rotation of longer texts.
     """
 
     frequencies: Float[Tensor, " F"]
     scaling: float = 1.0
+    dims: tuple[int, ...] | None = None
+    longest: int | None = None
+    beyond: Rotation | None = None
     _there: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
     _latest: dict[torch.dtype, tuple[bytes, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """Return the vectors rotated to their positions."""
         first, second, rest = self._split(x)
         cos, sin = self._wide(self.angles(positions, x.dtype))
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
+        return self._joined([first * cos - second * sin, second * cos + first * sin, *rest]).to(x.dtype)
 
     def ahead(self, x: Float[Tensor, "B H T D"], by: Int[Tensor, "B H"]) -> Float[Tensor, "B H T D"]:
         """Return rotated vectors as they would be ``by`` positions later; their lengths stay the same."""
         first, second, rest = self._split(x)
         angles = by[:, :, None, None].float() * self.on(x.device)
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
+        return self._joined([first * cos - second * sin, second * cos + first * sin, *rest]).to(x.dtype)
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """Return the vectors without the rotation of `apply`, with cosine and sine rounded exactly as the model
@@ -107,6 +116,13 @@ class Rotation:
         angles = positions.clamp(min=0)[..., None].float() * self.on(positions.device)
         return (torch.cat([angles.cos(), angles.sin()], dim=-1) * self.scaling).to(dtype)
 
+    def paired(self, x: Float[Tensor, "*A D"]) -> Float[Tensor, "*A D"]:
+        """Return the vectors with the first dims of all pairs in front, then the second ones, then the other dims.
+
+        Products of vectors stay the same if both are put in this order.
+        """
+        return x if self.dims is None else x.index_select(-1, self._order(x)[0])
+
     def on(self, device: torch.device) -> Float[Tensor, " F"]:
         """Return the frequencies on a device. They are copied there only once."""
         if device not in self._there:
@@ -116,21 +132,116 @@ class Rotation:
     def _split(self, x: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the two halves that rotate against each other, and the other dims, in float32 or wider."""
         half = len(self.frequencies)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = self.paired(x).to(torch.promote_types(x.dtype, torch.float32))
         rest = x[..., 2 * half :]
         return x[..., :half], x[..., half : 2 * half], [rest] if rest.shape[-1] else []
+
+    def _joined(self, parts: list[Tensor]) -> Float[Tensor, "B H T D"]:
+        """Return the parts of `_split` as vectors whose dims are in the model's order."""
+        x = torch.cat(parts, dim=-1)
+        return x if self.dims is None else x.index_select(-1, self._order(x)[1])
+
+    def _order(self, x: Float[Tensor, "*A D"]) -> tuple[Int[Tensor, " D"], Int[Tensor, " D"]]:
+        """Return the order of dims in which pairs are two halves, and its inverse, on the device of ``x``."""
+        key = x.shape[-1], x.device
+        if key not in self._orders:
+            paired = self.dims or ()
+            rest = sorted(set(range(x.shape[-1])).difference(paired))
+            order = torch.tensor([*paired, *rest], device=x.device)
+            self._orders[key] = order, order.argsort()
+        return self._orders[key]
 
     def _undone(self, x: Float[Tensor, "B H T D"], angles: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T D"]:
         """Return vectors without a rotation that is given by its cosines and sines."""
         (first, second, rest), (cos, sin) = self._split(x), angles
         size = cos * cos + sin * sin
         unturned = [(first * cos + second * sin) / size, (second * cos - first * sin) / size]
-        return torch.cat([*unturned, *rest], dim=-1).to(x.dtype)
+        return self._joined([*unturned, *rest]).to(x.dtype)
 
     def _wide(self, angles: Float[Tensor, "*A F2"]) -> tuple[Float[Tensor, "*A F"], Float[Tensor, "*A F"]]:
         """Return the cosines and the sines, in float32 or wider."""
         cos, sin = angles.to(torch.promote_types(angles.dtype, torch.float32)).chunk(2, dim=-1)
         return cos, sin
+
+
+# Longrope: a long text has other frequencies than a short one, and each token those of its text when it was read.
+
+
+@dataclass(frozen=True, eq=False)
+class TextRotation:
+    """The rotary embedding of a layer for texts of known lengths, where short and long ones are rotated differently.
+
+    Attributes:
+        short: the rotation of texts of at most `longest` tokens.
+        long: that of longer ones.
+        longest: tokens of the longest short text.
+        lengths: where each row's prompt ends. A later token was read when the text ended with it.
+    """
+
+    short: Rotation
+    long: Rotation
+    longest: int
+    lengths: Int[Tensor, " B"]
+
+    def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
+        """Return the vectors without their rotation, see `Rotation.undo`."""
+        ends = torch.maximum(positions + 1, self.lengths.to(positions)[:, None, None])
+        return self._either(ends[..., None], self.short.undo(x, positions), self.long.undo(x, positions))
+
+    def ahead(self, x: Float[Tensor, "B H T D"], by: Int[Tensor, "B H"]) -> Float[Tensor, "B H T D"]:
+        """Return a prompt's vectors as they would be ``by`` positions later, by the frequencies of this prompt."""
+        return self._either(self.lengths[:, None, None, None], self.short.ahead(x, by), self.long.ahead(x, by))
+
+    @property
+    def frequencies(self) -> Float[Tensor, " F"]:
+        """Return the frequencies of short texts, for the number of pairs."""
+        return self.short.frequencies
+
+    def on(self, device: torch.device) -> Float[Tensor, " F"]:
+        """Raise an error, as the rows have different frequencies.
+
+        Raises:
+            UnsupportedOperationError: always.
+        """
+        raise UnsupportedOperationError(
+            "This model's rotary frequencies change with the length of the text. A policy can look at unrotated keys, "
+            "and cannot compute angles of its own: choose another policy."
+        )
+
+    @property
+    def scaling(self) -> float:
+        """Return the factor on rotated vectors in short texts."""
+        return self.short.scaling
+
+    def paired(self, x: Float[Tensor, "*A D"]) -> Float[Tensor, "*A D"]:
+        """Return the vectors with rotated pairs in two halves, see `Rotation.paired`."""
+        return self.short.paired(x)
+
+    def _either(self, ends: Int[Tensor, "*n"], short: Tensor, long: Tensor) -> Tensor:
+        return torch.where(ends > self.longest, long, short)
+
+
+_lengths: ContextVar[Tensor | None] = ContextVar("lengths", default=None)
+
+
+@contextmanager
+def reading(lengths: Int[Tensor, "n T"] | None) -> Iterator[None]:
+    """Tell rotary embeddings and layers how long the text of each token is, for runs within the context.
+
+    Args:
+        lengths: tokens of the text up to the end of its prompt, or up to the token; ``None``: each row of a batch is a
+            text that ends with its largest position.
+    """
+    token = _lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
+
+
+def lengths_read() -> Int[Tensor, "n T"] | None:
+    """Return what the innermost `reading` has told."""
+    return _lengths.get()
 
 
 def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:
@@ -140,71 +251,3 @@ def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:
     places.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
     empty = (positions < 0).sum(dim=-1, keepdim=True)
     return (places - empty).clamp(min=-1)
-
-
-# The rotary embedding that a model's configuration describes, for caches with slot positions.
-
-HALVES = {
-    "gemma", "gemma2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi", "phi3", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2",
-}  # fmt: skip
-"""Model types that rotate the two halves of a head against each other, in the same way in every layer."""
-
-UNROTATED = {"biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm"}
-"""Model types without rotation: positions are added to embeddings or to logits."""
-
-FIXED = {"default", "linear", "llama3", "yarn"}
-"""Types of rotary embedding whose frequencies do not depend on the length of the text."""
-
-
-def rotation_for(config: PreTrainedConfig, asked: str | None, *, own: str) -> Rotation | None:
-    """Return the model's rotation if attention is to see slot positions; ``None`` if true positions.
-
-    Args:
-        config: the model's configuration.
-        asked: the mode that the user asked for, if any. If the model cannot have it, that is an error.
-        own: the policy's mode, used if the user asked for none. If the model cannot have it, positions are true.
-
-    Raises:
-        InputError: ``asked`` is not a mode.
-        UnsupportedModelError: slot positions were asked for, see `rotation_of`.
-    """
-    if asked not in (None, "true", "slot"):
-        raise InputError(f"positions={asked!r} is not a mode; use 'true', 'slot' or None for the policy's own.")
-    if (asked or own) != "slot":
-        return None
-    try:
-        return rotation_of(config)
-    except UnsupportedModelError:
-        if asked is None:
-            return None
-        raise
-
-
-def rotation_of(config: PreTrainedConfig) -> Rotation:
-    """Return the rotation that a model applies to its keys.
-
-    Raises:
-        UnsupportedModelError: the model has no rotation, or one that kvkeep cannot undo.
-    """
-    config = config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None)
-    kind = config.model_type
-    if kind not in HALVES or not isinstance(parameters, dict) or "rope_theta" not in parameters:
-        raise UnsupportedModelError(
-            f"Slot positions need rotary embeddings that kvkeep knows how to undo; {kind!r} has none or others. Known: "
-            f"{', '.join(sorted(HALVES))}. Use positions='true'."
-        )
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type not in FIXED:
-        raise UnsupportedModelError(
-            f"Slot positions need frequencies that do not change with the length of the text; {rope_type!r} embeddings "
-            "change. Use positions='true'."
-        )
-    if rope_type != "default":
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-        return Rotation(frequencies.float(), float(scaling))
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotated = int(dim * parameters.get("partial_rotary_factor", 1.0))
-    steps = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
-    return Rotation(1.0 / (parameters["rope_theta"] ** steps))

@@ -125,7 +125,7 @@ class AttentionOptions:
 
 @runtime_checkable
 class Turning(Protocol):
-    """A rotary embedding: `kvkeep.rotary.Rotation`."""
+    """A rotary embedding: `kvkeep.rotary.Rotation`; or `kvkeep.rotary.TextRotation`, which can only be undone."""
 
     @property
     def frequencies(self) -> Float[Tensor, " F"]:
@@ -137,6 +137,9 @@ class Turning(Protocol):
     @property
     def scaling(self) -> float:
         """Return the factor on rotated vectors."""
+
+    def paired(self, x: Float[Tensor, "*A D"]) -> Float[Tensor, "*A D"]:
+        """Return vectors with the first dims of all rotated pairs in front, then the second ones, then the others."""
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """Return the vectors as they were before the rotation to their positions."""

@@ -187,7 +187,7 @@ def test_a_wrong_setup_is_refused_before_anything_runs(setup, error):
 def test_slot_positions_on_a_model_without_rotary_ones():
     checkpoint = loading.find(model_folders.folder("gpt2"))
     wanted = GridArguments(policies=split_policies("local"), budgets=BUDGETS, setup=Setup(positions="slot"))
-    with pytest.raises(UnsupportedModelError, match="'gpt2' has none"):
+    with pytest.raises(UnsupportedModelError, match="'gpt2' model has no rotary"):
         lay_out(checkpoint, "m", find("agreement"), wanted, [OPTIONS])
 
 

@@ -58,7 +58,7 @@ def test_an_adapter_alone_is_no_model(text, named, with_config, tmp_path):
     done = generate(folder)
     assert done.exit_code == 2
     assert named in " ".join(done.stderr.split())
-    assert "merge_and_unload" in done.stderr
+    assert "Give that model, and the adapter beside it by a name: --adapter" in done.stderr
     assert done.stderr.count("\n") <= 4
 
 

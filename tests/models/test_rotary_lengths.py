@@ -1,5 +1,6 @@
 """Rotary frequencies that follow the length of a text: neighbours, earlier runs and pieces change nothing."""
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeCo
 import kvkeep
 from kvkeep.models.attention import attached
 from kvkeep.models.rotary import LengthRule, rotate_by_text
+from kvkeep.rotary import TextRotation
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.20"),
@@ -65,9 +67,11 @@ SHORT, OVER, BEYOND = (
 NEW = 16
 
 
-def model_of(kind: str) -> PreTrainedModel:
+def model_of(kind: str, layers: int = 2) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
+    config = copy.deepcopy(CONFIGS[kind])
+    config.num_hidden_layers = layers
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -163,3 +167,63 @@ def test_an_attached_model_is_left_as_it_was():
     assert not model.model.rotary_emb._forward_hooks
     assert LengthRule.of(model) == LengthRule((), (BORDER,))
     assert not LengthRule.of(nn.Linear(2, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("kind", ["llama longrope", "phi3"])
+def test_keys_lose_the_rotation_of_the_length_at_which_they_were_read(kind, chunk, monkeypatch):
+    """In a model of one layer a key depends on its own token alone, whatever the length of the text."""
+    model, found, undo = model_of(kind, layers=1), [], TextRotation.undo
+    first = model.model.layers[0]
+
+    def noted(rotation, x, positions):
+        out = undo(rotation, x, positions)
+        found.append((out, positions))
+        return out
+
+    monkeypatch.setattr(TextRotation, "undo", noted)
+    engine = kvkeep.Engine(model, policy="keydiff:rotated=false", budget=40, rows=3, prefill_chunk=chunk)
+    prompts = SHORT, BEYOND, OVER
+    lines = texts(engine, *prompts)
+    whole = [torch.tensor([*ids, *line]) for ids, line in zip(prompts, lines, strict=True)]
+    project, heads = first.self_attn, model.config.num_key_value_heads
+    keys = []
+    for ids in whole:
+        x = first.input_layernorm(model.model.embed_tokens(ids))
+        qkv = project.qkv_proj(x) if kind == "phi3" else project.k_proj(x)
+        keys.append((qkv[:, 32:48] if kind == "phi3" else qkv).view(len(ids), heads, 8))
+    checked = 0
+    for out, positions in found:
+        for row in range(len(out)):
+            at = positions[row].expand(heads, -1).long()
+            for head in range(heads):
+                held = at[head] >= 0
+                mine = out[row, head, held]
+                near = [ids[at[head, held], head] for ids in keys if int(at[head].max()) < len(ids)]
+                assert any(torch.allclose(mine, want, rtol=1e-4, atol=1e-5) for want in near)
+                checked += 1
+    assert checked > 20
+
+
+def test_memories_that_grew_over_the_border_are_not_read_on_where_rotations_are_undone():
+    model = kvkeep.attach(model_of("llama longrope"))
+    cache = kvkeep.BoundedCache(model.config, "leverage", 60)
+    ids = torch.tensor([OVER])
+    with torch.no_grad():
+        model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=NEW)
+        with pytest.raises(kvkeep.UnsupportedOperationError, match=f"changes beyond {BORDER} tokens"):
+            model(torch.tensor([SHORT]), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "positions", "why"),
+    [
+        ("llama longrope", "h2o", "slot", "'longrope' embeddings, which change with the length"),
+        ("llama longrope", "expected_attention", None, "the length of the text to come"),
+        ("llama dynamic", "leverage", None, "others for each length"),
+    ],
+)
+def test_what_cannot_follow_the_length_is_refused(kind, policy, positions, why):
+    with pytest.raises(kvkeep.UnsupportedModelError, match=why):
+        kvkeep.BoundedCache(CONFIGS[kind], policy, 64, positions=positions)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phases import phase_of
-from transformers import GptOssConfig
+from transformers import HunYuanDenseV1Config
 
 import kvkeep
 from kvkeep import AttentionOptions, BudgetError, Layer, parse
@@ -54,8 +54,8 @@ def test_queries_are_averaged_over_the_next_positions(mode, scaling, monkeypatch
 
 
 def test_a_rotation_that_cannot_be_undone_and_a_small_budget_are_refused():
-    with pytest.raises(kvkeep.UnsupportedModelError, match="cannot undo for this 'gpt_oss'"):
-        kvkeep.BoundedCache(GptOssConfig(), "expected_attention", 16)
+    with pytest.raises(kvkeep.UnsupportedModelError, match="cannot undo for this 'hunyuan_v1_dense'"):
+        kvkeep.BoundedCache(HunYuanDenseV1Config(num_hidden_layers=1), "expected_attention", 16)
     with pytest.raises(BudgetError):
         make_layer(Case("expected_attention", 3, (1,)))
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from phases import phase_of
-from transformers import GPT2Config, GptOssConfig, LlamaConfig
+from transformers import GPT2Config, HunYuanDenseV1Config, LlamaConfig
 
 import kvkeep
 from kvkeep import AttentionOptions, Layer, PolicyError, parse
@@ -62,8 +62,11 @@ def test_far_positions_keep_their_distances():
 
 LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 61, "intermediate_size": 32}
 
+HUNYUAN = HunYuanDenseV1Config(**LLAMA, head_dim=8)
+"""Its keys go through a norm behind their rotation."""
 
-@pytest.mark.parametrize("config", [GPT2Config(n_layer=2), GptOssConfig()], ids=["gpt2", "gpt_oss"])
+
+@pytest.mark.parametrize("config", [GPT2Config(n_layer=2), HUNYUAN], ids=["gpt2", "hunyuan"])
 def test_a_model_without_rotary_positions_is_refused(config):
     with pytest.raises(kvkeep.UnsupportedModelError, match=r"triattention needs rotary positions .* for example"):
         kvkeep.BoundedCache(config, "triattention", 16)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GptOssConfig, LlamaConfig
+from transformers import GPT2Config, HunYuanDenseV1Config, LlamaConfig
 
 import kvkeep
 from kvkeep import Layer, parse
@@ -62,8 +62,12 @@ def test_the_rotation_is_the_models(policy):
     assert all(layer.rotary is None for layer in layers.values())  # keys have no rotation
 
 
+HUNYUAN = HunYuanDenseV1Config(**LLAMA, head_dim=8)
+"""Its keys go through a norm behind their rotation."""
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_rotation_that_cannot_be_undone_is_refused(policy):
-    with pytest.raises(kvkeep.UnsupportedModelError, match=r"cannot undo for this 'gpt_oss' .*rotated=true"):
-        kvkeep.BoundedCache(GptOssConfig(), policy, 16)
-    kvkeep.BoundedCache(GptOssConfig(), policy.replace("rotated=false", "rotated=true"), 16)
+    with pytest.raises(kvkeep.UnsupportedModelError, match=r"cannot undo for this 'hunyuan_v1_dense' .*rotated=true"):
+        kvkeep.BoundedCache(HUNYUAN, policy, 16)
+    kvkeep.BoundedCache(HUNYUAN, policy.replace("rotated=false", "rotated=true"), 16)

@@ -65,9 +65,9 @@ def test_beams_and_resets(policy):
 
 def test_frequencies_that_change_with_the_text_are_refused_with_a_remedy():
     config = LlamaConfig(**{**GATED, "rope_parameters": DYNAMIC})
-    with pytest.raises(kvkeep.UnsupportedModelError, match=r"'llama' model with 'dynamic' embeddings\. .*rotated=true"):
+    with pytest.raises(kvkeep.UnsupportedModelError, match=r"'llama' model: it has 'dynamic' embeddings.*rotated=true"):
         kvkeep.BoundedCache(config, "leverage", 16)
-    with pytest.raises(kvkeep.UnsupportedModelError, match=r"'dynamic' embeddings has none or others\. .*leverage"):
+    with pytest.raises(kvkeep.UnsupportedModelError, match=r"has 'dynamic' embeddings, whose .*leverage"):
         kvkeep.BoundedCache(config, "reread", 16)
     kvkeep.BoundedCache(config, "leverage:rotated=true", 16)
 

@@ -36,9 +36,10 @@ def checkpoint(folder=None):
 
 
 @functools.cache
-def model(folder=None):
+def model(folder=None, adapters=()):
     with quiet():
-        return read_weights(checkpoint(folder), DTYPE)  # answers are compared with those of requests alone
+        # answers are compared with those of requests alone
+        return read_weights(checkpoint(folder), DTYPE, adapters=dict(adapters))
 
 
 def keys(*found):
@@ -84,10 +85,10 @@ class Running:
 
 
 @contextmanager
-def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, tool_form="auto", **settings):
+def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, adapters=(), tool_form="auto", **settings):
     """Run a server until the block ends."""
     options = {"budget": budget, "rows": rows, **(engine or {})}
-    made = kvkeep.Engine(model(folder), checkpoint(folder).tokenizer, **options)
+    made = kvkeep.Engine(model(folder, adapters), checkpoint(folder).tokenizer, **options)
     served = ServedModel(made, checkpoint(folder), tool_use=tool_use_of(checkpoint(folder), tool_form))
     place = ServerAddress(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
     app = make_app(served, ServerSettings(name=NAME, **settings), origins)

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, RowMasses, Statistic
-from kvkeep.rotary import Rotation
+from kvkeep.rotary import Rotation, TextRotation
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 # What attention is given.
@@ -52,7 +52,7 @@ class SecondReading(NamedTuple):
     """
 
     length: Int[Tensor, "B #Hk"]
-    rotation: Rotation | None = None
+    rotation: Rotation | TextRotation | None = None
 
 
 # What a fused decode step needs beside attention: the slots that stay, and the policy's state that it updates.

@@ -396,6 +396,34 @@ def after(line: InputLine | BadLine, memory: Snapshot, policy: str) -> InputLine
     return dataclasses.replace(line, request=first, others=tuple(others))
 
 
+def with_adapter(line: InputLine | BadLine, base: str, adapters: Sequence[str]) -> InputLine | BadLine:
+    """Return a line whose requests run with the adapter that its model names; a `BadLine` is returned itself.
+
+    The line's model is ``base:NAME``. A line that names no model, or one that is neither, gets the only adapter if
+    there is one.
+
+    Args:
+        line: the line.
+        base: the name of the job's model, which asks for no adapter.
+        adapters: the names of its adapters.
+    """
+    if isinstance(line, BadLine) or not adapters:
+        return line
+    model = line.fields.get("model") if line.asked is None else line.asked.model
+    _, colon, name = model.rpartition(":") if isinstance(model, str) and model != base else ("", "", "")
+    if colon and name not in adapters:
+        known = ", ".join(f"{base}:{adapter}" for adapter in adapters)
+        reason = f"its model is {json.dumps(model)[:_SHOWN]}, whose adapter is unknown; there are {base}, {known}"
+        return BadLine(line.number, reason, line.custom_id, "model")
+    if not colon:
+        only = len(adapters) == 1 and model != base
+        if not only:
+            return line
+        name = adapters[0]
+    first, *others = (dataclasses.replace(request, adapter=name) for request in (line.request, *line.others))
+    return dataclasses.replace(line, request=first, others=tuple(others))
+
+
 def _own_line(
     number: int,
     fingerprint: str,

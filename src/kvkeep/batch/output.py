@@ -45,6 +45,8 @@ def record(
     """
     if line.asked is not None:
         name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
+        if line.request.adapter is not None:
+            model = f"{model}:{line.request.adapter}"
         body = answer(line.asked, results, name=name, created=int(time.time()), model=model, texts=texts)
         found = batch_input.line(line.number, line.digest, line.custom_id, body)
         ignored = {"ignored": list(line.asked.ignored)} if line.asked.ignored else {}

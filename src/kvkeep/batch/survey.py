@@ -170,6 +170,7 @@ class Shape(NamedTuple):
         pins: of all.
         guard: of all.
         structure: the form of all.
+        adapter: of all.
     """
 
     prompt_tokens: int
@@ -182,6 +183,7 @@ class Shape(NamedTuple):
     pins: Spans
     guard: float | None
     structure: Structure | None
+    adapter: str | None = None
 
 
 Judge: TypeAlias = Callable[[Sequence[Shape]], Sequence[str | None]]
@@ -311,7 +313,7 @@ def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None
     sampling = SamplingParams(max_new_tokens=shape.max_new_tokens)
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "snapshot": memory}
-        own["structured_outputs"] = shape.structure
+        own |= {"structured_outputs": shape.structure, "adapter": shape.adapter}
         # which tokens a prompt has was checked when its line was read
         engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
@@ -326,7 +328,8 @@ def _shape(line: InputLine) -> Shape:
     work = TokenCounts(sum(len(request.prompt or ()) for request in line.requests), new * len(line.requests))
     pins, guard, form = spans(longest.pins), longest.guard, structure_of(longest.structured_outputs)
     is_batch_line = line.asked is not None
-    return Shape(prompt, new, policy, longest.budget, len(line.requests), work, is_batch_line, pins, guard, form)
+    own = work, is_batch_line, pins, guard, form, longest.adapter
+    return Shape(prompt, new, policy, longest.budget, len(line.requests), *own)
 
 
 def _key(custom_id: str) -> bytes:

@@ -122,14 +122,15 @@ class BoundedCache(PhasedCache):
                 window=window,
                 prefill_chunk=prefill_chunk,
                 sequences=sequences,
-                rotation=layout.rotation,
+                rotation=layout.rotations.get(number) if layout.positions == "slot" else None,
                 before=before,
                 together=together.get(number),
                 pins=pinned,
                 kv_bits=layout.kv_bits,
                 checked=True,
             )
-            bounded.rotary, bounded.heads, before = layout.rotary, layout.heads, bounded
+            bounded.rotary = layout.rotations.get(number) if layout.undoes else None
+            bounded.heads, before = layout.heads, bounded
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)

@@ -33,7 +33,7 @@ from kvkeep.kv.slot_codec import at
 from kvkeep.kv.store import Store, inference
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.rotary import Rotation
+from kvkeep.rotary import Rotation, TextRotation, lengths_read
 from kvkeep.types import (
     AttentionOptions,
     Earlier,
@@ -213,6 +213,7 @@ class Layer:
         self.rotary: Rotation | None = None
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
+        self._prompt = torch.zeros(0, dtype=torch.int64)  # set while a prompt is read, see `_prompt_ends`
         self._follow(before)
 
     def reset(self) -> None:
@@ -420,6 +421,8 @@ class Layer:
         if phase is Phase.PROBE and self.policy.cascades:
             raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
         check_room(self.policy, self.block, T, real, phase=phase, window=self.window)
+        if phase is Phase.PREFILL and self.rotary is not None and self.rotary.longest is not None:
+            self._prompt = self._prompt_ends(self.rotary.longest, T, real)
         self.broken = True  # until the step has ended
         held, self.block = self.block, self.block.opened()  # a pool is worked on side by side, and then written back
         try:
@@ -557,7 +560,8 @@ class Layer:
         left = slots.positions if self.window is None else ranking.expire(slots.positions, self.seen, self.window)
         # to the policy an expired token is gone already, so it takes no slot from another one
         view = self._view(at(slots, left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
-        view, turn = for_prompt(self.policy, view, query, new, options.output), self._rotation or self.rotary
+        view = for_prompt(self.policy, view, query, new, options.output)
+        turn = self._rotation or self._rotary_of(Phase.PREFILL)
         attended, wanted = slots if used else chunk, self.policy.wants(view)
         inputs = AttentionInputs(query, attended, new, options, wanted)
         out, report = read(self.policy, self._backend, inputs, SecondReading(self.seen[:, None], turn))
@@ -603,10 +607,36 @@ class Layer:
             phase=phase,
             layer=self._index,
             earlier=known,
-            rotation=self.rotary,
+            rotation=self._rotary_of(phase),
             turned=turned,
             heads=self.heads,
         )
+
+    def _rotary_of(self, phase: Phase) -> Rotation | TextRotation | None:
+        """Return the rotary embedding that the keys of the rows have, for a policy that looks behind it."""
+        whole = self.rotary
+        if whole is None or whole.longest is None or whole.beyond is None:
+            return whole
+        ends = self._prompt if phase is Phase.PREFILL else self.block.prompt
+        return TextRotation(whole, whole.beyond, whole.longest, ends)
+
+    def _prompt_ends(self, longest: int, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, " B"]:
+        """Return where each row's prompt ends, whatever part of it comes now: its keys are rotated for this length.
+
+        Raises:
+            UnsupportedOperationError: a row has been generated over the border where other frequencies begin.
+        """
+        seen, before = self.block.seen, self.block.prompt
+        if bool(((before <= longest) & (seen > longest) & (before > 0)).any()):
+            raise UnsupportedOperationError(
+                f"{self.policy} looks at keys before their rotation, which changes beyond {longest} tokens. This text "
+                "has grown over that length, and which of its keys were rotated in which way is no longer known once "
+                "another prompt is read. Give the whole text as one prompt."
+            )
+        ends, told = seen + (T if real is None else real.sum(dim=1)), lengths_read()
+        if told is None or told.shape != (len(seen), T):
+            return ends
+        return torch.maximum(ends, told.amax(dim=1).to(ends))
 
     def _hand_on(self, positions: Int[Tensor, "B Hk S"], state: State) -> None:
         """Write the state of these tokens to the first layer, for the layers to come, if the policy prunes through

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -11,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from kvkeep import budget as budgets
 from kvkeep.budget import Number
 from kvkeep.cache.eviction import check_pins
+from kvkeep.cache.rotary_probe import Rotations, position_mode, rotations_for, slot_rotations
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_profile import Profile
 from kvkeep.head_sharding import ALONE, Heads
@@ -18,7 +20,6 @@ from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
 from kvkeep.policies._head_budgets import PROFILE, beside, check_joint, under
 from kvkeep.policies.base import Policy
-from kvkeep.rotary import UNROTATED, Rotation, rotation_for, rotation_of
 
 _SUPPORTED_TYPES = {
     *("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp", "hybrid"),
@@ -61,8 +62,8 @@ class Layout:
         layer_budget: how budgets are spread over the layers, see `kvkeep.budget.per_layer`.
         head_budget: how the budget is divided among heads; ``None``: by the policy's own rule.
         profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
-        rotation: the rotary embedding that slot positions need; ``None`` under true positions.
-        rotary: the rotary embedding that the policy needs, if any.
+        positions: the mode in which attention sees positions, ``true`` or ``slot``.
+        rotations: the rotary embeddings of the layers that rotate, where slot positions or the policy need them.
         kv_bits: bits of keys and values in the slots, see `kvkeep.kv.slot_codec.check_bits`; ``None``: the model's
         dtype.
         heads: which KV heads of each layer this process holds.
@@ -71,8 +72,8 @@ class Layout:
     policy: Policy
     windows: dict[int, int | None]
     layer_budget: str | Sequence[float]
-    rotation: Rotation | None
-    rotary: Rotation | None
+    positions: Literal["true", "slot"]
+    rotations: Rotations
     head_budget: str | None = None
     profile: Profile | None = None
     kv_bits: str | None = None
@@ -101,14 +102,18 @@ class Layout:
                 needs to undo and kvkeep cannot.
         """
         windows, kv_bits = windows_of(config), check_bits(kv_bits)
-        rotation = rotation_for(config, positions, own=policy.defaults.positions)
+        mode = position_mode(config, positions, own=policy.defaults.positions)
         if policy.cascades and (prefill_chunk or any(windows.values())):
             raise UnsupportedOperationError(
                 f"{policy} prunes through the layers of a model, which works neither with sliding windows "
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
         how = policy.defaults.layer_budget if layer_budget is None else layer_budget
-        rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.needs_rotary else None
+        rotations: Rotations = {}
+        if mode == "slot":
+            rotations = slot_rotations(config)
+        elif policy.unrotates or policy.needs_rotary:
+            rotations = rotations_for(config, policy, turns=policy.needs_rotary, foresees=policy.asks)
         policy, heads = under(policy, head_budget), Heads.of(config)
         asked = layer_budget not in (None, policy.defaults.layer_budget)
         profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
@@ -122,7 +127,12 @@ class Layout:
             )
             # scores divide the budget of all layers at once, so a rule for layers would have no effect
             how = "uniform"
-        return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits, heads)
+        return cls(policy, windows, how, mode, rotations, head_budget, profile, kv_bits, heads)
+
+    @property
+    def undoes(self) -> bool:
+        """Return whether the policy looks behind rotations, or turns queries by them."""
+        return self.policy.unrotates or self.policy.needs_rotary
 
     @property
     def sharing(self) -> tuple[int, ...]:
@@ -221,32 +231,6 @@ def _profile(
             "head_budget=ada."
         )
     return profile
-
-
-def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
-    """Return the model's key rotation for the policy to undo, or ``None`` if the model does not rotate keys.
-
-    Raises:
-        UnsupportedModelError: kvkeep cannot undo the model's rotation.
-    """
-    text = config.get_text_config(decoder=True)
-    kind, parameters = text.model_type, getattr(text, "rope_parameters", None)
-    if kind in UNROTATED and not policy.needs_rotary:
-        return None
-    try:
-        return rotation_of(config)
-    except UnsupportedModelError:
-        form = parameters.get("rope_type") if isinstance(parameters, dict) else None
-        model = f"this {kind!r} model" + (f" with {form!r} embeddings" if form else "")
-        if policy.needs_rotary:
-            raise UnsupportedModelError(
-                f"{policy} needs rotary positions that kvkeep knows how to turn, and {model} has none or others. "
-                "Choose another policy, for example leverage."
-            ) from None
-        raise UnsupportedModelError(
-            f"{policy} looks at keys before their rotation, which kvkeep cannot undo for {model}. Give the policy "
-            "rotated=true if it has this option, or choose another policy."
-        ) from None
 
 
 def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:

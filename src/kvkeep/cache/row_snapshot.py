@@ -78,7 +78,7 @@ class CacheSettings:
             budgets=check_rows(budget),
             layer_budget=rule(layout.layer_budget),
             head_budget=layout.head_budget,
-            positions="true" if layout.rotation is None else "slot",
+            positions=layout.positions,
             chunk=None if chunk is None else int(chunk),
             kv_bits=layout.kv_bits,
             profile=layout.profile,

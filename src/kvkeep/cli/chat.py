@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from kvkeep.cli import shell_completion
 from kvkeep.cli.chat_folder import complete_names
 from kvkeep.cli.generate import GenerationOptions, parse_memory
-from kvkeep.cli.options import BUDGET, JSON, MAX_NEW_TOKENS, NO_DEFAULT, POLICY, option, parse_system, parse_tokens
+from kvkeep.cli.options import (
+    BUDGET,
+    JSON,
+    MAX_NEW_TOKENS,
+    NO_DEFAULT,
+    POLICY,
+    check_one_adapter,
+    option,
+    parse_system,
+    parse_tokens,
+)
 from kvkeep.errors import InputError
 from kvkeep.parameters import CHAT_MAX_NEW_TOKENS
 from kvkeep.policies import LATER
@@ -83,6 +93,7 @@ class ChatOptions(GenerationOptions):
             raise InputError("--json prints the list of conversations: give --list, too.")
         if self.memory is not None and self.system is not None:
             raise InputError("--memory brings its own beginning; give --system to kvkeep remember.")
+        check_one_adapter(self.adapter, "a conversation")
         return replace(self, policy=self.policy or LATER, names_policy=self.policy != "")
 
     @property

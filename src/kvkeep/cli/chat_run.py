@@ -22,11 +22,13 @@ from kvkeep.cli.chat_sessions import ChatSession
 from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
+from kvkeep.cli.options import adapter_words
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.session import MOST_TURNS_BACK
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
+from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
@@ -225,7 +227,7 @@ def serve(request: ChatOptions) -> None:
         if talk is None:
             place.leave()
         else:
-            _end(talk, request.model)
+            _end(talk, request)
 
 
 def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSession:
@@ -236,10 +238,13 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
     """
     sampling = sampling_of(request)
     memory = _memory(request, place)
+    if memory is not None:
+        memory.check_adapter(request.adapter)
     request = with_memory_settings(request, memory)
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
+    check_folders(request.adapter)
     model = request.model or embedded()
     console.progress(f"loading {model} …")
     checkpoint = find(model, allow_pickle=request.allow_pickle)
@@ -272,7 +277,8 @@ def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
 
 
 def _engine(checkpoint: Checkpoint, request: ChatOptions, budget: int) -> Engine:
-    engine = engine_for(writer_of(checkpoint, request), request, budget=budget, rows=1)
+    writer = writer_of(checkpoint, request, request.adapter, merge=True)
+    engine = engine_for(writer, request, budget=budget, rows=1)
     if checkpoint.tokenizer.chat_template is None:
         console.note(f"{checkpoint.name} has no chat template, so it continues your messages as text")
     return engine
@@ -320,7 +326,7 @@ def _answer_next(lines: Lines, talk: ChatSession) -> bool:
     return True
 
 
-def _end(talk: ChatSession, model: str | None) -> None:
+def _end(talk: ChatSession, request: ChatOptions) -> None:
     """Save and close the conversation, and print how to go on with it. An error of saving is printed."""
     try:
         with Uninterrupted():
@@ -328,7 +334,8 @@ def _end(talk: ChatSession, model: str | None) -> None:
     except KVKeepError as error:
         console.error(str(error))
     if talk.place.is_saved:
-        words = ["kvkeep", "chat", *([] if model is None else [model]), "--session", talk.place.name]
+        model = [] if request.model is None else [request.model]
+        words = ["kvkeep", "chat", *model, *adapter_words(request.adapter), "--session", talk.place.name]
         console.note("the conversation is saved; to go on:")
         console.err().print(f"    {shlex.join(words)}", soft_wrap=True)  # so that it can be copied
     talk.close()

@@ -58,7 +58,9 @@ class ChatSession:
         self._sampling, self._system = sampling, system
         noted = 0 if memory is None else memory.note.get("sequence", 0)
         sequence = whole_within("The sequence in the file's note", noted, -(2**63), 2**63 - 1)
-        self.session: Session = engine.session(policy=engine.policy, snapshot=memory, sequence=sequence)
+        self._adapter = next(iter(engine.adapters), None)  # if it could not be merged into the weights
+        own: dict[str, Any] = {"snapshot": memory, "sequence": sequence, "adapter": self._adapter}
+        self.session: Session = engine.session(policy=engine.policy, **own)
         self._states = TurnStates(memory)
         self._is_saved = place.is_saved or memory is None
         self._on_disk = memory if place.is_saved else None
@@ -179,7 +181,7 @@ class ChatSession:
         state = self._states[-1 - turns]
         if state is None:
             self.session.close()
-            self.session = self.engine.session()
+            self.session = self.engine.session(adapter=self._adapter)
         else:
             self.session.rewind(state)
             state = self.session.snapshot()  # another object, by which `_take_over` knows that no turn has ended

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -72,8 +72,8 @@ def whole(name: str | None) -> str | None:
     return name
 
 
-def model_recipe(request: ModelOptions, device: str) -> ModelRecipe:
-    """Return the model of a command's options, as a worker loads it on its device."""
+def model_recipe(request: ModelOptions, device: str, adapters: Mapping[str, str] | None = None) -> ModelRecipe:
+    """Return the model of a command's options, as a worker loads it on its device, with adapters."""
     return ModelRecipe(
         model=whole(request.model),
         dtype=request.dtype,
@@ -81,6 +81,7 @@ def model_recipe(request: ModelOptions, device: str) -> ModelRecipe:
         load_in=request.load_in,
         threads=request.threads,
         allow_pickle=request.allow_pickle,
+        adapters={name: str(whole(folder)) for name, folder in (adapters or {}).items()},
     )
 
 

@@ -5,12 +5,14 @@ The work is in `kvkeep.cli.generate_run` for one prompt, and in `kvkeep.cli.gene
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvkeep import parameters
 from kvkeep.cli import distributed, options, shell_completion
 from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, not_empty, place, read_text
 from kvkeep.cli.options import (
+    ADAPTER,
     BUDGET,
     JSON,
     MAX_NEW_TOKENS,
@@ -187,12 +189,14 @@ class GenerationOptions(CacheOptions):
 
     Attributes:
         prompt: the text to continue.
+        adapter: folders of adapters by their names.
         memory: the file of a memory that the text follows.
         policy: the eviction policy; before `checked` it is empty if the user has named none.
         names_policy: whether the user has named the policy.
     """
 
     prompt: str = ""
+    adapter: Mapping[str, str] = option(ADAPTER)
     system: str | None = None
     raw: bool = False
     memory: str | None = None
@@ -353,6 +357,8 @@ class GenerateOptions(GenerationOptions):
         model, file = standard_input(self.model, self.source, self.prompt_words, self.prompt_file)
         self._check_batch(file)
         self._check_system()
+        if self.input is None:
+            options.check_one_adapter(self.adapter, "a prompt")
         prompt = read_prompt(self.prompt_words, file, model=model) if self.input is None else ""
         policy, size = self.policy or DEFAULT, self.share_or_tokens
         return replace(

@@ -34,12 +34,12 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import BudgetError, InputError, KVKeepError, PolicyError
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models import threads
+from kvkeep.models.adapters import check_folders, weights_of_all
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, join_processes, process_group, quiet
 from kvkeep.models.prepare import chosen
 from kvkeep.models.tokenization import Writer
-from kvkeep.models.weight_hash import fingerprint
 from kvkeep.parameters import MAX_TOKENS
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
@@ -394,6 +394,7 @@ def serve(request: GenerateOptions) -> None:
     assert batch is not None
     checked_guard(request.guard)
     check_weights(request)
+    check_folders(request.adapter)
     if batch.input == STANDARD_INPUT:
         distributed.refuse_standard_input()
     device = parse_device(request.device)
@@ -476,7 +477,7 @@ def _near(job: _Job, budget: int) -> None:
     engine = _engine(writer, job, budget=budget)
     # anew, since the engine has chosen the layout only now
     job.output.agree({**job.output.own, LAYOUT: chosen(writer.model)})
-    _remark(job.survey, job.checkpoint, job.request.model or "embedded")
+    _remark(job.survey, job.checkpoint, job.request)
     memory = job.survey.memory
     todo = _todo(job, lambda shapes: [problem(shape, engine, memory) for shape in shapes])
     job.announce(budget, engine.rows, engine.row_bytes)
@@ -513,23 +514,26 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
         if stopped():
             raise typer.Exit(console.INTERRUPTED)
         job.output.agree({**job.settings, "weights": pool.facts.weights, LAYOUT: pool.facts.layout})
-        _remark(survey, job.checkpoint, job.request.model or "embedded")
+        _remark(survey, job.checkpoint, job.request)
         todo = _todo(job, lambda shapes: pool.ask("judge", list(shapes)))
         each = f"{console.count(batch.workers, 'worker')}, each with "
         job.announce(budget, pool.facts.rows, pool.facts.row_bytes, each)
         job.run(RayRunner(pool, _lines(job.source, todo), lambda number: survey.work([number])), todo)
 
 
-def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
+def _remark(survey: Survey, checkpoint: Checkpoint, request: GenerateOptions) -> None:
     """Print notes on lines that are long, ask for a model that does not run, or have fields that nobody knows."""
     if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
         console.note(
             f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the model was "
             "trained for."
         )
-    if others := sorted(survey.models - {name}):
+    name = request.model or "embedded"
+    own = {name, *(other for other in survey.models if other.rpartition(":")[2] in request.adapter)}
+    if others := sorted(survey.models - own):
         named = ", ".join(f"{console.visible(other):.60}" for other in others)
-        console.note(f"lines name the model {named}; {name} answers all lines")
+        only = f":{next(iter(request.adapter))}" if len(request.adapter) == 1 else ""
+        console.note(f"lines name the model {named}; {name}{only} answers {'those' if own - {name} else 'all'} lines")
     if survey.ignored:
         named = ", ".join(f"{console.visible(field):.60}" for field in sorted(survey.ignored))
         console.note(f"lines have fields that are unknown and ignored: {named}")
@@ -590,8 +594,8 @@ def _budget(request: GenerateOptions, policy: Policy, survey: Survey, output: Ou
 def _load(request: GenerateOptions, checkpoint: Checkpoint, output: OutputFile, settings: dict[str, object]) -> Writer:
     """Load the model and return it, after a check that the output was written with the same weights."""
     console.progress(f"loading {checkpoint.name} …")
-    writer = writer_of(checkpoint, request)
-    output.agree({**settings, "weights": fingerprint(writer.model)})
+    writer = writer_of(checkpoint, request, request.adapter)
+    output.agree({**settings, "weights": weights_of_all(writer.model)})
     return writer
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, TypeAlias, TypeGuard, cast
 
-from kvkeep.batch.input import BadLine, InputLine, after, parse
+from kvkeep.batch.input import BadLine, InputLine, after, parse, with_adapter
 from kvkeep.batch.output import OutputFile
 from kvkeep.batch.survey import TokenCounts
+from kvkeep.cache.rotary_probe import position_mode
 from kvkeep.cli import console, distributed
 from kvkeep.cli.cluster import PROCESS_BYTES, room_for, whole
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
@@ -26,19 +27,18 @@ from kvkeep.engine.request import Request as Asked
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import tokenization
+from kvkeep.models.adapters import weights_of_all
 from kvkeep.models.chat_templates import reads, system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.prepare import chosen, compile_layers, prepare_for_rows, restore_modules
 from kvkeep.models.tokenization import Writer
-from kvkeep.models.weight_hash import fingerprint
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy
-from kvkeep.rotary import rotation_for
 from kvkeep.scale.driver import run_pieces
 from kvkeep.scale.worker import LINES, Built, EngineFacts
 from kvkeep.scale.worker_pool import Item, Layout, WorkerPool, WorkResult
@@ -55,8 +55,8 @@ def reader(
         InputError: the memory is a conversation's.
     """
     past, policy = None if memory is None else _past_of(memory), parse_policy(request.policy)
-    rotation = rotation_for(checkpoint.config, request.positions, own=policy.defaults.positions)
-    longest = checkpoint.max_model_len(slot_positions=rotation is not None)
+    mode = position_mode(checkpoint.config, request.positions, own=policy.defaults.positions)
+    longest = checkpoint.max_model_len(slot_positions=mode == "slot")
     if longest is not None and past is not None:
         longest -= len(past.ids)
 
@@ -91,6 +91,7 @@ def reader(
             reads=read_by_template,
             max_model_len=longest,
         )
+        line = with_adapter(line, request.model or "embedded", tuple(request.adapter))
         return line if memory is None else after(line, memory.snapshot, request.policy)
 
     return read
@@ -243,8 +244,8 @@ class EngineRecipe:
             checkpoint = find(self.request.model or embedded(), allow_pickle=self.request.allow_pickle)
             read_line = reader(checkpoint, self.request, sampling_of(self.request), memory)
             with _meanwhile(lambda: read_line(0, _ANY_LINE)):  # starts the process that fills in chat templates
-                writer = writer_of(checkpoint, self.request)
-                weights = fingerprint(writer.model)  # before layers are packed
+                writer = writer_of(checkpoint, self.request, self.request.adapter)
+                weights = weights_of_all(writer.model)  # before layers are packed
             engine = engine_of(writer, self.request, self.batch, most=self.most, budget=self.budget, like=like)
         snapshot = None if memory is None else memory.snapshot
         return Built(engine, read_line, TokenTexts(checkpoint.tokenizer), weights, chosen(writer.model), snapshot)
@@ -286,7 +287,9 @@ def pool_of(
         threads=request.threads,
         address=batch.address,
     )
-    asked = replace(request, model=whole(request.model), memory=whole(request.memory), device=device)
+    places: dict[str, Any] = {"model": whole(request.model), "memory": whole(request.memory)}
+    places["adapter"] = {name: str(whole(folder)) for name, folder in request.adapter.items()}
+    asked = replace(request, **places, device=device)
     recipe = EngineRecipe(request=asked, batch=batch, most=most, budget=budget, memory=memory)
     return WorkerPool(LINES, recipe, batch.workers, need, like=like, tell=console.note)
 

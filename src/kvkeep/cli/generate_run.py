@@ -6,7 +6,7 @@ Importing this module imports torch and transformers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from kvkeep.engine.request import Result, checked_guard, json_structure
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, SnapshotError
 from kvkeep.models import threads, tokenization
+from kvkeep.models.adapters import check_folders, merged_into
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
@@ -75,6 +76,26 @@ class SavedMemory:
         ConversationHistory.of(snapshot)  # refuses a memory without token ids
         with in_full(file).open("rb") as content:
             return cls(shown or file, snapshot, hashlib.file_digest(content, "sha256").hexdigest()[:16])
+
+    def check_adapter(self, adapters: Mapping[str, str]) -> None:
+        """Refuse to continue the memory of an adapter without one, or the other way round, before weights are read.
+
+        Which adapter it is, its weights tell later.
+
+        Raises:
+            SnapshotError: the memory was made with an adapter and none is given, or without one.
+        """
+        made = self.snapshot.fingerprint
+        if made.adapter is not None and not adapters:
+            raise SnapshotError(
+                f"{self.file} is a memory of {made.model} with the adapter {made.adapter}. Give that adapter, too: "
+                f"--adapter {made.adapter}=FOLDER"
+            )
+        if made.adapter is None and adapters:
+            raise SnapshotError(
+                f"{self.file} is a memory of {made.model} without an adapter. Leave --adapter out, or read the text "
+                "again with it."
+            )
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Refuse another model before its weights are read.
@@ -217,6 +238,7 @@ class PreparedRequest:
         if self.memory is None:
             return engines.Request(
                 prompt=self.prompt,
+                adapter=self.adapter,
                 chat=not self.request.raw,
                 sampling=self.sampling,
                 pins=self.pins,
@@ -227,9 +249,15 @@ class PreparedRequest:
             raw=self.request.raw,
             sampling=self.sampling,
             snapshot=self.memory.snapshot,
+            adapter=self.adapter,
             policy=self.policy,  # the engine would not load a policy's module because a snapshot names it
             structured_outputs=form,
         )
+
+    @property
+    def adapter(self) -> str | None:
+        """Return the adapter that the request names; ``None`` without one, or if it was merged into the weights."""
+        return next(iter(self.request.adapter), None) if merged_into(self.writer.model) is None else None
 
     @property
     def name(self) -> str:
@@ -239,7 +267,7 @@ class PreparedRequest:
     @property
     def position_mode(self) -> str:
         """Return the position mode, ``true`` or ``slot``."""
-        return "true" if self.layout.rotation is None else "slot"
+        return self.layout.positions
 
 
 def prepare(request: GenerateOptions) -> PreparedRequest:
@@ -252,6 +280,8 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     if request.json_schema is not None:
         json_structure(request.json_schema)
     memory = None if request.memory is None else SavedMemory.read(request.memory)
+    if memory is not None:
+        memory.check_adapter(request.adapter)
     request = with_memory_settings(request, memory)
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
@@ -259,6 +289,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
         budgets.from_ratio(request.keep_ratio, tokens=1)  # checks the share before the model is loaded
     checked_guard(request.guard)
     check_weights(request)
+    check_folders(request.adapter)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
@@ -275,7 +306,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     layout.check_pins(budget, pins)
     if request.guard is not None:
         levels(layout, budget, pins)
-    writer = writer_of(checkpoint, request)
+    writer = writer_of(checkpoint, request, request.adapter, merge=True)
     return PreparedRequest(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
 
 
@@ -671,6 +702,7 @@ def _serve_comparison(job: PreparedRequest) -> None:
 def _describe(job: PreparedRequest) -> dict[str, object]:
     return {
         "model": job.checkpoint.name,
+        **({"adapter": next(iter(job.request.adapter))} if job.request.adapter else {}),
         "dtype": job.writer.dtype,
         "device": job.writer.device,
         "policy": job.name,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from kvkeep.cli import console, distributed
 from kvkeep.models import threads
@@ -46,16 +47,25 @@ def check_weights(asked: Weights) -> None:
     check_format(asked.load_in)
 
 
-def writer_of(checkpoint: Checkpoint, asked: Weights) -> Writer:
+def writer_of(
+    checkpoint: Checkpoint, asked: Weights, adapters: Mapping[str, str] | None = None, *, merge: bool = False
+) -> Writer:
     """Read a model's weights and return the model; print a note on its settings that kvkeep leaves out.
 
     Under torchrun the model is split over its processes.
+
+    Args:
+        checkpoint: the model.
+        asked: how its weights are read.
+        adapters: folders of adapters by their names.
+        merge: whether a single adapter is merged into the weights, because all that runs has it.
 
     Raises:
         KVKeepError: the weights cannot be used.
     """
     split = distributed.processes() > 1
-    model = read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in, tp=split)
+    own: dict[str, Any] = {"adapters": adapters, "merge": merge}
+    model = read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in, tp=split, **own)
     threads.use(model, asked.threads)
     if left_out := remark(model):
         console.note(left_out)

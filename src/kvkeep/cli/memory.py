@@ -65,7 +65,8 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
         "holds": _kind(snapshot.note),
         "model": f"{made.model} in {made.dtype}, {console.count(len(layers), 'layer')} with slots"
         f"{_in_bits(made.kv_bits)}{states}",
-        "weights": made.weights or "not known",
+        "weights": (made.weights or "not known")
+        + ("" if made.adapter is None else f", with the adapter {made.adapter}"),
         "policy": made.policy,
         "budget": f"{console.count(made.budget, 'token')}, {_rule(made.layer_budget)}{_of_heads(made.head_budget)}",
         "positions": f"{made.positions}{chunk}",

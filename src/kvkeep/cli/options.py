@@ -511,6 +511,49 @@ THREADS = described(
     parameters.THREADS, read=lambda number, flag: threads.check(number), reads_none=True, type=int | None
 )
 GGUF = described(parameters.GGUF)
+
+
+def parse_adapters(given: list[str] | None, option: str) -> Mapping[str, str]:
+    """Return the folders of adapters by their names, in the order in which they were given.
+
+    Raises:
+        InputError: one is not like NAME=FOLDER, its name cannot be used, or two have one name.
+    """
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, equals, folder = text.partition("=")
+        if not equals or not folder.strip():
+            raise InputError(f"{option} {text!r:.100} names no folder; give NAME=FOLDER, such as sql=./sql-lora.")
+        if re.fullmatch(parameters.ADAPTER_NAME, name, re.ASCII) is None:
+            raise InputError(
+                f"{option}: {name!r:.80} is no name for an adapter. It has 1 to 64 letters, digits, dots, - and _, and "
+                "begins with a letter or digit."
+            )
+        if name in found:
+            raise InputError(f"{option}: two adapters have the name {name}. Give each a name of its own.")
+        found[name] = folder
+    return found
+
+
+def check_one_adapter(adapters: Mapping[str, str], what: str) -> None:
+    """Refuse several adapters where all that runs has the same one.
+
+    Raises:
+        InputError: there are several.
+    """
+    if len(adapters) > 1:
+        raise InputError(
+            f"--adapter names {' and '.join(adapters)}, and {what} runs with one. Leave the others out. A file of "
+            "prompts (generate --input) and a server take several, which lines and requests name as their model."
+        )
+
+
+def adapter_words(adapters: Mapping[str, str]) -> list[str]:
+    """Return the words of a command line that name these adapters."""
+    return [word for name, folder in adapters.items() for word in ("--adapter", f"{name}={folder}")]
+
+
+ADAPTER = described(parameters.ADAPTER, read=parse_adapters, reads_none=True, type=list[str] | None, default=None)
 ALLOW_PICKLE = described(parameters.ALLOW_PICKLE)
 POLICY = described(parameters.POLICY, complete=shell_completion.policies)
 BUDGET = described(parameters.BUDGET, flags=("-b",), read=parse_tokens)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.cli.files import place, target
-from kvkeep.cli.options import BUDGET, JSON, OUTPUT, POLICY, CacheOptions, option, parse_system
+from kvkeep.cli.options import (
+    ADAPTER,
+    BUDGET,
+    JSON,
+    OUTPUT,
+    POLICY,
+    CacheOptions,
+    check_one_adapter,
+    option,
+    parse_system,
+)
 from kvkeep.policies import LATER
 
 _TEXT = "Text"
@@ -48,10 +59,12 @@ class RememberOptions(CacheOptions):
         BUDGET,
         help=f"{BUDGET.help} Default: 1024; under full the text and 2048 more.",
     )
+    adapter: Mapping[str, str] = option(ADAPTER)
     json: bool = option(JSON)
 
     def checked(self) -> RememberOptions:
-        """Check that the memory can be written, and return the options themselves."""
+        """Check that the memory can be written, by one adapter at most, and return the options themselves."""
+        check_one_adapter(self.adapter, "a memory")
         self.check_output()
         return self
 

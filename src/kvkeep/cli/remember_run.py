@@ -17,12 +17,14 @@ from kvkeep.cache.layer_layout import Layout
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.options import adapter_words
 from kvkeep.cli.progress import ProgressBar
 from kvkeep.cli.remember import RememberOptions
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result
 from kvkeep.models import threads
+from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet, watched
@@ -73,12 +75,13 @@ def _serve(request: RememberOptions) -> None:
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
+    check_folders(request.adapter)
     content = read_text(request.text, kind="text", purpose="Give the model some text to remember.")
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
     text = _prepare(checkpoint, request, policy, content)
-    writer = writer_of(checkpoint, request)
+    writer = writer_of(checkpoint, request, request.adapter, merge=True)
     engine = Engine(
         writer.model,
         checkpoint.tokenizer,
@@ -92,7 +95,8 @@ def _serve(request: RememberOptions) -> None:
         positions=request.positions,
     )
     start = time.perf_counter()
-    with engine.session() as session, _bar(len(text.ids)) as bar, watched(writer.model, bar.advance):
+    named = next(iter(engine.adapters), None)  # quantised weights, into which nothing is merged
+    with engine.session(adapter=named) as session, _bar(len(text.ids)) as bar, watched(writer.model, bar.advance):
         result = session.read(text.ids)
         snapshot = noted(session.snapshot(), text.opening)
     seconds = time.perf_counter() - start
@@ -113,7 +117,7 @@ def _prepare(checkpoint: Checkpoint, request: RememberOptions, policy: Policy, c
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
     layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     check_room(layout, budget, len(ids), 1)
-    mode = "true" if layout.rotation is None else "slot"
+    mode = layout.positions
     trained = checkpoint.trained_length
     if trained and len(ids) > trained and mode == "true":
         console.note(
@@ -138,6 +142,7 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
                 "file": str(request.output),
                 "file_bytes": size,
                 "model": writer.checkpoint.name,
+                **({"adapter": next(iter(request.adapter))} if request.adapter else {}),
                 "dtype": writer.dtype,
                 "device": writer.device,
                 "policy": spec(text.policy),
@@ -155,7 +160,8 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
         return
     full = console.show_bytes(memory.full_bytes)
     kept = f"compression {console.show_factor(memory.full_bytes / size)}" if memory.full_bytes > size else "all is kept"
-    model = "" if request.model is None else f"{quoted(request.model)} "
+    words = [*([] if request.model is None else [request.model]), *adapter_words(request.adapter)]
+    model = "".join(f"{quoted(word)} " for word in words)
     screen = console.out()
     screen.print(
         console.facts(

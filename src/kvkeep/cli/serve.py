@@ -15,6 +15,7 @@ from kvkeep import parameters
 from kvkeep.cli import options
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.options import (
+    ADAPTER,
     BUDGET,
     HEAD_BUDGET,
     KV_BITS,
@@ -170,6 +171,7 @@ class ServeOptions(ModelOptions):
     served_name: str | None = option(
         "The model's name in the API. Default: MODEL.", default=None, metavar="NAME", group=MODEL
     )
+    adapter: Mapping[str, str] = option(ADAPTER)
     tool_form: str = option(
         "How the model calls tools: hermes, llama3, mistral, or auto, which reads it off the chat template.",
         default="auto",

@@ -33,6 +33,7 @@ from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.swapping import MOST_HOST_ROWS
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
+from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
@@ -142,7 +143,10 @@ def _recipe(request: ServeOptions, settings: ServerSettings, device: str) -> Rep
     options = engine_options(request)
     del options["session_dir"]
     return ReplicaRecipe(
-        model=model_recipe(request, device), settings=settings, engine=options, tool_form=request.tool_form
+        model=model_recipe(request, device, request.adapter),
+        settings=settings,
+        engine=options,
+        tool_form=request.tool_form,
     )
 
 
@@ -309,7 +313,7 @@ def _serve_here(
     request: ServeOptions,
 ) -> bool:
     """Serve with an engine in this process until a signal ends this; return whether the signal was Ctrl-C."""
-    writer = writer_of(checkpoint, request)
+    writer = writer_of(checkpoint, request, request.adapter)
     with Engine(writer.model, checkpoint.tokenizer, **engine_options(request)) as engine:
         app = make_app(ServedModel(engine, checkpoint, tool_use=tool_use), settings, request.allow_origin)
         return _answer(place, socket, request)(app, settings.name, engine.rows, engine.row_bytes)
@@ -402,6 +406,7 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
     whole_within("host_rows", request.host_rows, 0, MOST_HOST_ROWS)
     check_prefix_memory(request.prefix_memory, request.prefill_chunk)
     check_weights(request)
+    check_folders(request.adapter)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
@@ -413,7 +418,7 @@ def _checkpoint(request: ServeOptions) -> tuple[Checkpoint, int | None]:
         positions=request.positions,
     )
     layout.slots(request.budget)
-    longest = checkpoint.max_model_len(slot_positions=layout.rotation is not None)
+    longest = checkpoint.max_model_len(slot_positions=layout.positions == "slot")
     return checkpoint, request.max_model_len or longest
 
 

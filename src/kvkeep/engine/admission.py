@@ -9,7 +9,7 @@ from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from kvkeep.engine.request import Request, checked_guard, usable
 from kvkeep.engine.sampling_params import Biases, SamplingParams
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
+from kvkeep.models.adapters import adapters_of, merged_into
 from kvkeep.models.checkpoint import Model, Tokenizer, position_limit
 from kvkeep.models.device import device_of
 from kvkeep.models.generation_config import ends_of
@@ -205,10 +206,37 @@ class Identity:
     chunk: int | None
     dtype: str | None = None
 
+    def weights(self, adapter: str | None = None) -> str:
+        """Return a hash of the model's weights as they are now, with an adapter; ``None``: the base model."""
+        if (named := adapters_of(self.model)) is None:  # adapters from elsewhere count as they are active
+            return fingerprint(self.model)
+        return named.weights_hash(adapter)
+
     @property
-    def weights(self) -> str:
-        """Return a hash of the model's weights as they are now."""
-        return fingerprint(self.model)
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the model's adapters."""
+        named = adapters_of(self.model)
+        return () if named is None else named.names
+
+    def adapter_of(self, adapter: str | None, made: Fingerprint | None) -> str | None:
+        """Return the adapter of a request or a session, after a check that the model has it.
+
+        Args:
+            adapter: its name, if it was named.
+            made: the fingerprint of the memory that is continued. If no adapter was named, it is the one with the
+                weights that the memory was made with, whatever it was called.
+
+        Raises:
+            InputError: the model has no such adapter.
+        """
+        names = self.adapters
+        if adapter is not None and adapter not in names:
+            there = f"there are {', '.join(names)}" if names else "it has none; name them when it is loaded"
+            raise InputError(f"The model has no adapter {adapter!r:.80}: {there}.")
+        if adapter is not None or made is None or not names:
+            return adapter
+        likeliest = sorted((None, *names), key=lambda name: name != made.adapter)
+        return next((name for name in likeliest if self.weights(name) == made.weights), None)
 
     @cached_property
     def _tokenizer_hash(self) -> str | None:
@@ -229,15 +257,16 @@ class Identity:
             InputError: the profile belongs to other weights.
         """
         if layout.profile is not None:
-            layout.profile.check_weights(lambda: self.weights)
+            layout.profile.check_weights(self.weights)
         return layout
 
-    def fingerprint(self, layout: Layout, budget: int) -> Fingerprint:
+    def fingerprint(self, layout: Layout, budget: int, adapter: str | None = None) -> Fingerprint:
         """Return the fingerprint (model, policy, budget and settings) that a snapshot of this engine must match.
 
         Args:
             layout: the policy, and how the budget is spread over the layers.
             budget: tokens kept per layer and head.
+            adapter: the adapter that runs.
         """
         try:
             policy = spec(layout.policy)
@@ -251,12 +280,27 @@ class Identity:
             layer_budget=rule(layout.layer_budget),
             head_budget=layout.head_budget,
             dtype=self.dtype,
-            positions="true" if layout.rotation is None else "slot",
+            positions=layout.positions,
             chunk=self.chunk,
             kv_bits=layout.kv_bits,
-            weights=self.weights,
+            weights=self.weights(adapter),
             tokenizer=self._tokenizer_hash,
+            adapter=merged_into(self.model) if adapter is None else adapter,
         )
+
+
+class Settled(NamedTuple):
+    """What a request or a session runs under.
+
+    Attributes:
+        policy: the eviction policy.
+        budget: tokens kept per layer and head.
+        adapter: the model's adapter; ``None``: the base model.
+    """
+
+    policy: Policy
+    budget: int
+    adapter: str | None
 
 
 DEFAULT_ROWS = 16
@@ -333,7 +377,8 @@ class Admission:
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
-        policy, budget = self.settle(request.policy, request.budget, request.snapshot)
+        policy, budget, adapter = self.settle(request.policy, request.budget, request.snapshot, request.adapter)
+        request = request if adapter == request.adapter else request.replaced(adapter=adapter)
         if request.snapshot is not None:
             past = ConversationHistory.of(request.snapshot)
         if past is not None:
@@ -450,16 +495,21 @@ class Admission:
         self._layout(policy).check_pins(budget, pins)
 
     def settle(
-        self, policy: str | Policy | None, budget: int | None, snapshot: Snapshot | None = None
-    ) -> tuple[Policy, int]:
-        """Return the policy and the budget of a request or a session.
+        self,
+        policy: str | Policy | None,
+        budget: int | None,
+        snapshot: Snapshot | None = None,
+        adapter: str | None = None,
+    ) -> Settled:
+        """Return the policy, the budget and the adapter of a request or a session.
 
-        What is ``None`` comes from the snapshot, or else from the engine.
+        What is ``None`` comes from the snapshot, or else from the engine. An engine's adapter is none.
 
         Raises:
-            KVKeepError: the budget is more than the engine's, or the snapshot belongs to another model, policy or
-                setting.
+            KVKeepError: the budget is more than the engine's, the model has no such adapter, or the snapshot belongs to
+                another model, adapter, policy or setting.
         """
+        adapter = self.identity.adapter_of(adapter, None if snapshot is None else snapshot.fingerprint)
         if snapshot is not None:
             made = snapshot.fingerprint
             policy = policy_named(made.policy) if policy is None else policy
@@ -472,16 +522,16 @@ class Admission:
                 "Ask for less, or give the engine a larger `budget`."
             )
         if snapshot is not None:
-            made.check(self.fingerprint(found, number))
-        return found, number
+            made.check(self.fingerprint(found, number, adapter))
+        return Settled(found, number, adapter)
 
-    def fingerprint(self, policy: Policy, budget: int) -> Fingerprint:
-        """Return the fingerprint that a snapshot made with this policy and budget has."""
-        return self.identity.fingerprint(self._layout(policy), budget)
+    def fingerprint(self, policy: Policy, budget: int, adapter: str | None) -> Fingerprint:
+        """Return the fingerprint that a snapshot made with this policy, budget and adapter has."""
+        return self.identity.fingerprint(self._layout(policy), budget, adapter)
 
-    def weights_hash(self) -> str:
-        """Return a hash of the model's weights as they are now."""
-        return self.identity.weights
+    def weights_hash(self, adapter: str | None) -> str:
+        """Return a hash of the model's weights as they are now, with an adapter."""
+        return self.identity.weights(adapter)
 
     def make_rows(self, policy: Policy) -> KVManager:
         """Allocate new rows for a policy, after checks of the free memory, and return their KV manager.

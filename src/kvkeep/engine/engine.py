@@ -34,6 +34,7 @@ from kvkeep.engine.tensor_parallel import EngineAgreement, check_split
 from kvkeep.errors import InputError, KVKeepError, SnapshotError
 from kvkeep.head_sharding import sharing
 from kvkeep.kv import lost_mass
+from kvkeep.models.adapters import adapters_of
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Tokenizer
 from kvkeep.models.device import device_of, reason_of
@@ -42,7 +43,6 @@ from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.prepare import prepare
 from kvkeep.models.support import generator
 from kvkeep.models.tokenization import noted
-from kvkeep.models.weight_hash import adapters
 from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
@@ -95,7 +95,8 @@ class Engine:
 
     A request gets the tokens that it would get alone with the same ``prefill_chunk``, whatever runs beside it. Where
     transformers has split the model over processes, each of them makes an engine and gives it the same requests, which
-    they compare before each step; see ``docs/tensor-parallel.md``.
+    they compare before each step; see ``docs/tensor-parallel.md``. Where `kvkeep.load` has put adapters into the model,
+    each request names its own; a run of the model has rows of one adapter, and each step brings all of them further.
 
     Args:
         model: any model that `kvkeep.attach` takes, in evaluation mode.
@@ -166,7 +167,8 @@ class Engine:
         alone = together.ranks == 1
         self._agreement = None if alone else EngineAgreement(together, device, settings)
         has_states = keeps_states(self.model)
-        graphs = not has_states and (alone and device.type == "cuda" if graphs is None else graphs)
+        one = adapters_of(self.model) is None  # a graph runs one adapter
+        graphs = one and not has_states and (alone and device.type == "cuda" if graphs is None else graphs)
         options = {**spread, "positions": positions}
         if has_states:  # such a model reads prompts whole, and its layers with slots take the chunks
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
@@ -179,7 +181,7 @@ class Engine:
         hashes = self._admission.weights_hash, self._admission.rule.key
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes)
         self._runner = ModelRunner(self.model, graphs=graphs)
-        self._adapters = adapters(self.model)
+        self._runner.check_adapters()
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         banned = BannedTokens.of(self.model.generation_config, vocabulary)
         self._sampler = Sampler(None if alone else together, banned if any(banned) else None)
@@ -201,6 +203,11 @@ class Engine:
     def rows(self) -> int:
         """Return the number of sequences that run at once."""
         return self._kv.count
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the adapters that requests may name."""
+        return self._admission.identity.adapters
 
     @property
     def busy(self) -> bool:
@@ -350,6 +357,7 @@ class Engine:
         sequence: int = 0,
         snapshot: Snapshot | None = None,
         pins: GenericSequence[Span] = (),
+        adapter: str | None = None,
     ) -> Session:
         """Return a new conversation whose memory stays between its turns, or the open or saved one with this name.
 
@@ -361,10 +369,11 @@ class Engine:
             sequence: identity for everything random, see `Request`.
             snapshot: the memory that the session continues.
             pins: spans of the first turn's positions that may never be evicted, see `Request`.
+            adapter: the model's adapter; by default the snapshot's or the saved session's, or else none.
 
         Raises:
-            InputError: the name cannot be used, or the engine is closed.
-            SnapshotError: the snapshot belongs to another model, policy, budget or other settings.
+            InputError: the name cannot be used, the engine is closed, or the model has no such adapter.
+            SnapshotError: the snapshot belongs to another model, adapter, policy, budget or other settings.
             KVKeepError: the engine has no rows for the policy or the budget; see `add`.
         """
         with Uninterrupted(), self._dispatcher.turn:
@@ -377,6 +386,7 @@ class Engine:
                 sequence=sequence,
                 snapshot=snapshot,
                 pins=pins,
+                adapter=adapter,
             )
 
     @property
@@ -392,6 +402,7 @@ class Engine:
         policy: str | Policy | None = None,
         budget: int | None = None,
         pins: GenericSequence[Span] = (),
+        adapter: str | None = None,
     ) -> Snapshot:
         """Read a text once, and return its memory, which any number of requests and sessions may continue.
 
@@ -400,15 +411,18 @@ class Engine:
             policy: the eviction policy; by default the engine's.
             budget: tokens kept per layer and head; by default the engine's.
             pins: spans of its positions that may never be evicted, see `Request`.
+            adapter: the model's adapter; by default none.
 
         Raises:
             KVKeepError: see `add`; or a step failed.
         """
-        with self.session(policy=policy, budget=budget, pins=pins) as session:
+        with self.session(policy=policy, budget=budget, pins=pins, adapter=adapter) as session:
             session.read(asked)
             return session.snapshot()
 
-    def remember(self, text: str, *, system: str | None = None, raw: bool = False) -> Snapshot:
+    def remember(
+        self, text: str, *, system: str | None = None, raw: bool = False, adapter: str | None = None
+    ) -> Snapshot:
         """Read a text once, and return its memory, which any number of questions may follow.
 
         A text and a question that follows it are one message of the user, with a blank line between them.
@@ -417,12 +431,13 @@ class Engine:
             text: the text; white space around it is dropped.
             system: a system message before it.
             raw: take the text and its questions without the chat template, also with a blank line between them.
+            adapter: the model's adapter; by default none.
 
         Raises:
             KVKeepError: see `add`; or a step failed.
         """
         ids, opening = self._admission.words.opened(text, system=system, raw=raw)
-        with self.session() as session:
+        with self.session(adapter=adapter) as session:
             session.read(ids)
             return noted(session.snapshot(), opening)
 
@@ -499,10 +514,8 @@ class Engine:
     def _check_adapters(self) -> None:
         """End the requests that have begun under other adapters of the model than are active now."""
         with Guard(self._recover, lambda: list(self._sequences.values())):
-            here = adapters(self.model)
-            if here == self._adapters:
+            if self._runner.check_adapters():
                 return
-            self._adapters = here
             self._runner.forget()  # recorded steps run the adapters of their time
             unread = SequenceStatus.WAITING, SequenceStatus.FINISHED
             begun = [sequence for sequence in self._sequences.values() if sequence.status not in unread]

@@ -17,9 +17,12 @@ from kvkeep.engine.kv_manager import KVManager
 from kvkeep.engine.sampler import is_scored, score
 from kvkeep.engine.scheduler import InputBatch, ModelRun
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.adapters import adapters_of
 from kvkeep.models.checkpoint import Model
 from kvkeep.models.device import device_of
-from kvkeep.models.rotary import LengthRule, reading
+from kvkeep.models.rotary import LengthRule
+from kvkeep.models.weight_hash import adapters
+from kvkeep.rotary import reading
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 # One run of the model over several batches: each layer steps batch by batch.
@@ -33,12 +36,14 @@ class RunPart(NamedTuple):
         length: tokens of each row, padding included.
         real: which tokens are real; ``None``: all.
         cache: the batch's rows.
+        lengths: see `_Input`; ``None`` if rotary frequencies do not follow them.
     """
 
     rows: int
     length: int
     real: Bool[Tensor, "n T"] | None
     cache: PhasedCache
+    lengths: Int[Tensor, "n T"] | None = None
 
 
 class Joined:
@@ -67,7 +72,8 @@ class Joined:
         for part, stepper in zip(self._parts, self._steppers, strict=True):
             stop = start + part.rows * part.length
             mine = (_rows(tensor[:, :, start:stop], part.rows) for tensor in (query, keys, values))
-            out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
+            with reading(part.lengths):
+                out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
             done.append(out.transpose(0, 1).flatten(1, 2)[None])
             start = stop
         return torch.cat(done, dim=2)
@@ -126,14 +132,33 @@ class ModelRunner:
         self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
         self._rule = LengthRule.of(model)
         self.graphs = Graphs(model, self._options) if graphs and not self._rule else None
+        self._named, self._adapters = adapters_of(model), ""
+
+    def check_adapters(self) -> bool:
+        """Return whether the model's adapters are as they were at the last call, apart from switches of the engine.
+
+        If anybody else has switched them, the present ones count from now on.
+        """
+        if self._named is not None:
+            return self._named.check()
+        here, before = adapters(self._model), self._adapters
+        self._adapters = here
+        return here == before
 
     @torch.inference_mode()
     def run(self, run: ModelRun, rows: KVManager) -> Float[Tensor, "n V"]:
         """Run the model, write the rows' slots, and return the logits after each row's last token.
 
         The next run may overwrite the logits. Guarded rows are reduced to their chosen budgets, and log-probabilities
-        of prompts noted.
+        of prompts noted. The adapter of the run's rows, which is the same for all, is activated.
         """
+        if self._named is None:
+            return self._run(run, rows)
+        with self._named.activated(run.requests[0].request.adapter):
+            return self._run(run, rows)
+
+    def _run(self, run: ModelRun, rows: KVManager) -> Float[Tensor, "n V"]:
+        """Run the model with the adapters that are active."""
         graphs = self.graphs if len(run.batches) == 1 else None
         if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
             return logits
@@ -163,7 +188,7 @@ class ModelRunner:
                 score(scored, logits)
             return logits[:, -1]
         parts = [
-            RunPart(len(batch.ids), batch.ids.shape[1], batch.real, cache)
+            RunPart(len(batch.ids), batch.ids.shape[1], batch.real, cache, batch.lengths if self._rule else None)
             for batch, cache in zip(given, caches, strict=True)
         ]
         ids = torch.cat([batch.ids.flatten() for batch in given])

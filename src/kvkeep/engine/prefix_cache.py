@@ -42,7 +42,7 @@ class PrefixCache:
     Args:
         most_bytes: the most that all of them may take; 0 keeps none.
         chunk: tokens of a chunk; ``None`` if prompts are read whole, and have no borders.
-        weights: returns a hash of the model's weights as they are now.
+        weights: returns a hash of the model's weights as they are now, with an adapter.
         length_key: returns a value that is equal for prompts of two lengths if their beginnings may be shared.
 
     Attributes:
@@ -53,7 +53,7 @@ class PrefixCache:
         self,
         most_bytes: int,
         chunk: int | None,
-        weights: Callable[[], str],
+        weights: Callable[[str | None], str],
         length_key: Callable[[int], Hashable] = lambda n: None,
     ) -> None:
         self._most_bytes, self._chunk = most_bytes if chunk else 0, chunk or 1
@@ -113,7 +113,7 @@ class PrefixCache:
         """Yield the key of each border: the settings that a memory depends on, and a hash of the tokens before it."""
         if sequence.borders is None:
             sequence.borders = list(_hashes(sequence.prompt, self._chunk))
-        weights, length = self._weights(), self._length_key(len(sequence.prompt))
+        weights, length = self._weights(sequence.request.adapter), self._length_key(len(sequence.prompt))
         for digest in sequence.borders:
             yield sequence.settings, weights, length, digest
 

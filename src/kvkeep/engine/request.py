@@ -301,7 +301,8 @@ class Request:
             `kvkeep.pins.spans` returns them.
         guard: take the smallest of a quarter, half and all of the budget at which the prompt's cut loses at most this
             share of attention (`Result.lost_mass`), or all of it if none does; by default the engine's.
-        snapshot: the memory that the prompt continues. Policy and budget are then by default the snapshot's.
+        snapshot: the memory that the prompt continues. Policy, budget and adapter are then by default the snapshot's.
+        adapter: the name of an adapter that `kvkeep.load` has put into the model; by default the base model runs.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -331,6 +332,7 @@ class Request:
     pins: Sequence[Span] = ()
     guard: float | None = None
     snapshot: Snapshot | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -342,13 +344,7 @@ class Request:
         object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
         if not isinstance(self.sampling, SamplingParams):
             raise InputError(f"sampling={self.sampling!r} is no kvkeep.SamplingParams.")
-        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(flag := getattr(self, name), bool):
-                raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
-        if self.policy is not None and not isinstance(self.policy, str | Policy):
-            raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
-        if self.snapshot is not None and not isinstance(self.snapshot, Snapshot):
-            raise InputError(f"snapshot={self.snapshot!r:.80} is no kvkeep.Snapshot.")
+        self._check_types()
         if self.budget is not None:
             object.__setattr__(self, "budget", budgets.check_one(self.budget))
         for name in ("logprobs", "prompt_logprobs"):
@@ -358,6 +354,21 @@ class Request:
             raise InputError(
                 "`prompt_logprobs` needs the whole prompt to be read, and this request continues a snapshot."
             )
+
+    def _check_types(self) -> None:
+        """Refuse values of another type in fields that are used as they are.
+
+        Raises:
+            InputError: a value has another type.
+        """
+        for name in ("ignore_end", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise InputError(f"{name}={flag!r:.80} is neither True nor False.")
+        if self.policy is not None and not isinstance(self.policy, str | Policy):
+            raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
+        for name, kind, what in (("snapshot", Snapshot, "kvkeep.Snapshot"), ("adapter", str, "name of an adapter")):
+            if (given := getattr(self, name)) is not None and not isinstance(given, kind):
+                raise InputError(f"{name}={given!r:.80} is no {what}.")
 
     def replaced(self, **fields: object) -> Request:
         """Return a copy with other values of some fields, which have been checked already.
@@ -537,7 +548,7 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
     """Return a session's turn (a text, messages, token ids or a request) as a request.
 
     Raises:
-        InputError: ``asked`` is none of these, or names a policy, budget, sequence or snapshot.
+        InputError: ``asked`` is none of these, or names a policy, budget, sequence, snapshot or adapter.
     """
     if isinstance(asked, str | Request):
         request = request_of(asked, sampling)
@@ -545,9 +556,11 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
         chosen = SamplingParams() if sampling is None else sampling
         talks = isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping)
         request = Request(messages=asked, sampling=chosen) if talks else Request(prompt=asked, sampling=chosen)
-    if (request.policy, request.budget, request.snapshot, request.sequence) != (None, None, None, 0):
+    own = request.policy, request.budget, request.snapshot, request.adapter, request.sequence
+    if own != (None, None, None, None, 0):
         raise InputError(
-            "A session has its policy, budget, sequence and snapshot from engine.session(...); a turn names none."
+            "A session has its policy, budget, sequence, snapshot and adapter from engine.session(...); a turn names "
+            "none."
         )
     if whole := request.templated.keys() - {"chat_template_kwargs"}:
         raise InputError(

@@ -4,6 +4,8 @@ Each step feeds one token to every running row. Before it, at most one run feeds
 for more than one; a few prompt tokens share the rows' run. After a long run of prompts, steps without prompts follow:
 one for every ``decode_every`` tokens. Where all requests together shall end soonest, running rows wait for all prompts
 that have a row, so that each step has as many rows as there are.
+
+The rows of a run have one adapter. A step has a run for each adapter of the running rows, and reads prompts of one.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class ModelRun:
     """One run of the model over one or several batches, whose rows need not be neighbours.
 
     The model gets the tokens of several batches as one sequence, so its matrices are read once. Each layer attends and
-    evicts batch by batch.
+    evicts batch by batch. All sequences have the same adapter.
 
     Attributes:
         batches: the batches, in the order of their tokens.
@@ -235,7 +237,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting and self._passed_over <= PATIENCE * len(self._rows):
             sequence = next((w for w in self.waiting if takes(w.policy)), None)
-            if sequence is None or (row := self._free_row(sequence.policy)) is None:
+            if sequence is None or (row := self._free_row(sequence)) is None:
                 break
             self._passed_over = 0 if sequence is self.waiting[0] else self._passed_over + 1
             sequence.row, self._rows[row] = row, sequence
@@ -287,15 +289,20 @@ class Scheduler:
         self.waiting.append(leaving)
         leaving.row, coming.row, self._rows[row] = None, row, coming
 
-    def _free_row(self, policy: Policy) -> int | None:
-        """Return a free row, preferably beside a row of the same policy; ``None`` if all rows are taken.
+    def _free_row(self, coming: Sequence) -> int | None:
+        """Return a free row, preferably beside a row of the same policy and adapter; ``None`` if all rows are taken.
 
-        A layer steps once per run of equal policies.
+        A layer steps once per run of equal policies, and rows of other adapters between them are padding.
         """
-        of = [None if sequence is None else sequence.policy for sequence in self._rows]
         free = [i for i, sequence in enumerate(self._rows) if sequence is None]
-        beside = [i for i in free if policy in (*of[max(0, i - 1) : i], *of[i + 1 : i + 2])]
-        return next(iter(beside or free), None)
+        beside = [
+            (i, other)
+            for i in free
+            for other in (*self._rows[max(0, i - 1) : i], *self._rows[i + 1 : i + 2])
+            if other is not None and other.policy == coming.policy
+        ]
+        like = [i for i, other in beside if other.request.adapter == coming.request.adapter]
+        return next(iter(like or [i for i, _ in beside] or free), None)
 
     def next_policy(self) -> Policy | None:
         """Return the policy of the longest waiting request if no row is taken; ``None`` while a row is, or if nobody
@@ -358,21 +365,24 @@ class Scheduler:
         self._owed = max(0, self._owed + read - self._decode_every * len(steps)) if steps else 0
         if self._alone:
             return [ModelRun([batch]) for batch in [*prompts, *steps]]
-        groups = [[*prompts, *steps]] if read <= self._mixed_tokens else [prompts, steps]
-        return [ModelRun(batches) for batches in groups if batches]
+        if not steps or not prompts or read > self._mixed_tokens:
+            return [ModelRun(batches) for batches in ([prompts] if prompts else []) + [[step] for step in steps]]
+        shared = next((step for step in steps if _adapter(step) == _adapter(prompts[0])), None)
+        with_prompts = prompts if shared is None else [*prompts, shared]
+        return [ModelRun(with_prompts), *(ModelRun([step]) for step in steps if step is not shared)]
 
     def _decode(self) -> list[InputBatch]:
-        """Return batches of one token for every running row."""
+        """Return batches of one token for every running row: one batch for each adapter."""
         decoding = [
             sequence if sequence is not None and sequence.status is SequenceStatus.DECODE else None
             for sequence in self._rows
         ]
-        # rows behind the last running one cost nothing; free rows before it are padding
-        while decoding and decoding[-1] is None:
-            decoding.pop()
-        groups = (
-            [(i, [sequence]) for i, sequence in enumerate(decoding) if sequence] if self._alone else [(0, decoding)]
-        )
+        if self._alone:
+            groups: list[tuple[int, list[Sequence | None]]]
+            groups = [(i, [sequence]) for i, sequence in enumerate(decoding) if sequence]
+        else:
+            adapters = list(dict.fromkeys(sequence.request.adapter for sequence in decoding if sequence))
+            groups = [_of_adapter(decoding, adapter, from_first=len(adapters) == 1) for adapter in adapters]
         return [
             InputBatch(
                 start,
@@ -394,18 +404,39 @@ class Scheduler:
         return self._chunk if waited_for else max(self._chunk, SHARED_TOKENS)
 
     def _feed(self, most: int) -> list[InputBatch]:
-        """Return batches with the next chunk of the oldest prompt, and of later prompts as far as ``most`` tokens
-        allow.
+        """Return batches with the next chunk of the oldest prompt, and of later prompts of its adapter as far as
+        ``most`` tokens allow.
         """
         chosen: list[PromptChunk] = []
         prompts = [sequence for sequence in self.running if sequence.status is SequenceStatus.PREFILL]
         for sequence in sorted(prompts, key=lambda sequence: sequence.id):
+            if chosen and sequence.request.adapter != chosen[0].owner.request.adapter:
+                continue
             stop = len(sequence.to_read) if self._chunk is None else sequence.fed + self._chunk
             tokens = sequence.to_read[sequence.fed : stop]
             if not chosen or len(tokens) <= most:  # the oldest prompt never waits for room
                 most -= len(tokens)
                 chosen.append(PromptChunk(cast(int, sequence.row), sequence, tokens))
         return [_batch(pieces) for pieces in _neighbours(sorted(chosen))]
+
+
+def _of_adapter(
+    decoding: GenericSequence[Sequence | None], adapter: str | None, *, from_first: bool
+) -> tuple[int, list[Sequence | None]]:
+    """Return the first row of a batch and the sequences of an adapter from there on; other rows are fed nothing.
+
+    Rows behind the last one cost nothing; those between are padding. So are rows before the first one if ``from_first``
+    is set: a batch that always begins with the first row can be repeated as it was.
+    """
+    mine = [sequence if sequence and sequence.request.adapter == adapter else None for sequence in decoding]
+    places = [i for i, sequence in enumerate(mine) if sequence]
+    first = 0 if from_first else places[0]
+    return first, mine[first : places[-1] + 1]
+
+
+def _adapter(batch: InputBatch) -> str | None:
+    """Return the adapter of a batch's sequences."""
+    return batch.requests[0].request.adapter
 
 
 def _neighbours(pieces: GenericSequence[PromptChunk]) -> list[list[PromptChunk]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, replace
 
-from kvkeep.engine.admission import Admission
+from kvkeep.engine.admission import Admission, Settled
 from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Uninterrupted
 from kvkeep.engine.prompt_encoding import ConversationHistory
 from kvkeep.engine.request import Event, Request, Result, Turn, last_result, turn_of
@@ -62,7 +62,7 @@ class SessionMemory:
         admission: knows the model and the settings.
         store: keeps the memories of idle sessions.
         state: the session after its last finished turn.
-        settled: its policy and budget.
+        settled: its policy, budget and adapter.
         sequence: its identity for drawn tokens.
         name: by which the engine finds it again, or ``None``.
 
@@ -76,7 +76,7 @@ class SessionMemory:
         admission: Admission,
         store: SessionStore,
         state: State,
-        settled: tuple[Policy, int],
+        settled: Settled,
         *,
         sequence: int,
         name: str | None,
@@ -94,11 +94,12 @@ class SessionMemory:
         Raises:
             KVKeepError: the engine cannot run it.
         """
-        past, (policy, budget) = self.state.past, self._settled
+        past, (policy, budget, adapter) = self.state.past, self._settled
         # each turn draws other random numbers, though its tokens are counted from 0 again
         sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
         pins = (*asked.request.pins, *self.state.pins)
-        request = asked.request.replaced(policy=policy, budget=budget, sequence=sequence, pins=spans(pins))
+        settled = {"policy": policy, "budget": budget, "adapter": adapter}
+        request = asked.request.replaced(**settled, sequence=sequence, pins=spans(pins))
         made = self._admission.check(request, asked.id, past)
         made.times, made.reads, made.left = asked.times, asked.reads, asked.left
         made.load, made.keep = self.load, self.keep
@@ -182,6 +183,7 @@ class Session:
     Attributes:
         name: by which the engine finds it again, or ``None``.
         policy, budget: its eviction policy, and its tokens kept per layer and head.
+        adapter: the name of its adapter; ``None``: the base model runs.
         sequence: its identity for drawn tokens; forks get others.
     """
 
@@ -190,13 +192,13 @@ class Session:
         host: SessionHost,
         store: SessionStore,
         state: State,
-        settled: tuple[Policy, int],
+        settled: Settled,
         *,
         sequence: int = 0,
         name: str | None = None,
         on_close: Callable[[Session], None] | None = None,
     ) -> None:
-        self.name, self.sequence, (self.policy, self.budget) = name, sequence, settled
+        self.name, self.sequence, (self.policy, self.budget, self.adapter) = name, sequence, settled
         self._host, self._store, self._on_close = host, store, on_close
         self._memory = SessionMemory(host.admission, store, state, settled, sequence=sequence, name=name)
         self._running: Sequence | None = None
@@ -306,7 +308,7 @@ class Session:
             self._check_open()
             if self._running is not None:
                 raise InputError("A turn of the session is running. Wait for its end, or cancel it, before.")
-            self._host.admission.settle(self.policy, self.budget, snapshot)
+            self._host.admission.settle(self.policy, self.budget, snapshot, self.adapter)
             if (pending := self._memory.go_on(ConversationHistory.of(snapshot), snapshot)) is not None:
                 pending.finish()
 
@@ -403,7 +405,7 @@ class Session:
 
     def _fork(self) -> Session:
         self._forks += 1
-        own, seed = (self.policy, self.budget), another_sequence(self.sequence, self._forks)
+        own, seed = Settled(self.policy, self.budget, self.adapter), another_sequence(self.sequence, self._forks)
         return Session(self._host, self._store, self._memory.fork(), own, sequence=seed)
 
     def _cancel(self) -> None:
@@ -571,14 +573,15 @@ class Sessions:
         sequence: int,
         snapshot: Snapshot | None,
         pins: GenericSequence[Span] = (),
+        adapter: str | None = None,
     ) -> Session:
         """Return the open session of a name, the saved one, or a new one, see `Engine.session`.
 
         The caller holds the engine's lock.
 
         Raises:
-            InputError: a name is taken and a snapshot or pins are given, or policy or budget differ from the open
-                session's.
+            InputError: a name is taken and a snapshot or pins are given, or policy, budget or adapter differ
+                from the open session's.
         """
         kept, seed = None, whole_within("sequence", sequence, -(2**63), 2**63 - 1)
         if name is not None:
@@ -592,11 +595,12 @@ class Sessions:
             if pins and (found or kept):
                 raise InputError(f"There is a session {name!r} already. Only a new one takes `pins`.")
             if found is not None:
-                return _agreed(found, host, policy, budget)
+                return _agreed(found, host, policy, budget, adapter)
         if kept is not None:
             snapshot = self._store.load(kept)
             seed = whole_within("sequence", snapshot.note.get("sequence", 0), -(2**63), 2**63 - 1)
-        return self._made(host, name, policy, budget, seed=seed, snapshot=snapshot, kept=kept, pins=spans(pins))
+        settled = host.admission.settle(policy, budget, snapshot, adapter)
+        return self._made(host, name, settled, seed=seed, snapshot=snapshot, kept=kept, pins=spans(pins))
 
     def write(self) -> None:
         """Write the memories of all named sessions to the disk.
@@ -620,8 +624,7 @@ class Sessions:
         self,
         host: SessionHost,
         name: str | None,
-        policy: str | Policy | None,
-        budget: int | None,
+        settled: Settled,
         *,
         seed: int,
         snapshot: Snapshot | None,
@@ -629,10 +632,9 @@ class Sessions:
         pins: Spans,
     ) -> Session:
         """Return a new session, which goes on from a snapshot if there is one, and register its name."""
-        settled = host.admission.settle(policy, budget, snapshot)
         host.admission.fingerprint(*settled)  # refuses what the engine has no rows for
         if pins:
-            host.admission.check_pins(*settled, pins)  # no turn could keep them
+            host.admission.check_pins(settled.policy, settled.budget, pins)  # no turn could keep them
         state = State(ConversationHistory(), pins=pins)
         if snapshot is not None:
             past = ConversationHistory.of(snapshot)
@@ -643,14 +645,25 @@ class Sessions:
         return session
 
 
-def _agreed(session: Session, host: SessionHost, policy: str | Policy | None, budget: int | None) -> Session:
-    """Return an open session, if its policy and budget are those that are asked for. ``None`` asks for nothing.
+def _agreed(
+    session: Session, host: SessionHost, policy: str | Policy | None, budget: int | None, adapter: str | None
+) -> Session:
+    """Return an open session, if its policy, budget and adapter are those that are asked for. ``None`` asks for
+    nothing.
 
     Raises:
-        InputError: the session has another policy or budget.
+        InputError: the session has another policy, budget or adapter.
     """
-    asked = host.admission.settle(session.policy if policy is None else policy, budget or session.budget)
-    if asked != (session.policy, session.budget):
+    adapter = session.adapter if adapter is None else adapter
+    asked = host.admission.settle(
+        session.policy if policy is None else policy, budget or session.budget, adapter=adapter
+    )
+    if asked.adapter != session.adapter:
+        raise InputError(
+            f"The session {session.name!r} is open with {session.adapter or 'no adapter'}. Leave the adapter out, or "
+            "choose another name."
+        )
+    if asked != (session.policy, session.budget, session.adapter):
         raise InputError(
             f"The session {session.name!r} is open under {session.policy} with a budget of {session.budget}. Leave "
             "policy and budget out, or choose another name."

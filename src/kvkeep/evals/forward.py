@@ -15,13 +15,13 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed
+from kvkeep.cache.rotary_probe import position_mode
 from kvkeep.errors import BudgetError
 from kvkeep.head_profile import Profile
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.tokenization import Writer
 from kvkeep.policies.base import Policy
-from kvkeep.rotary import rotation_for
 
 BATCH_TOKENS = 16_384
 """Most prompt tokens that run through the model at once."""
@@ -181,7 +181,7 @@ def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], B
 
 
 def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
-    return "true" if rotation_for(checkpoint.config, asked, own=policy.defaults.positions) is None else "slot"
+    return position_mode(checkpoint.config, asked, own=policy.defaults.positions)
 
 
 def _shared(rule: str) -> str:

@@ -236,9 +236,8 @@ def check_adapter(name: str) -> None:
         base = None  # the name is only for the message: the adapter is refused all the same
     known = f"{base!r:.100}" if isinstance(base, str) and base else "another model"
     raise ModelFileError(
-        f"{name} holds an adapter of PEFT for {known} (adapter_config.json), which kvkeep does not load. Load both "
-        "with peft, call merge_and_unload() and save_pretrained(), and give that folder; or attach the PeftModel in "
-        "Python."
+        f"{name} holds an adapter of PEFT for {known} (adapter_config.json), and no model. Give that model, "
+        "and the adapter beside it by a name: `adapter`."
     )
 
 

@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
 from kvkeep.models import gguf, gguf_models, gguf_tokenization, quantized_weights, tiny
+from kvkeep.models.adapters import add, check_folders, check_names
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limit
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
@@ -67,6 +68,7 @@ def load(
     allow_pickle: bool = False,
     load_in: str | None = None,
     tp: bool = False,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     fused: bool | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
@@ -79,19 +81,23 @@ def load(
         load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started.
+        adapters: LoRA adapters by name, each a folder of PEFT, see `Request`.
         fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
             unless the environment says ``KVKEEP_FUSED=0``.
 
     Raises:
-        ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
+        ModelFileError: a folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
         UnsupportedModelError: kvkeep cannot run this architecture; raised before any weight is read.
         InputError: unknown dtype or format, or a device that this machine does not have.
     """
     parse_dtype(dtype)
     check_format(load_in)
     parse_device(device)
+    folders = check_names(adapters or {})
+    check_folders(folders)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    model = read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp, fused=fused)
+    how: dict[str, Any] = {"load_in": load_in, "tp": tp, "adapters": folders, "fused": fused}
+    model = read_weights(checkpoint, dtype, device, **how)
     return model, checkpoint.tokenizer
 
 
@@ -134,9 +140,16 @@ def read_weights(
     *,
     load_in: str | None = None,
     tp: bool = False,
+    adapters: Mapping[str, str] | None = None,
+    merge: bool = False,
     fused: bool | None = None,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint with its weights, see `load`.
+
+    Args:
+        checkpoint: the checkpoint.
+        dtype, device, load_in, tp, adapters: see `load`.
+        merge: whether a single adapter is merged into the weights, if they are not quantised.
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
@@ -149,14 +162,20 @@ def read_weights(
     if from_gguf and (load_in is not None or tp):
         asked = "be split over processes" if load_in is None else f"be loaded in {load_in}"
         raise InputError(f"{checkpoint.name} is a GGUF file, which cannot {asked}. Give a folder with safetensors.")
+    if adapters and tp:
+        raise InputError("Adapters do not go together with a model that is split over processes. Leave one out.")
     how = split_options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
         options = how or quantized_weights.options(load_in, checkpoint.config, place)
         model = _read_gguf(checkpoint, kind, place) if from_gguf else _read(checkpoint, kind, place, options)
-    attach(model.eval())
-    if not how:  # not split layers: their hooks divide the weights
-        with enough_memory(place):
-            prepare(torch.nn.Module.to(model, place), fused)
+    model.eval()
+    if how:
+        return attach(model)  # split layers are not fused: their hooks divide the weights
+    with enough_memory(place):
+        torch.nn.Module.to(model, place)
+        # before modules are fused: what is fused reads the weights past adapters
+        add(model, adapters or {}, merge=merge and quantized_weights.method_of(model.config) is None)
+        prepare(attach(model), fused)
     return model
 
 
@@ -379,6 +398,7 @@ def load_with_tokenizer(
     allow_pickle: bool = False,
     load_in: str | None = None,
     tp: bool = False,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     fused: bool | None = None,
 ) -> tuple[Model, Tokenizer]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
@@ -394,6 +414,8 @@ def load_with_tokenizer(
             (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started, each of which calls this; see
             ``docs/tensor-parallel.md``.
+        adapters: LoRA adapters by name, each a folder of PEFT (extra ``kvkeep[adapters]``). A request names one with
+            `Request.adapter`, and runs on the base model without.
         fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
             unless the environment says ``KVKEEP_FUSED=0``.
 
@@ -408,7 +430,8 @@ def load_with_tokenizer(
         raise InputError(f"{name_or_path!r:.80} is neither a hub name nor a folder; give one as a text or a path.")
     name = embedded() if name_or_path is None else name_or_path
     kind = str(dtype).removeprefix("torch.")
-    return load(name, kind, str(device), allow_pickle=allow_pickle, load_in=load_in, tp=tp, fused=fused)
+    own: dict[str, Any] = {"allow_pickle": allow_pickle, "load_in": load_in, "adapters": adapters}
+    return load(name, kind, str(device), tp=tp, fused=fused, **own)
 
 
 # How far a model has read: prompts of many tokens take long, and nothing is returned before their end.

@@ -7,9 +7,7 @@ runs, nor on the pieces in which its prompt is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-_lengths: ContextVar[Tensor | None] = ContextVar("lengths", default=None)
+from kvkeep.rotary import lengths_read
 
 
 @dataclass(frozen=True)
@@ -91,21 +89,6 @@ def _kind(module: Any, layer_type: str | None) -> tuple[str, int]:
     return "dynamic", int(module.original_max_seq_len)
 
 
-@contextmanager
-def reading(lengths: Int[Tensor, "n T"] | None) -> Iterator[None]:
-    """Tell rotary embeddings how long the text of each token is, for runs within the context.
-
-    Args:
-        lengths: tokens of the text up to the end of its prompt, or up to the token; ``None``: each row of a batch is a
-            text that ends with its largest position.
-    """
-    token = _lengths.set(lengths)
-    try:
-        yield
-    finally:
-        _lengths.reset(token)
-
-
 def _rotate_by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Return what a rotary embedding puts out, with each text's own frequencies; a forward hook."""
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
@@ -140,5 +123,5 @@ def _shown_lengths(positions: Int[Tensor, "*A B T"]) -> Int[Tensor, "B T"]:
     """Return the length of the text of each token."""
     ends = positions.amax(dim=-1, keepdim=True).expand_as(positions) + 1
     ends = ends.flatten(0, -3).amax(dim=0) if ends.dim() > 2 else ends
-    told = _lengths.get()
+    told = lengths_read()
     return ends if told is None or told.shape != ends.shape else told.to(ends)

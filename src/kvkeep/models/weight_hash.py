@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +21,11 @@ from kvkeep.models.support import unwrapped
 _SAMPLES = 256
 """Numbers of a parameter that are hashed: enough that training it cannot leave all of them as they were."""
 
-_known: weakref.WeakKeyDictionary[nn.Module, _KnownHash] = weakref.WeakKeyDictionary()
+_NOW = "\0now"
+"""Stands for the adapters that are active now; PEFT has no adapter of this name."""
+
+_known: weakref.WeakKeyDictionary[nn.Module, dict[str | None, _KnownHash]] = weakref.WeakKeyDictionary()
+_counted: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
 
 
 class WeightsOf:
@@ -56,14 +61,19 @@ class WeightsOf:
         return (type(None), ())
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, adapter: str | None = _NOW) -> str:
     """Return a hash of the weights: each parameter's name, shape, and 256 of its numbers at equal distances.
 
-    Buffers count like parameters, unless they are what config.json says anyway. So does the state of adapters: which
-    are active, with which scaling, or none. Parameters of adapters that are not active do not count.
+    Buffers count like parameters, unless they are what config.json says anyway. So does what the active adapters add:
+    their weights and their scaling, but not their names. Parameters of adapters that are not active do not count. A
+    model whose adapters are off has the hash of its base.
 
     Fine-tuning changes nearly every number of the parameters that it trains, so it is noticed. A change of a few
     numbers of a large parameter may not be. Packing weights and the dtype of an exact copy do not change the hash.
+
+    Args:
+        model: the model.
+        adapter: the adapter that counts as active, by its name in PEFT; ``None``: none does. By default those that are.
 
     Cost:
         The first call reads about 1 kB of each parameter; one that processes share is collected for that, one after the
@@ -73,13 +83,24 @@ def fingerprint(model: nn.Module) -> str:
         UnsupportedOperationError: each row has an adapter of its own.
     """
     model = unwrapped(model)
-    known = _known.get(model)
-    if known is None or known.modules.key() != known.key:
-        modules = _Modules(model)
-        found, state = _hash(dict(sorted(_weights(model)))), _adapter_states(model)
-        found = hashlib.sha256(f"{found}{state}".encode()).hexdigest()[:16] if state else found
-        known = _known[model] = _KnownHash(modules, modules.key(), found)
-    return known.hash
+    found = _known.setdefault(model, {})
+    known = found.get(adapter)
+    if known is None or known.modules.key(adapter) != known.key:
+        modules, state = _Modules(model), _state_of(model, adapter)
+        made = _hash(dict(sorted(_weights(model, adapter))))
+        made = hashlib.sha256(f"{made}{state}".encode()).hexdigest()[:16] if state else made
+        known = found[adapter] = _KnownHash(modules, modules.key(adapter), made)
+    before, counted = _counted.get(model, ("", ""))
+    return counted if known.hash == before else known.hash
+
+
+def count_as(model: nn.Module, weights: str) -> None:
+    """Let `fingerprint` return another hash for a model, as long as its weights are what they are now.
+
+    Merging an adapter rounds weights, and its memories are those of the adapter all the same.
+    """
+    model = unwrapped(model)
+    _counted[model] = fingerprint(model), weights
 
 
 # Adapters of PEFT. Both kinds of its layers declare the names of their parts, and tell which adapters are on.
@@ -108,8 +129,43 @@ def _is_adapted(module: nn.Module) -> bool:
     return hasattr(type(module), "adapter_layer_names") and hasattr(module, "active_adapters")
 
 
-def _adapter_state(layer: Any) -> tuple[object, ...]:
+def _state_of(model: nn.Module, adapter: str | None) -> list[object]:
+    """Return the numbers of the adapters that count as active, without their names; empty if none has any."""
+    found: list[object] = []
+    for name, layer in model.named_modules():
+        if not _is_adapted(layer):
+            continue
+        active, numbers, merged = _adapter_state(layer, adapter)
+        parts = _parts(layer)
+        held = [own for own in active if any(own in names for names in parts.values())]
+        if held or merged:
+            shown = [(number, held.index(own), value) for number, own, value in numbers if own in held]
+            found.append((_plain(name), shown, merged))
+    return found
+
+
+def _parts(layer: Any) -> dict[str, Collection[str]]:
+    """Return the adapters that are in each part of a layer."""
+    held = ((part, getattr(layer, part, None)) for part in layer.adapter_layer_names)
+    return {part: adapters.keys() for part, adapters in held if isinstance(adapters, nn.ModuleDict | nn.ParameterDict)}
+
+
+def _plain(name: str) -> str:
+    """Return the name of a tensor or module as it was before PEFT wrapped modules around others."""
+    return _WRAPPED.sub("", name)
+
+
+_WRAPPED = re.compile(r"\.(?:base_layer|original_module)(?=\.|$)")
+
+
+def _adapter_state(
+    layer: Any, adapter: str | None = _NOW
+) -> tuple[tuple[str, ...], list[tuple[str, str, str]], tuple[str, ...]]:
     """Return the adapters of a layer that are active, their plain numbers such as the scaling, and the merged ones.
+
+    Args:
+        layer: the layer.
+        adapter: the adapter that counts as active; ``None``: none does. By default those that are.
 
     Raises:
         UnsupportedOperationError: each row has an adapter of its own.
@@ -121,33 +177,38 @@ def _adapter_state(layer: Any) -> tuple[object, ...]:
                 "belongs to one state of the model. Choose an adapter for all rows with model.set_adapter, and run the "
                 "rows of other adapters apart."
             )
-    active = _active(layer)
+    active = _active(layer, adapter)
     numbers = [
-        (name, adapter, repr(values[adapter]))
-        for name in layer.other_param_names
+        (name, own, repr(values[own]))
+        for name in getattr(layer, "other_param_names", ())
         if isinstance(values := getattr(layer, name, None), Mapping)
-        for adapter in active
-        if isinstance(values.get(adapter), bool | int | float | str | list | tuple)
+        for own in active
+        if isinstance(values.get(own), bool | int | float | str | list | tuple)
     ]
-    return active, numbers, tuple(layer.merged_adapters)
+    return active, numbers, tuple(getattr(layer, "merged_adapters", ()))
 
 
-def _active(layer: Any) -> tuple[str, ...]:
+def _active(layer: Any, adapter: str | None = _NOW) -> tuple[str, ...]:
     """Return the adapters of a layer of PEFT that change what it computes, or have been merged into its weights."""
-    return tuple(() if layer.disable_adapters else layer.active_adapters)
+    if adapter is not _NOW:
+        return () if adapter is None else (adapter,)
+    active = layer.active_adapters
+    return () if layer.disable_adapters else tuple([active] if isinstance(active, str) else active)
 
 
-def _idle(model: nn.Module) -> tuple[str, ...]:
-    """Return the beginnings of the names of parameters that belong to adapters which are not active."""
-    found = []
+def _replaced_names(model: nn.Module, adapter: str | None) -> dict[str, str | None]:
+    """Return the beginnings of names that belong to adapters, and what stands for them; ``None`` if the adapter is not
+    active.
+    """
+    found: dict[str, str | None] = {}
     for name, layer in model.named_modules():
         if _is_adapted(layer):
-            active = _active(layer)
-            for part in cast(Any, layer).adapter_layer_names:
-                held = getattr(layer, part, None)
-                names = held.keys() if isinstance(held, nn.ModuleDict | nn.ParameterDict) else ()
-                found += [f"{name}.{part}.{adapter}" for adapter in names if adapter not in active]
-    return tuple(found)
+            active = _active(layer, adapter)
+            for part, names in _parts(layer).items():
+                for own in names:
+                    number = active.index(own) if own in active else None
+                    found[f"{name}.{part}.{own}"] = None if number is None else f"{name}.{part}.{number}"
+    return found
 
 
 class _Modules:
@@ -160,8 +221,8 @@ class _Modules:
     def __init__(self, model: nn.Module) -> None:
         self._found = [(weakref.ref(module), _children(module)) for module in model.modules()]
 
-    def key(self) -> list[object] | None:
-        """Return each tensor's name, address and version, and the state of adapters.
+    def key(self, adapter: str | None = _NOW) -> list[object] | None:
+        """Return each tensor's name, address and version, and the state of adapters, see `fingerprint`.
 
         ``None`` if modules were added, removed or replaced.
         """
@@ -174,7 +235,7 @@ class _Modules:
             for name, tensor in own.items():
                 if tensor is not None:
                     found += [name, *((part.data_ptr(), _version(part)) for part in parts(tensor))]
-            found.append(_adapter_state(module) if _is_adapted(module) else None)
+            found.append(_adapter_state(module, adapter) if _is_adapted(module) else None)
         return found
 
 
@@ -215,12 +276,21 @@ def _sample(flat: Tensor) -> Tensor:
     return flat[torch.tensor(index, device=flat.device)]
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer by name. A packed layer's weight comes in the plain layout."""
-    idle = _idle(model)
-    for name, tensor in weights_of(model):
-        if not any(name == start or name.startswith(f"{start}.") for start in idle):
-            yield name, tensor
+    replaced = _replaced_names(model, adapter)
+    for name, tensor in _all_weights(model):
+        place = len(name)
+        while place > 0 and name[:place] not in replaced:
+            place = name.rfind(".", 0, place)
+        start = replaced[name[:place]] if place > 0 else ""
+        if start is not None:
+            yield _plain(f"{start}{name[place:]}" if start else name), tensor
+
+
+def _all_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer by name, those of all adapters among them."""
+    yield from weights_of(model)
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield f"{name}.weight", module.weight

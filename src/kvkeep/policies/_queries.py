@@ -129,7 +129,7 @@ class MeanQueries(Rounds):
         if view.queries is None:
             return state
         queries, positions = view.queries
-        vectors = queries.float().unflatten(1, (view.keys.shape[1], -1))
+        vectors = paired(view, queries).float().unflatten(1, (view.keys.shape[1], -1))
         counts = (positions >= 0)[:, None, None, :, None]
         lengths = pairs(vectors, half_of(view))
         number = counts.sum(dim=(2, 3, 4)) * vectors.shape[2]
@@ -171,6 +171,11 @@ class MeanQueries(Rounds):
         return Means(query, excess)
 
 
+def paired(view: View, x: Float[Tensor, "*A D"]) -> Float[Tensor, "*A D"]:
+    """Return vectors with the dims of rotated pairs in two halves; products of two such vectors stay the same."""
+    return x if view.rotation is None else view.rotation.paired(x)
+
+
 def half_of(view: View) -> int:
     """Return how many pairs are rotated."""
     return 0 if view.rotation is None else len(view.rotation.frequencies)
@@ -191,15 +196,16 @@ def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B 
 
 def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
     """Return the keys as unrotated queries ``ahead`` positions after the next token would see them, averaged over
-    ``ahead``.
+    ``ahead``, with dims as `paired` orders them.
     """
     if view.rotation is None:
         return view.keys.float()
     far = view.seen[:, None, None] - (0 if view.turned else view.positions)
     cos, sin = _average(view.rotation, far, ahead)
     half = cos.shape[-1]
-    keys = view.keys.float() * view.rotation.scaling ** (1 if view.turned else 2)
-    one, two, rest = keys[..., :half], keys[..., half : 2 * half], view.keys.float()[..., 2 * half :]
+    held = paired(view, view.keys).float()
+    keys = held * view.rotation.scaling ** (1 if view.turned else 2)
+    one, two, rest = keys[..., :half], keys[..., half : 2 * half], held[..., 2 * half :]
     return torch.cat([one * cos + two * sin, two * cos - one * sin, rest], dim=-1)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvkeep.budget import between
 from kvkeep.policies._prefill import slide
-from kvkeep.policies._queries import met, moments
+from kvkeep.policies._queries import met, moments, paired
 from kvkeep.policies.base import Policy, option
-from kvkeep.types import Budget, State, View
+from kvkeep.types import Budget, Queries, State, View
 
 
 @final
@@ -47,7 +47,8 @@ class ExpectedAttention(Policy):
             return slide(view, self.protected(view.budget)[1])
         keys = met(view, torch.arange(self.future, device=view.keys.device))
         scale = 1.0 / math.sqrt(keys.shape[-1])
-        mean, spread = moments(view.queries, keys.shape[1], self.sinks)
+        queries = Queries(paired(view, view.queries.vectors), view.queries.positions)
+        mean, spread = moments(queries, keys.shape[1], self.sinks)
         # the mean of exp(x) over a normal x: half of the variance is added to the mean of x
         logits = scale * mean @ keys.mT + 0.5 * scale**2 * ((keys[:, :, None] @ spread) * keys[:, :, None]).sum(dim=-1)
         shown = (view.positions >= self.sinks)[:, :, None]

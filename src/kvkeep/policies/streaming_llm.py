@@ -1,7 +1,7 @@
 """Keeps the first tokens (attention sinks) and the newest ones, and evicts the middle.
 
 Source: Xiao et al., arXiv:2309.17453, §3; official code mit-han-lab/streaming-llm, `kv_cache.py`.
-Differs: nothing; models without rotary embeddings keep their true positions.
+Differs: nothing; models without rotary embeddings, and some newer ones unless asked, keep true positions.
 Fails when: the answer lies in the middle of the text.
 """
 

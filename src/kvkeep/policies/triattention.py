@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.budget import between
-from kvkeep.policies._queries import MeanQueries, half_of, met, pairs
+from kvkeep.policies._queries import MeanQueries, half_of, met, paired, pairs
 from kvkeep.policies.base import option
 from kvkeep.types import Budget, State, View
 
@@ -46,4 +46,4 @@ class TriAttention(MeanQueries):
         ahead = 2 ** torch.arange(self.octaves + 1, device=view.keys.device)
         scaling = 1.0 if view.rotation is None else view.rotation.scaling ** (1 if view.turned else 2)
         logits = (met(view, ahead) * means.query[:, :, None]).sum(dim=-1)
-        return logits + scaling * (pairs(view.keys.float(), half) * means.excess[:, :, None]).sum(dim=-1)
+        return logits + scaling * (pairs(paired(view, view.keys).float(), half) * means.excess[:, :, None]).sum(dim=-1)

@@ -38,6 +38,7 @@ class ModelRecipe:
         dtype, device, load_in: how weights are read.
         threads: of torch.
         allow_pickle: whether weights may be read from pickles.
+        adapters: whole paths of adapters by their names.
     """
 
     model: str | None
@@ -46,6 +47,7 @@ class ModelRecipe:
     load_in: str | None = None
     threads: int | None = None
     allow_pickle: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Writer:
         """Load the model in this process, set the number of threads, and return the model with its tokenizer.
@@ -59,7 +61,8 @@ class ModelRecipe:
         with quiet():
             checkpoint = find(self.model or embedded(), allow_pickle=self.allow_pickle)
             check(checkpoint)
-            writer = Writer(checkpoint, read_weights(checkpoint, self.dtype, self.device, load_in=self.load_in))
+            how: dict[str, Any] = {"load_in": self.load_in, "adapters": self.adapters}
+            writer = Writer(checkpoint, read_weights(checkpoint, self.dtype, self.device, **how))
         threads_of.use(writer.model, self.threads)
         return writer
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import InputError, KVKeepError, pip_install
+from kvkeep.models.adapters import weights_of_all
 from kvkeep.models.load import quiet
-from kvkeep.models.weight_hash import fingerprint
 from kvkeep.parameters import GRACE
 from kvkeep.scale import EXTRA, ray_serve_replicas
 from kvkeep.scale.cluster import need_ray
@@ -73,7 +73,7 @@ class Replica:
         with quiet():
             writer = recipe.model.load()
             checkpoint = writer.checkpoint
-            self._weights = fingerprint(writer.model)
+            self._weights = weights_of_all(writer.model)
             options = {**recipe.engine, "session_dir": settings.session_dir}
             self._engine = Engine(writer.model, checkpoint.tokenizer, **options)
         served = ServedModel(self._engine, checkpoint, tool_use=tool_use_of(checkpoint, recipe.tool_form))

@@ -61,6 +61,7 @@ def make_app(
         leases: the rights to hold sessions, where several servers share them.
     """
     served = replace(served, longest=settings.max_model_len)
+    settings = replace(settings, adapters=served.engine.adapters)
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
     queue = RequestQueue(served.engine, settings)
     sessions = SessionRegistry(served.engine, settings.max_sessions, settings.session_dir, leases)

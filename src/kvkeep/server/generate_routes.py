@@ -213,15 +213,15 @@ class GenerateRoutes:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation, or the next turn of a session if the body names one."""
         body = await body_of(request, ChatBody, self._settings)
-        self._settings.check_model(body.model)
+        self._settings.adapter_of(body.model)
         if (name := body.session_id) is None:
             parsed = await in_thread(lambda: parse_request(CHAT, body, self._served, self._settings))
             note_ignored(request, parsed.parameters.unread(self._served.reads))
             return await self._answer(request, body, parsed)
         sessions, owner, until = self._sessions, owner_of(request), request.state.ended
         entry = await in_thread(lambda: sessions.find(owner, name, until))
-        before = len(entry.session.token_ids)
-        parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, before=before))
+        before, adapter = len(entry.session.token_ids), entry.session.adapter
+        parsed = await in_thread(lambda: parse_turn(body, self._served, self._settings, before=before, adapter=adapter))
         note_ignored(request, parsed.parameters.unread(self._served.reads))
         streams = [entry.session.asend(parsed.requests[0])]
         return await self._answer(request, body, parsed, streams, after=lambda: in_thread(lambda: sessions.ran(entry)))
@@ -229,7 +229,6 @@ class GenerateRoutes:
     async def completion(self, request: Request) -> Response:
         """Answer a request to continue texts."""
         body = await body_of(request, CompletionBody, self._settings)
-        self._settings.check_model(body.model)
         parsed = await in_thread(lambda: parse_request(COMPLETIONS, body, self._served, self._settings))
         return await self._answer(request, body, parsed)
 
@@ -266,7 +265,7 @@ class GenerateRoutes:
         chunks = answer_chunks(
             parsed,
             self._queue.run(streams, meter_of(request)),
-            model=self._settings.name,
+            model=self._settings.model_name(parsed.adapter),
             texts=self._served.token_texts,
             prompts=self._echoes(parsed),
             options=body.stream_options or StreamOptions.model_validate({}),
@@ -281,9 +280,10 @@ class GenerateRoutes:
         if parsed.scores_only:  # the engine has drawn a token, and none was asked for
             nothing: dict[str, Any] = {"token_ids": (), "text": "", "logprobs": (), "finish_reason": "length"}
             results = [dataclasses.replace(result, **nothing) for result in results]
-        head, texts, parameters = AnswerHead(parsed, self._settings.name), self._served.token_texts, parsed.parameters
+        head = AnswerHead(parsed, self._settings.model_name(parsed.adapter))
+        texts, parameters = self._served.token_texts, parsed.parameters
         answer = responses.answer(
-            parameters, results, name=head.name, created=head.created, model=self._settings.name, texts=texts
+            parameters, results, name=head.name, created=head.created, model=head.model, texts=texts
         )
         if parsed.echo:
             prompts, n, wanted = self._echoes(parsed), parameters.n, texts if parsed.wants_logprobs else None

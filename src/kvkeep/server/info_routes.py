@@ -15,7 +15,7 @@ from kvkeep.models import tokenization
 from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT
 from kvkeep.policies.registry import available
-from kvkeep.server.errors import parameter, unknown
+from kvkeep.server.errors import parameter
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_queue import RequestQueue, in_thread
 from kvkeep.server.schemas import DetokenizeBody, TokenizeBody, body_of, note_ignored
@@ -44,15 +44,12 @@ class InfoRoutes:
         return self._settings.max_model_len or self._served.max_model_len
 
     async def models(self, request: Request) -> Response:
-        """Answer with the list of models, which has only this one."""
-        return reply({"object": "list", "data": [self._card()]})
+        """Answer with the list of models: this one, and this one with each of its adapters."""
+        return reply({"object": "list", "data": [self._card(each) for each in (None, *self._settings.adapters)]})
 
     async def model(self, request: Request) -> Response:
         """Answer with the entry of the model that a path names; refuse another name."""
-        name = request.path_params["name"]
-        if name != self._settings.name:
-            raise unknown("model", name, f"This server runs {self._settings.name}.")
-        return reply(self._card())
+        return reply(self._card(self._settings.adapter_of(request.path_params["name"])))
 
     async def health(self, request: Request) -> Response:
         """Answer with the state of the server and its rows; the status is 503 while the server drains.
@@ -103,16 +100,17 @@ class InfoRoutes:
         kind = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": limit, "vocab_size": len(tokenizer)}
         return reply({**kind, **texts})
 
-    def _card(self) -> dict[str, Any]:
-        """Return the model as an entry in the list of models."""
+    def _card(self, adapter: str | None) -> dict[str, Any]:
+        """Return the model with an adapter as an entry in the list of models."""
         length = {"max_model_len": self._longest}
         engine = self._served.engine
         own = {"policy": str(engine.policy), "budget": engine.budget, "rows": engine.rows}
         return {
-            "id": self._settings.name,
+            "id": self._settings.model_name(adapter),
             "object": "model",
             "created": self._served.created,
             "owned_by": "kvkeep",
+            **({} if adapter is None else {"parent": self._settings.name}),
             **length,
             "kvkeep": {**own, "policies": sorted(available())},
         }

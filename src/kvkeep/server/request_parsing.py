@@ -58,6 +58,7 @@ class ParsedRequest:
         prompts: the token ids of each prompt; of a session's turn not known before it runs.
         echo: whether answers begin with their prompts.
         scores_only: whether no new token is asked for.
+        adapter: the adapter that answers; ``None``: the base model.
     """
 
     parameters: ParsedBody
@@ -65,6 +66,7 @@ class ParsedRequest:
     prompts: tuple[Sequence[int], ...] = ()
     echo: bool = False
     scores_only: bool = False
+    adapter: str | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -82,7 +84,9 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or a prompt cannot be encoded.
+        RefusalError: no such model runs.
     """
+    adapter = settings.adapter_of(body.model)
     parameters, echo, scores_only = _read(url, body, served)
     raw, told = url == COMPLETIONS, parameters.described
     whole, how = parameters.truncate is None, parameters.template
@@ -95,7 +99,7 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
     defaults = sampling_of(parameters, settings)
     made: list[Request] = []
     for ids in prompts:
-        wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids, "chat": not raw}
+        wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids, "chat": not raw, "adapter": adapter}
         fitting = fitted(defaults, parameters, len(ids), settings)
         if echo and "logprobs" in parameters.options:
             wishes["prompt_logprobs"] = parameters.options["logprobs"]
@@ -103,10 +107,12 @@ def parse_request(url: str, body: Generating, served: BodyEncoder, settings: Ser
         made += [
             make_request(parameters, fitting, {**wishes, "sequence": index * _APART}) for index in range(parameters.n)
         ]
-    return ParsedRequest(parameters, tuple(made), prompts, echo=echo, scores_only=scores_only)
+    return ParsedRequest(parameters, tuple(made), prompts, echo=echo, scores_only=scores_only, adapter=adapter)
 
 
-def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, *, before: int) -> ParsedRequest:
+def parse_turn(
+    body: Generating, served: BodyEncoder, settings: ServerSettings, *, before: int, adapter: str | None
+) -> ParsedRequest:
     """Return a chat's body as the turn of a session, whose messages continue the conversation.
 
     Args:
@@ -114,10 +120,13 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
         served: counts the tokens of the messages.
         settings: of the server.
         before: tokens of the conversation so far.
+        adapter: the session's.
 
     Raises:
         KVKeepError: a parameter cannot be honoured, or belongs to the session and not to a turn.
+        RefusalError: no such model runs, or the session has another adapter.
     """
+    settings.check_adapter(body.model, adapter)
     parameters, *_ = _read(CHAT, body, served, tells=not before)
     if parameters.n != 1:
         raise ParameterError("n", "is more than 1, and a session goes on with one answer; fork it for more")
@@ -132,7 +141,7 @@ def parse_turn(body: Generating, served: BodyEncoder, settings: ServerSettings, 
     wishes = {**own_options(body, ()), **_conversation(parameters)}
     tokens = before + _counted(parameters, served, settings)
     sampling = fitted(sampling_of(parameters, settings), parameters, tokens, settings)
-    return ParsedRequest(parameters, (make_request(parameters, sampling, wishes),))
+    return ParsedRequest(parameters, (make_request(parameters, sampling, wishes),), adapter=adapter)
 
 
 def _read(url: str, body: Generating, served: BodyEncoder, *, tells: bool = True) -> tuple[ParsedBody, bool, bool]:

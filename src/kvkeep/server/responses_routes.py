@@ -474,15 +474,16 @@ class ResponsesRoutes:
     async def respond(self, request: HttpRequest) -> Response:
         """Answer a body, and store the answer so that it can be continued, unless the body says no."""
         body = await body_of(request, ResponseBody, self._settings)
-        self._settings.check_model(body.model)
-        previous: Session | None = None
+        adapter, previous = self._settings.adapter_of(body.model), None
         if body.previous_response_id is not None:
             previous = self._find(owner_of(request), body.previous_response_id).session
+            self._settings.check_adapter(body.model, adapter := previous.adapter)
         parameters, turn = await in_thread(lambda: self._parsed(body, previous))
-        session = await in_thread(lambda: self._begin(body, previous))
+        session = await in_thread(lambda: self._begin(body, previous, adapter))
         name = secrets.token_hex(16)
         texts = self._served.token_texts if "logprobs" in parameters.options else None
-        answer = ResponseStream(f"resp_{name}", body, self._settings.name, calls_of(parameters, name, 0), texts)
+        model = self._settings.model_name(adapter)
+        answer = ResponseStream(f"resp_{name}", body, model, calls_of(parameters, name, 0), texts)
         chunks = self._chunks(request, session, turn, answer)
         with in_words_of({"response_format": "text.format"}.get(parameters.form or "", parameters.form)):
             ready = await unless_gone(request, begun(chunks))
@@ -521,13 +522,14 @@ class ResponsesRoutes:
         before = None if previous is None else len(previous.token_ids)
         return parse_response_body(body, self._served, self._settings, before=before)
 
-    def _begin(self, body: ResponseBody, previous: Session | None) -> Session:
-        """Open a session for an answer: a copy of the previous answer's session, or a new one."""
+    def _begin(self, body: ResponseBody, previous: Session | None, adapter: str | None) -> Session:
+        """Open a session for an answer: a copy of the previous answer's session, or a new one with an adapter."""
         engine = self._served.engine
         if previous is None:
-            return engine.session(policy=body.policy, budget=body.budget)
+            return engine.session(policy=body.policy, budget=body.budget, adapter=adapter)
         # no fork: its random numbers depend on how many forks there were, those of a copy on the seed alone
-        return engine.session(policy=previous.policy, budget=previous.budget, snapshot=previous.snapshot())
+        own: dict[str, Any] = {"policy": previous.policy, "budget": previous.budget, "adapter": adapter}
+        return engine.session(**own, snapshot=previous.snapshot())
 
     async def _chunks(
         self, request: HttpRequest, session: Session, turn: Request, answer: ResponseStream

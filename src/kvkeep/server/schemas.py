@@ -224,6 +224,7 @@ class SessionBody(Body):
     """A new session."""
 
     own: ClassVar[tuple[str, ...]] = ("id", "policy", "budget", "pins")
+    model: str | None = Field(None, description="The model, perhaps with an adapter, that answers all of its turns.")
     id: str | None = Field(None, description="Its name: up to 64 letters, digits, - and _. By default a new one.")
     policy: str | None = None
     budget: int | None = None

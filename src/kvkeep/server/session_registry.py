@@ -64,7 +64,8 @@ class ServerSession:
     @property
     def beginning_again(self) -> Mapping[str, Any]:
         """Return the settings with which the session begins anew; its pins are not known after a restart."""
-        return self.beginning or {"policy": self.session.policy, "budget": self.session.budget, "pins": ()}
+        own = self.session
+        return self.beginning or {"policy": own.policy, "budget": own.budget, "pins": (), "adapter": own.adapter}
 
     @property
     def used(self) -> bool:
@@ -247,8 +248,8 @@ class SessionRegistry:
         return self._open.holds(owner, name)
 
     @_alone
-    def make(self, owner: str, body: SessionBody) -> ServerSession:
-        """Open a new session with the name, policy, budget and pins of a body.
+    def make(self, owner: str, body: SessionBody, adapter: str | None = None) -> ServerSession:
+        """Open a new session with the name, policy, budget and pins of a body, and with an adapter.
 
         Raises:
             RefusalError: the name is taken or cannot be used, or there are too many sessions.
@@ -257,7 +258,7 @@ class SessionRegistry:
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(start, stop) for start, stop in body.pins or ()])
-        settings: dict[str, Any] = {"policy": body.policy, "budget": body.budget, "pins": pins}
+        settings: dict[str, Any] = {"policy": body.policy, "budget": body.budget, "pins": pins, "adapter": adapter}
         entry = self._opened(owner, self._reserve(owner, body.id), None, **settings)
         entry.beginning, entry.states = settings, TurnStates(None)
         return entry

@@ -62,7 +62,8 @@ class SessionRoutes:
     async def make(self, request: Request) -> Response:
         """Open a session, and answer with its description."""
         body = await body_of(request, SessionBody, self._settings, empty=True)
-        return reply(await in_thread(lambda: card(self._sessions.make(owner_of(request), body))), 201)
+        adapter = self._settings.adapter_of(body.model)
+        return reply(await in_thread(lambda: self._card(self._sessions.make(owner_of(request), body, adapter))), 201)
 
     async def all(self, request: Request) -> Response:
         """Answer with the list of a key's sessions."""
@@ -71,7 +72,7 @@ class SessionRoutes:
 
     async def one(self, request: Request) -> Response:
         """Answer with the description of a session."""
-        return reply(await in_thread(lambda: card(self._find(request))))
+        return reply(await in_thread(lambda: self._card(self._find(request))))
 
     async def positions(self, request: Request) -> Response:
         """Answer with the positions that the memory of a session holds."""
@@ -122,18 +123,23 @@ class SessionRoutes:
             with self._sessions.lock:
                 entry = work()
                 self._sessions.keep(entry)
-                return card(entry)
+                return self._card(entry)
 
         return await in_thread(changed)
 
+    def _card(self, entry: ServerSession) -> dict[str, Any]:
+        """Return a session in the form that the API shows."""
+        return card(entry, self._settings.model_name(entry.session.adapter))
 
-def card(entry: ServerSession) -> dict[str, Any]:
-    """Return a session in the form that the API shows."""
+
+def card(entry: ServerSession, model: str) -> dict[str, Any]:
+    """Return a session in the form that the API shows, with the name of its model."""
     session = entry.session
     return {
         "id": entry.id,
         "object": "session",
         "created": entry.created,
+        "model": model,
         "policy": spec(session.policy),
         "budget": session.budget,
         "messages": [dict(message) for message in session.messages],

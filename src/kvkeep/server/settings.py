@@ -110,6 +110,7 @@ class ServerSettings:
         page: whether there is a page at ``/``.
         allowed_hosts: names of the server in ``Host`` headers, beside `LOOPBACK_HOSTS`; ``*``: any. With a name of its
             own that leads to this machine, a web page could otherwise drive the server (DNS rebinding).
+        adapters: the names of the model's adapters, as the engine has them.
     """
 
     name: str
@@ -129,6 +130,7 @@ class ServerSettings:
     key_tokens: int | None = KEY_TOKENS.default
     page: bool = PAGE.default
     allowed_hosts: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     def check_host(self, host: str | None, address: tuple[str, int | None] | None) -> None:
         """Refuse a request that was sent to another name.
@@ -154,11 +156,37 @@ class ServerSettings:
             code="host_not_allowed",
         )
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model. ``None`` names none.
+    def model_name(self, adapter: str | None) -> str:
+        """Return the name of the model with an adapter, by which clients ask for it."""
+        return self.name if adapter is None else f"{self.name}:{adapter}"
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that the name of a model asks for; ``None``: the base model runs.
+
+        Args:
+            model: the name in a body; ``None``: it names none.
 
         Raises:
-            RefusalError: the name is not that of the model that runs.
+            RefusalError: no model that runs has this name.
         """
-        if name is not None and name != self.name:
-            raise unknown("model", name, f"This server runs {self.name}; see /v1/models.")
+        if model is None or model == self.name:
+            return None
+        for adapter in self.adapters:
+            if model == self.model_name(adapter):
+                return adapter
+        known = ", ".join(map(self.model_name, (None, *self.adapters)))
+        raise unknown("model", model, f"This server runs {known}; see /v1/models.")
+
+    def check_adapter(self, model: str | None, adapter: str | None) -> None:
+        """Refuse the name of another model in a request that goes on with a conversation. ``None`` names none.
+
+        Raises:
+            RefusalError: the name is not that of the model with the conversation's adapter.
+        """
+        if model is not None and self.adapter_of(model) != adapter:
+            raise RefusalError(
+                400,
+                f"The conversation was begun with {self.model_name(adapter)}, and goes on with it. Name it, or begin "
+                f"another conversation with {model[:80]}.",
+                param="model",
+            )

@@ -278,7 +278,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
     # not isinstance: true is an int as well
     if type(version) is int and version > FORMAT:
         raise NotASnapshotError(f"it has format {version}, and this kvkeep reads formats up to {FORMAT}; update kvkeep")
-    found = {"head_budget": None, "kv_bits": None, **found}  # files that know of no such setting
+    found = {"head_budget": None, "kv_bits": None, "adapter": None, **found}  # files that know of no such setting
     names = {field.name for field in dataclasses.fields(Fingerprint)}
     check(found.keys() == names and version == FORMAT, "its fingerprint does not have the parts of this format")
     if isinstance(found["layer_budget"], list):

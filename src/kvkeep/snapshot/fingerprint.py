@@ -55,8 +55,9 @@ class Fingerprint:
         positions: ``true`` or ``slot``.
         chunk: tokens of the prompt that are taken at once.
         kv_bits: bits of keys and values in the slots; ``None``: the dtype of the keys.
-        weights: hash of the model's weights; ``None`` if the model is not known.
+        weights: hash of the model's weights, with those of an adapter; ``None`` if the model is not known.
         tokenizer: hash of the tokenizer; ``None`` if it is not known.
+        adapter: the name that the adapter had, for people; it is not compared.
         version: version of kvkeep's format.
     """
 
@@ -72,6 +73,7 @@ class Fingerprint:
     kv_bits: str | None = None
     weights: str | None = None
     tokenizer: str | None = None
+    adapter: str | None = None
     version: int = FORMAT
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[object, object]]:
@@ -105,14 +107,22 @@ class Fingerprint:
         ]
         if _NAMES["config"] in found and self.model != here.model:
             shown[0] += f", as {self.model} is not {here.model}"
+        if _NAMES["weights"] in found and (self.adapter or here.adapter):
+            shown[-1] += f", as it was made with {_with(self.adapter)} and not with {_with(here.adapter)}"
         raise SnapshotError(
             f"The snapshot cannot be used here. Different: {'; '.join(shown)}. Its memory means nothing under other "
             "settings: use the same ones, or read the text again."
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all parts as a dictionary of plain data."""
-        return asdict(self)
+        """Return all parts as a dictionary of plain data. An adapter is named only if there is one."""
+        found = asdict(self)
+        return found if self.adapter is not None else {name: part for name, part in found.items() if name != "adapter"}
+
+
+def _with(adapter: str | None) -> str:
+    """Return in words which adapter a memory was made with."""
+    return "the base model" if adapter is None else f"the adapter {adapter}"
 
 
 def _short(value: object) -> str:

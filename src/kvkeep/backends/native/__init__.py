@@ -171,8 +171,11 @@ class NativeBackend(Backend):
         )
 
     def at_ranks(self, rotation: Rotation) -> Backend:
-        """Return a native backend for slot positions, whose kernel rotates keys while it reads them."""
-        return NativeBackend(rotation)
+        """Return a native backend for slot positions, whose kernel rotates keys while it reads them.
+
+        The kernel rotates two halves against each other. Other pairs are rotated before it starts.
+        """
+        return NativeBackend(rotation) if rotation.dims is None else AtRanks(self, rotation)
 
     def _turn(
         self, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
