@@ -39,8 +39,8 @@ checkpoint with other options, such as `num_kv_shared_layers` or `attention_chun
   and a state (FalconH1, Zamba) are bounded in their attention. The engine reads a prompt of such a model whole.
 - **Adapters.** `load` reads LoRA adapters [by name](engine.md#adapters), and each request chooses its own. `attach` and
   `Engine` also take a model of PEFT whose adapter changes weights. A learned prompt or prefix, aLoRA, X-LoRA and an
-  adapter for each row (`adapter_names`) are refused. A memory belongs to the adapters that were active when it was made;
-  an idle one may be added or changed.
+  adapter for each row (`adapter_names`) are refused. A memory belongs to the adapters that were active when it was
+  made; an idle one may be added or changed.
 - **Rotary frequencies that follow the length of a text** (longrope, dynamic NTK: Phi-3 128k, MiniCPM3, InternLM3). Each
   text gets those of its own length, whatever runs beside or before it and in whatever chunks its prompt is read. A text
   of the Phi family that grows over the border is read again, as in transformers' `generate`. A memory (prefix,
