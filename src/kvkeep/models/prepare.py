@@ -93,6 +93,8 @@ def fuse_modules(model: nn.Module) -> int:
     trials: Trials = {}
     norms = [module for module in modules if _fuse_norm(module, trials)]
     linear = fusable(modules)
+    if not norms and not linear:  # all that can be fused has been
+        return 0
     fuse_linear(linear)
     # a gate is fused from fused products, a layer from all fused parts, and a decoder from fused layers
     gates = [module for module in modules if _fuse_gate(module, trials)]
@@ -208,16 +210,26 @@ def _join(module: nn.Module) -> None:
 
     Otherwise do nothing.
     """
-    try:
-        calls = re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(type(module).forward))
-    except (OSError, TypeError):  # there is no source
-        return
+    kind: Any = type(module)
+    calls = _calls_of_projections(kind)
     layers = [getattr(module, name, None) for name, _ in calls]
     fused = [layer for layer in layers if isinstance(layer, FusedLinear)]
     if len({name for name, _ in calls}) == len(fused) == 3 and len({argument for _, argument in calls}) == 1:
         together = FusedLinears(fused)
         for layer in fused:
             layer._together = together
+
+
+@functools.cache
+def _calls_of_projections(kind: type[nn.Module]) -> list[tuple[str, str]]:
+    """Return the names of the projections of query, key and value that a class's code calls, and what it hands to each.
+
+    Return ``[]`` if there is no source.
+    """
+    try:
+        return re.findall(r"self\.([qkv]_proj)\((\w+)\)", inspect.getsource(kind.forward))
+    except (OSError, TypeError):
+        return []
 
 
 # ``torch.compile`` for norms and feed-forward layers, the modules between two attentions.
