@@ -42,7 +42,7 @@ MISTAKES = {
     "policies shwo": "Did you mean kvkeep policies show?",
     "policies show": "needs NAME",
     "policies show h3o": "Did you mean 'h2o'?",
-    "env x y": "takes nothing but options",
+    "env x y": "takes 1 word and options",
     "demo gpt2": "takes nothing but options",
     "--": "Missing command",
     "''": "kvkeep --help lists all commands",
