@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import model_folders
 import pytest
@@ -25,6 +26,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda number: seen.append(number))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0))
+    monkeypatch.setattr(threads, "_COUNTS", Path("/nothing"))
     seen.clear()
 
 
@@ -58,6 +60,40 @@ def test_who_is_asked_first(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_model_elsewhere_keeps_torchs_choice():
     assert threads.advised(torch.nn.Linear(2, 2, device="meta")) == 8
+
+
+def counted(path: Path, ticks: tuple[int, ...]) -> None:
+    path.write_text(f"cpu  {' '.join(map(str, ticks))} 0 0 0\ncpu0 1 2 3\n")
+
+
+@pytest.mark.parametrize(
+    ("busy", "number"),
+    [((0, 9000, 0), 8), ((200, 0, 0), 6), ((200, 0, 300), 4)],
+    ids=["nice", "two cores", "more than half"],
+)
+def test_other_programs_count_since_the_start_and_the_last_minute_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy: tuple[int, int, int], number: int
+):
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(os, "times", lambda: (50.0, 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(threads, "SMALL_BYTES", 0)
+    monkeypatch.setattr(threads, "_COUNTS", tmp_path / "stat")
+    counted(tmp_path / "stat", (1000, 10, 20, 10**6, 0, 0, 0))
+    begun = threads._busy()
+    assert begun is not None
+    monkeypatch.setattr(threads, "_BEGUN", begun._replace(time=begun.time - 1.0))
+    counted(tmp_path / "stat", (1000 + busy[0], 10 + busy[1], 20 + busy[2], 10**6, 0, 0, 0))
+    assert threads.advised(torch.nn.Linear(2, 2)) == number
+
+
+def test_too_little_time_is_no_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    monkeypatch.setattr(threads, "SMALL_BYTES", 0)
+    monkeypatch.setattr(threads, "_COUNTS", tmp_path / "stat")
+    counted(tmp_path / "stat", (1, 2, 3, 4, 5, 6, 7))
+    monkeypatch.setattr(threads, "_BEGUN", threads._busy())
+    assert threads.advised(torch.nn.Linear(2, 2)) == 5
 
 
 def test_a_system_without_a_load(monkeypatch: pytest.MonkeyPatch):

@@ -7,9 +7,11 @@ small model, or if other programs hold the cores. Importing this module imports 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.errors import InputError
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 VARIABLE = "KVKEEP_THREADS"
 SMALL_BYTES = 64 * 2**20
 """Weights of a model for which one thread is chosen. A guess: only a busy machine was measured (lab/log/kernels.md)."""
+
+_LEAST_S = 0.5
+"""Seconds after which it can be told how busy other programs are."""
 
 
 def cores() -> int:
@@ -109,8 +114,41 @@ def choose(weight_bytes: int, most: int, load: float) -> int:
 
 
 def _load() -> float:
-    """Return how many cores were busy during the last minute, as far as the system tells."""
+    """Return how many cores other programs have kept busy since this module was imported, as a rule while a program
+    started.
+
+    Where the system does not tell, or too little time has passed, return how many cores were busy during the last
+    minute.
+    """
+    begun, now = _BEGUN, _busy()
+    if begun is not None and now is not None and (passed := now.time - begun.time) >= _LEAST_S:
+        return max(0.0, (now.system - begun.system) - (now.own - begun.own)) / passed
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):  # Windows
         return 0.0
+
+
+class _Busy(NamedTuple):
+    """Seconds of the clock, and seconds that all cores together were busy: for all programs, and for this one."""
+
+    time: float
+    system: float
+    own: float
+
+
+def _busy() -> _Busy | None:
+    """Return what has been counted so far; ``None`` where there is no such count.
+
+    Programs of low priority (nice) are left out, since they make room.
+    """
+    try:
+        user, _, system, _, _, *interrupts = map(int, _COUNTS.read_text().split(maxsplit=8)[1:8])
+        ticks = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):  # not Linux, or not this form
+        return None
+    return _Busy(time.monotonic(), (user + system + sum(interrupts)) / ticks, sum(os.times()[:4]))
+
+
+_COUNTS = Path("/proc/stat")
+_BEGUN = _busy()
