@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from kvkeep.backends import layers, small
+from kvkeep.backends import layer_ops
 from kvkeep.backends.native import native
 
-Norm = layers.Norm
+Norm = layer_ops.Norm
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -47,12 +47,12 @@ def assert_near(found, expected):
 def before(x, first, linears, each, angles):
     """What a layer computes before attention, with weights that are packed for this call."""
     dim = angles[0].shape[-1]
-    return layers.Before(first, linears, each, dim, dim)(x, angles)
+    return layer_ops.Before(first, linears, each, dim, dim)(x, angles)
 
 
 def behind_it(x, attention, *weights):
     """What it computes behind it."""
-    return layers.Behind(*weights)(x, attention)
+    return layer_ops.Behind(*weights)(x, attention)
 
 
 def heads_of(dim, dtype, *, kind="plain", width=48, rows=3):
@@ -138,7 +138,7 @@ def test_what_the_kernel_cannot_read_is_left_to_torch():
     given = heads_of(16, dtype)
     x, _, (query, key, value), _, (cosines, sines) = given
     assert before(*given) is not None
-    many = heads_of(16, dtype, rows=small.most_rows(dtype) + 1)
+    many = heads_of(16, dtype, rows=layer_ops.most_rows(dtype) + 1)
     wrong = {
         "too many rows": many,
         "angles in another dtype": replaced(given, 4, (cosines.float(), sines)),
@@ -159,7 +159,7 @@ def test_what_the_kernel_cannot_read_is_left_to_torch():
     x, attention, output, _, _, _, down = given
     assert behind_it(*given) is not None
     wrong = {
-        "too many rows": behind_of(dtype, small.most_rows(dtype) + 1),
+        "too many rows": behind_of(dtype, layer_ops.most_rows(dtype) + 1),
         "attention in another dtype": replaced(given, 1, attention.float()),
         "attention of other rows": replaced(given, 1, attention[:2]),
         "attention of another width": replaced(given, 1, attention[..., :63].contiguous()),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvkeep.backends import small
+from kvkeep.backends import layer_ops
 from kvkeep.backends.native import native
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
@@ -37,54 +37,54 @@ def _inference():
 def test_products_are_those_of_torch(dtype, rows, width, bias):
     layers = [layer(width, n, dtype, bias=bias) for n in (64, 1, 35)]
     x = torch.randn(rows, 1, width, dtype=dtype)
-    for found, plain in zip(small.products(x, layers), layers, strict=True):
+    for found, plain in zip(layer_ops.products(x, layers), layers, strict=True):
         assert_near(found, plain(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("bias", [False, True])
 def test_where_torch_is_slow_products_are_for_more_rows(dtype, bias, monkeypatch):
-    monkeypatch.setattr(small, "slow", lambda dtype: True)
+    monkeypatch.setattr(layer_ops, "slow", lambda dtype: True)
     plain = layer(320, 35, dtype, bias=bias)
-    x = torch.randn(small.MOST_ROWS_OF_SLOW, 1, 320, dtype=dtype)
-    found = small.products(x, [plain])[0]
+    x = torch.randn(layer_ops.MOST_ROWS_OF_SLOW, 1, 320, dtype=dtype)
+    found = layer_ops.products(x, [plain])[0]
     exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
     assert_near(found, exact.to(dtype))
-    assert torch.equal(found[100:101], small.products(x[100:101], [plain])[0])
-    assert small.products(torch.cat((x, x[:1])), [plain]) is None
+    assert torch.equal(found[100:101], layer_ops.products(x[100:101], [plain])[0])
+    assert layer_ops.products(torch.cat((x, x[:1])), [plain]) is None
     between = layer(35, 320, dtype)
     expected = between(nn.functional.silu(plain(x)) * plain(x))
-    assert_near(small.gated(x, plain, plain, between), expected)
+    assert_near(layer_ops.gated(x, plain, plain, between), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 64, 1), (300, 33, 100), (2, 4096, 7)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_weights_are_widened_piece_by_piece(dtype, rows, width, outputs, bias, monkeypatch):
-    monkeypatch.setattr(small, "slow", lambda dtype: True)
-    monkeypatch.setattr(small, "WIDE_BYTES", 4 * 33 * 7)  # several pieces, or one row for each
+    monkeypatch.setattr(layer_ops, "slow", lambda dtype: True)
+    monkeypatch.setattr(layer_ops, "WIDE_BYTES", 4 * 33 * 7)  # several pieces, or one row for each
     plain, x = layer(width, outputs, dtype, bias=bias), torch.randn(2, rows, width, dtype=dtype)
-    found = small.widened(x, plain)
+    found = layer_ops.widened(x, plain)
     exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
     assert_near(found, exact.to(dtype))
 
 
 def test_weights_are_not_widened_where_torch_is_fast_or_must_see_the_product(monkeypatch):
     plain, x = layer(32, 16, torch.bfloat16), torch.randn(200, 32, dtype=torch.bfloat16)
-    monkeypatch.setattr(small, "slow", lambda dtype: False)
-    assert small.widened(x, plain) is None
-    monkeypatch.setattr(small, "slow", lambda dtype: True)
-    assert small.widened(x, plain) is not None
-    assert small.widened(x, layer(32, 16)) is None
-    assert small.widened(x[:, :31].contiguous(), plain) is None
+    monkeypatch.setattr(layer_ops, "slow", lambda dtype: False)
+    assert layer_ops.widened(x, plain) is None
+    monkeypatch.setattr(layer_ops, "slow", lambda dtype: True)
+    assert layer_ops.widened(x, plain) is not None
+    assert layer_ops.widened(x, layer(32, 16)) is None
+    assert layer_ops.widened(x[:, :31].contiguous(), plain) is None
     with torch.autocast("cpu"):
-        assert small.widened(x, plain) is None
+        assert layer_ops.widened(x, plain) is None
     with torch.inference_mode(False), torch.enable_grad():
-        assert small.widened(torch.randn(2, 32).bfloat16(), plain) is None
+        assert layer_ops.widened(torch.randn(2, 32).bfloat16(), plain) is None
 
 
 def test_float32_is_never_slow():
-    assert not small.slow(torch.float32)
+    assert not layer_ops.slow(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,7 +93,7 @@ def test_float32_is_never_slow():
 def test_a_gated_layer_is_that_of_torch(dtype, rows, width, inner, bias):
     gate, up, down = (layer(*shape, dtype, bias=bias) for shape in ((width, inner), (width, inner), (inner, width)))
     x = 4 * torch.randn(1, rows, width, dtype=dtype)
-    assert_near(small.gated(x, gate, up, down), down(nn.functional.silu(gate(x)) * up(x)))
+    assert_near(layer_ops.gated(x, gate, up, down), down(nn.functional.silu(gate(x)) * up(x)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,7 +102,7 @@ def test_a_gated_layer_is_that_of_torch(dtype, rows, width, inner, bias):
 def test_a_norm_is_that_of_torch(dtype, plus, shape):
     x, weight = torch.randn(shape, dtype=dtype), nn.Parameter(torch.randn(shape[-1]).to(dtype))
     expected = nn.functional.rms_norm(x.float(), shape[-1:], weight.float() + plus, 1e-5).to(dtype)
-    assert_near(small.norm(x, weight, 1e-5, plus=plus), expected)
+    assert_near(layer_ops.norm(x, weight, 1e-5, plus=plus), expected)
 
 
 def test_a_row_and_the_number_of_threads_change_no_bit():
@@ -110,9 +110,9 @@ def test_a_row_and_the_number_of_threads_change_no_bit():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = torch.cat([small.products(row[None], [plain])[0] for row in x])
+        alone = torch.cat([layer_ops.products(row[None], [plain])[0] for row in x])
         torch.set_num_threads(3)
-        torch.testing.assert_close(small.products(x, [plain])[0], alone, rtol=0, atol=0)
+        torch.testing.assert_close(layer_ops.products(x, [plain])[0], alone, rtol=0, atol=0)
     finally:
         torch.set_num_threads(threads)
 
@@ -120,34 +120,34 @@ def test_a_row_and_the_number_of_threads_change_no_bit():
 def test_nan_and_infinity_stay():
     gate, up, down = layer(32, 32), layer(32, 32), layer(32, 32)
     for x in (torch.full((1, 32), torch.nan), torch.full((1, 32), torch.inf)):
-        assert not small.products(x, [gate])[0].isfinite().any()
-        assert not small.gated(x, gate, up, down).isfinite().any()
-        assert small.norm(x, nn.Parameter(torch.ones(32)), 1e-5, plus=0.0).isnan().any()
+        assert not layer_ops.products(x, [gate])[0].isfinite().any()
+        assert not layer_ops.gated(x, gate, up, down).isfinite().any()
+        assert layer_ops.norm(x, nn.Parameter(torch.ones(32)), 1e-5, plus=0.0).isnan().any()
 
 
 def test_what_the_kernel_cannot_do_is_left_to_torch():
     plain, x = layer(32, 16), torch.randn(2, 32)
-    assert small.products(x, [plain]) is not None
-    assert small.products(torch.randn(small.MOST_ROWS + 1, 32), [plain]) is None
-    assert small.products(torch.randn(32, 2).T, [plain]) is None
-    assert small.products(torch.randn(0, 32), [plain]) is None
-    assert small.products(x.double(), [plain]) is None
-    assert small.products(x.bfloat16(), [plain]) is None
-    assert small.products(torch.randn(2, 31), [plain]) is None
-    assert small.products(x.to("meta"), [plain]) is None
+    assert layer_ops.products(x, [plain]) is not None
+    assert layer_ops.products(torch.randn(layer_ops.MOST_ROWS + 1, 32), [plain]) is None
+    assert layer_ops.products(torch.randn(32, 2).T, [plain]) is None
+    assert layer_ops.products(torch.randn(0, 32), [plain]) is None
+    assert layer_ops.products(x.double(), [plain]) is None
+    assert layer_ops.products(x.bfloat16(), [plain]) is None
+    assert layer_ops.products(torch.randn(2, 31), [plain]) is None
+    assert layer_ops.products(x.to("meta"), [plain]) is None
     with torch.autocast("cpu"):
-        assert small.products(x, [plain]) is None
+        assert layer_ops.products(x, [plain]) is None
     with torch.inference_mode(False), torch.enable_grad():
-        assert small.products(torch.randn(2, 32), [plain]) is None
+        assert layer_ops.products(torch.randn(2, 32), [plain]) is None
     plain.out_features = 17  # no longer what the weight is
-    assert small.products(x, [plain]) is None
+    assert layer_ops.products(x, [plain]) is None
     plain.out_features, plain.weight = 16, nn.Parameter(torch.randn(32, 16).T)
-    assert small.products(x, [plain]) is None
+    assert layer_ops.products(x, [plain]) is None
 
 
 def test_parts_of_a_gated_layer_must_fit():
     x = torch.randn(1, 32)
-    assert small.gated(x, layer(32, 16), layer(32, 17), layer(16, 32)) is None
-    assert small.gated(x, layer(32, 16), layer(32, 16), layer(17, 32)) is None
-    assert small.gated(x, layer(32, 16), layer(32, 16), layer(16, 32).bfloat16()) is None
-    assert small.norm(x, nn.Parameter(torch.ones(31)), 1e-5, plus=0.0) is None
+    assert layer_ops.gated(x, layer(32, 16), layer(32, 17), layer(16, 32)) is None
+    assert layer_ops.gated(x, layer(32, 16), layer(32, 16), layer(17, 32)) is None
+    assert layer_ops.gated(x, layer(32, 16), layer(32, 16), layer(16, 32).bfloat16()) is None
+    assert layer_ops.norm(x, nn.Parameter(torch.ones(31)), 1e-5, plus=0.0) is None

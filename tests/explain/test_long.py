@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 import kvkeep
 from explain.records import text
 from kvkeep import attention_probe
-from kvkeep.backends import choose, small
+from kvkeep.backends import choose, layer_ops
 
 pytestmark = pytest.mark.skipif(
     choose(torch.device("cpu"), torch.float32).name != "native",
@@ -38,7 +38,7 @@ class Made(TorchDispatchMode):
 
 def recorded(monkeypatch, tokens, moments):
     """A record in so many moments of the prompt: torch's elements, and the products of queries and keys in watches."""
-    monkeypatch.setattr(small, "slow", lambda dtype: False)  # else products of many rows have copies of weights
+    monkeypatch.setattr(layer_ops, "slow", lambda dtype: False)  # else products of many rows have copies of weights
     model, tokenizer = kvkeep.load()
     said = text(tokens)
     chunk = math.ceil(len(tokenizer(said)["input_ids"]) / moments)

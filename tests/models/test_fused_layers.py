@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import kvkeep
-from kvkeep.backends import layers
+from kvkeep.backends import layer_ops
 from kvkeep.backends.native import native
 from kvkeep.cache.hf_layers import handed
 from kvkeep.models.fused_layers import FusedLayer
@@ -68,9 +68,9 @@ def counted(monkeypatch):
 
         return call
 
-    for kind, name in ((layers.Before, "before"), (layers.Behind, "behind")):
+    for kind, name in ((layer_ops.Before, "before"), (layer_ops.Behind, "behind")):
         monkeypatch.setattr(kind, "__call__", counting(name, kind.__call__))
-    monkeypatch.setattr(layers.ModelStep, "__call__", counting_all(layers.ModelStep.__call__))
+    monkeypatch.setattr(layer_ops.ModelStep, "__call__", counting_all(layer_ops.ModelStep.__call__))
     return COUNTS
 
 
@@ -114,8 +114,8 @@ def test_the_same_digits_as_in_its_fused_modules(name, dtype, monkeypatch, count
     _, model = both(name, dtype)
     found = steps(model, tokens=8)
     assert counted["before"] == 16
-    monkeypatch.setattr(layers.Before, "__call__", lambda *_: None)
-    monkeypatch.setattr(layers.ModelStep, "__call__", lambda *_: False)
+    monkeypatch.setattr(layer_ops.Before, "__call__", lambda *_: None)
+    monkeypatch.setattr(layer_ops.ModelStep, "__call__", lambda *_: False)
     assert torch.equal(steps(model, tokens=8), found)
 
 
@@ -411,12 +411,12 @@ def test_a_model_in_training_mode_is_refused_as_before():
         steps(model)
 
 
-@pytest.mark.parametrize("half", [layers.Before, layers.Behind])
+@pytest.mark.parametrize("half", [layer_ops.Before, layer_ops.Behind])
 def test_without_memory_torch_does_the_work(half, monkeypatch):
     _, model = both()
     expected = steps(model)
     monkeypatch.setattr(half, "__call__", lambda *_: None)
-    monkeypatch.setattr(layers.ModelStep, "__call__", lambda *_: False)
+    monkeypatch.setattr(layer_ops.ModelStep, "__call__", lambda *_: False)
     torch.testing.assert_close(steps(model), expected, rtol=0, atol=2e-5)
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import kvkeep
-from kvkeep.backends import small
+from kvkeep.backends import layer_ops
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
@@ -126,7 +126,7 @@ def test_an_engine_fuses_a_model_from_elsewhere():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_prompts_in_a_slow_dtype_are_computed_with_widened_weights(dtype, monkeypatch):
-    monkeypatch.setattr(small, "slow", lambda kind: kind == dtype)
+    monkeypatch.setattr(layer_ops, "slow", lambda kind: kind == dtype)
     plain = made().to(dtype)
     model, _ = fused_copy(plain)
     for length in (1, 40, 200):
@@ -179,8 +179,8 @@ def test_hooks_on_an_activation_are_called():
 def test_one_call_for_query_key_and_value(monkeypatch):
     model, _ = fused_copy(made())
     calls = []
-    honest = small.products
-    monkeypatch.setattr(small, "products", lambda x, layers: (calls.append(len(layers)), honest(x, layers))[1])
+    honest = layer_ops.products
+    monkeypatch.setattr(layer_ops, "products", lambda x, layers: (calls.append(len(layers)), honest(x, layers))[1])
     with torch.inference_mode():
         model(torch.tensor([[3]]))
     assert calls == [3, 1, 3, 1, 1]

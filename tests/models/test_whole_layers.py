@@ -12,7 +12,6 @@ from test_prepare import fused_copy, made
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.backends import layers
 from kvkeep.backends.native import layer_ops, native
 from kvkeep.backends.native.layer_ops import ModelStep
 from kvkeep.cache.hf_layers import handed
@@ -198,7 +197,7 @@ def test_a_failure_before_the_slots_changes_nothing(monkeypatch):
     pair = Pair(attached())
     pair.feed(12)
     pair.feed()
-    monkeypatch.setattr(layers, "library_for", library_that(Failing(-1)))
+    monkeypatch.setattr(layer_ops, "library_for", library_that(Failing(-1)))
     pair.feed()
     pair.feed()
 
@@ -210,7 +209,7 @@ def test_a_failure_behind_them_breaks_the_cache(monkeypatch):
         model(torch.arange(3, 15)[None], **handed(model, cache), use_cache=True)
         model(torch.tensor([[5]]), **handed(model, cache), use_cache=True)
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "library_for", library_that(Failing(1)))
+            patch.setattr(layer_ops, "library_for", library_that(Failing(1)))
             with pytest.raises(MemoryError):
                 model(torch.tensor([[6]]), **handed(model, cache), use_cache=True)
         with pytest.raises(kvkeep.BrokenCacheError):

@@ -263,8 +263,8 @@ def test_bandwidth_is_the_median_of_several_repeats(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("native", "seconds"), [(None, 2), ([0.0, 9.0, 0.0, 0.5, 0.0, 1.0, 0.0, 4.0], 1)])
 def test_products_are_the_median_of_several_repeats_of_the_faster_way(native, seconds, monkeypatch: pytest.MonkeyPatch):
     clock = iter([0.0, 9.0, 0.0, 1.0, 0.0, 2.0, 0.0, 4.0, *(native or ())])
-    monkeypatch.setattr(bandwidth, "choose", lambda device, dtype: SimpleNamespace(small=True))
-    monkeypatch.setattr(bandwidth.small, "products", lambda x, layers: native and [x])
+    monkeypatch.setattr(bandwidth, "choose", lambda device, dtype: SimpleNamespace(has_layer_ops=True))
+    monkeypatch.setattr(bandwidth.layer_ops, "products", lambda x, layers: native and [x])
     monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(clock))
     sizes = {"width": 10, "size_bytes": 3000, "repeats": 3}  # two layers of 30 x 10 float32 numbers
     assert measure_products(torch.device("cpu"), torch.float32, 2, **sizes) == 2 * 30 * 10 * 4 / seconds
@@ -273,7 +273,7 @@ def test_products_are_the_median_of_several_repeats_of_the_faster_way(native, se
 def test_products_by_torch_alone_if_the_switch_says_so(monkeypatch: pytest.MonkeyPatch):
     """Nothing is fused then, so the kernel's speed would be nobody's."""
     monkeypatch.setenv(SWITCH, "torch")
-    monkeypatch.setattr(bandwidth.small, "products", lambda x, layers: pytest.fail("the kernel was asked"))
+    monkeypatch.setattr(bandwidth.layer_ops, "products", lambda x, layers: pytest.fail("the kernel was asked"))
     assert measure_products(torch.device("cpu"), torch.float32, 2, width=16, size_bytes=1, repeats=1) > 0
 
 

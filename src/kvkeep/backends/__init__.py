@@ -1,6 +1,6 @@
 """Backends do the work of a layer's step. `choose` alone decides which one, for a device and a dtype.
 
-`base` says what a backend does. `reference` is the definition that all others are tested against. `small` are the
+`base` says what a backend does. `reference` is the definition that all others are tested against. `layer_ops` are the
 operators between two attentions, for backends that have them.
 """
 
@@ -13,9 +13,7 @@ import torch
 
 from kvkeep.backends.base import Added, AttentionInputs, Backend, FusedStep, Repeat, Ring, SecondReading, SlotLimits
 from kvkeep.backends.copying import in_codes, in_pool
-from kvkeep.backends.native import NativeBackend, native
-from kvkeep.backends.native import layer_ops as layers
-from kvkeep.backends.native import layer_ops as small
+from kvkeep.backends.native import NativeBackend, layer_ops, native
 from kvkeep.backends.native.bindings import TYPES
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
@@ -36,8 +34,7 @@ __all__ = [
     "choose",
     "in_codes",
     "in_pool",
-    "layers",
-    "small",
+    "layer_ops",
     "why",
 ]
 

@@ -290,7 +290,7 @@ class Backend(abc.ABC):
         tallies: whether `step` knows `Added.ring`.
         pools: whether it reads and writes slots in a pool (`kvkeep.kv.pooled_store.PoolSlots`) where they lie.
         codes: whether it reads and writes slots that hold codes (`kvkeep.kv.slot_codec.CodedSlots`) where they lie.
-        small: whether the functions of `kvkeep.backends.native.layer_ops` run beside it.
+        has_layer_ops: whether the functions of `kvkeep.backends.native.layer_ops` run beside it.
     """
 
     name: ClassVar[str]
@@ -298,7 +298,7 @@ class Backend(abc.ABC):
     tallies: ClassVar[bool] = False
     pools: ClassVar[bool] = False
     codes: ClassVar[bool] = False
-    small: ClassVar[bool] = False
+    has_layer_ops: ClassVar[bool] = False
 
     @abc.abstractmethod
     def attend(self, inputs: AttentionInputs) -> tuple[Float[Tensor, "B Hq T E"], Report]:

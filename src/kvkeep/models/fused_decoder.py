@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvkeep.backends import Repeat, layers
+from kvkeep.backends import Repeat, layer_ops
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed, handed_over
 from kvkeep.cache.layer import Layer
@@ -138,14 +138,14 @@ class FusedDecoder(nn.Module):
             found.calls.append(recorded.call)
         return found
 
-    def _recorded(self, replays: Replays, angles: Sequence[tuple[Tensor, Tensor]]) -> layers.ModelStep | None:
+    def _recorded(self, replays: Replays, angles: Sequence[tuple[Tensor, Tensor]]) -> layer_ops.ModelStep | None:
         """Return the call for all layers, made anew if weights or recorded steps have changed.
 
         Return ``None`` if the kernel cannot run the layers.
         """
         turned = [cosines.shape[-1] for cosines, _ in angles]
         fused = [layer.calls(turned[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
-        recorded = [call for call in replays.calls if layers.is_native(call)]
+        recorded = [call for call in replays.calls if layer_ops.is_native(call)]
         if any(calls is None for calls in fused) or len(recorded) < len(fused):
             return None
         first = recorded[0]
@@ -153,7 +153,7 @@ class FusedDecoder(nn.Module):
         made_of = [*fused, *recorded[1:]]
         if within is None or len(within.made_of) != len(made_of) or any(map(_differ, within.made_of, made_of)):
             each = zip(fused, recorded, self.kinds, strict=True)
-            step = layers.ModelStep([(calls.before, call, calls.behind, kind) for calls, call, kind in each])
+            step = layer_ops.ModelStep([(calls.before, call, calls.behind, kind) for calls, call, kind in each])
             # the first layer's step owns the call, so the call must not hold it; nor must a cache hold a model
             within = first.within = _Within(step, [*map(weakref.ref, made_of)])
         return within.step if within.step.fits else None
@@ -162,7 +162,7 @@ class FusedDecoder(nn.Module):
 class _Within(NamedTuple):
     """A call for all layers, and what it was made of."""
 
-    step: layers.ModelStep
+    step: layer_ops.ModelStep
     made_of: list[weakref.ref[Any]]
 
 
@@ -189,7 +189,7 @@ def _is_plain(mask: object, cache: PhasedCache) -> bool:
     return isinstance(mask, PaddingMask) and mask.is_plain
 
 
-def _replayed(replays: Replays, step: layers.ModelStep, x: Tensor, angles: Sequence[tuple[Tensor, Tensor]]) -> bool:
+def _replayed(replays: Replays, step: layer_ops.ModelStep, x: Tensor, angles: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Make the step and count it in all layers; return whether the kernel could make it.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.backends import layers
+from kvkeep.backends import layer_ops
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
 from kvkeep.models.attention import ATTENTION, is_known
 from kvkeep.models.fused_modules import (
@@ -127,9 +127,9 @@ class FusedCalls:
 
     def __init__(self, layer: nn.Module, parts: FusedParts, turned: int) -> None:
         heads, added = ([None if norm is None else _norm(norm) for norm in two] for two in (parts.heads, parts.added))
-        self.before = layers.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, turned)
+        self.before = layer_ops.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, turned)
         feed, second = parts.feed._activation, _norm(parts.second)
-        self.behind = layers.Behind(parts.output, second, *parts.gated, added=added, activation=feed)
+        self.behind = layer_ops.Behind(parts.output, second, *parts.gated, added=added, activation=feed)
         self.turned = turned
         owners = (layer, parts.attention, parts.feed)
         modules = [layer, *(part for owner in owners for part in owner._modules.values() if part is not None)]
@@ -196,10 +196,10 @@ def _values_of(names: Iterable[str]) -> Callable[[dict[str, Any]], object]:
     return operator.itemgetter(*asked) if asked else id  # the dict of a module is always the same
 
 
-def _norm(norm: FusedNorm) -> layers.Norm:
+def _norm(norm: FusedNorm) -> layer_ops.Norm:
     epsilon = epsilon_of(norm)
     assert isinstance(epsilon, float)
-    return layers.Norm(norm.weight, epsilon, norm._plus)
+    return layer_ops.Norm(norm.weight, epsilon, norm._plus)
 
 
 def is_ours(config: PreTrainedConfig) -> bool:

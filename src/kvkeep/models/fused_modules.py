@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from kvkeep.backends import choose, small
+from kvkeep.backends import choose, layer_ops
 
 FORMATS = (torch.float32, torch.bfloat16)
 TIMED_BYTES = 256 * 2**20
@@ -174,7 +174,7 @@ class FusedLinears:
             asked, outputs = self._held
             return outputs.pop(id(layer), None) if asked is x else None
         self._held = (None, {})
-        found = small.products(x, self._layers)
+        found = layer_ops.products(x, self._layers)
         if found is None:
             return None
         self._held = (x, {id(other): out for other, out in zip(self._layers[1:], found[1:], strict=True)})
@@ -195,10 +195,10 @@ class FusedLinear(nn.Linear):
             return super().forward(input)
         if self._together is not None and (out := self._together.output(self, input)) is not None:
             return out
-        found = small.products(input, (self,))
+        found = layer_ops.products(input, (self,))
         if found is not None:
             return found[0]
-        wide = small.widened(input, self)
+        wide = layer_ops.widened(input, self)
         return super().forward(input) if wide is None else wide
 
 
@@ -216,7 +216,7 @@ class FusedGate(nn.Module):
         out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
         whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children())) and is_as_tried(self)
         if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
-            out = small.gated(args[0], *parts, self._activation)
+            out = layer_ops.gated(args[0], *parts, self._activation)
         return super().forward(*args, **kwargs) if out is None else out
 
 
@@ -230,7 +230,7 @@ class FusedNorm(nn.Module):
         """Normalise the last axis, and return the result."""
         out, epsilon = None, epsilon_of(self)
         if len(args) == 1 and not kwargs and isinstance(epsilon, float) and has_own_forward(self):
-            out = small.norm(args[0], self.weight, epsilon, plus=self._plus)
+            out = layer_ops.norm(args[0], self.weight, epsilon, plus=self._plus)
         return super().forward(*args, **kwargs) if out is None else out
 
 
@@ -440,4 +440,4 @@ def is_kernels(weight: object) -> bool:
     """Return whether the kernel can read a weight, and this processor has the kernel."""
     if type(weight) is not nn.Parameter or weight.dtype not in TOLERANCE or not weight.is_contiguous():
         return False
-    return weight.is_cpu and choose(weight.device, weight.dtype).small
+    return weight.is_cpu and choose(weight.device, weight.dtype).has_layer_ops

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.backends import choose, small, why
+from kvkeep.backends import choose, layer_ops, why
 from kvkeep.models.fused_decoder import FusedDecoder, fuse_decoder
 from kvkeep.models.fused_layers import FusedLayer, fuse_layer
 from kvkeep.models.fused_modules import (
@@ -122,7 +122,7 @@ def describe(model: nn.Module) -> str:
         return f"as transformers has them, with the backend for {place.type}"
     if vars(model).get(_LEFT):
         return f"as transformers has them, in torch: `fused=False` or {SWITCH}=0 was given"
-    if weight is None or not choose(place, weight.dtype).small:
+    if weight is None or not choose(place, weight.dtype).has_layer_ops:
         return f"as transformers has them, in torch: {why(place, torch.float32)}"
     return "as transformers has them, in torch: its weights are quantised, or of a dtype that the kernel cannot read"
 
@@ -172,7 +172,7 @@ def _fuse_norm(module: nn.Module, trials: Trials) -> bool:
         return False
 
     def agrees_with(plus: float) -> bool:
-        kernel = functools.partial(small.norm, weight=weight, epsilon=epsilon, plus=plus)
+        kernel = functools.partial(layer_ops.norm, weight=weight, epsilon=epsilon, plus=plus)
         return agrees(module, weight, len(weight), kernel)
 
     key = alike(module)
@@ -192,12 +192,12 @@ def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
         return False
 
     def agrees_with(activation: int) -> bool:
-        kernel = functools.partial(small.gated, gate=gate, up=up, down=down, activation=activation)
+        kernel = functools.partial(layer_ops.gated, gate=gate, up=up, down=down, activation=activation)
         return agrees(module, gate.weight, gate.in_features, kernel, (gate, up))
 
     key = alike(module)
     if key not in trials:
-        trials[key] = next(filter(agrees_with, small.ACTIVATIONS), None)
+        trials[key] = next(filter(agrees_with, layer_ops.ACTIVATIONS), None)
     if (activation := trials[key]) is None:
         return False
     vars(module).update(_activation=activation, as_tried=described(module))  # first, since another thread may be in it

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from kvkeep.backends import choose, small
+from kvkeep.backends import choose, layer_ops
 from kvkeep.errors import show_bytes
 from kvkeep.models.device import enough_memory
 
@@ -102,10 +102,10 @@ def measure_products(
 
         def multiply_natively() -> None:
             for layer in layers:
-                small.products(x, (layer,))
+                layer_ops.products(x, (layer,))
 
         seconds = _seconds(multiply, device, repeats)
-        if choose(device, dtype).small and small.products(x, layers[:1]) is not None:
+        if choose(device, dtype).has_layer_ops and layer_ops.products(x, layers[:1]) is not None:
             seconds = min(seconds, _seconds(multiply_natively, device, repeats))
     return count * one / seconds
 

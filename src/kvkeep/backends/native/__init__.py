@@ -57,7 +57,7 @@ class NativeBackend(Backend):
     codes = True
     fuses = True
     tallies = True
-    small = True
+    has_layer_ops = True
 
     def __init__(self, rotation: Rotation | None = None) -> None:
         self._rotation = rotation

@@ -1,7 +1,13 @@
-"""What a decoder layer does before and behind its attention, in the kernel; ``None`` if the kernel cannot do it.
+"""The operators between two attentions, in the native kernel; each returns ``None`` if the kernel cannot do it.
 
-`Before` and `Behind` check and pack a layer's weights once, and are told the tokens with each call. Whoever keeps them
-compares the weights' addresses: the kernel reads the weights where they lay.
+`products`, `gated` and `norm` are single operators. `Before` and `Behind` are all that a decoder layer does before and
+behind its attention: they check and pack the layer's weights once, and are told the tokens with each call. `ModelStep`
+is a step of all layers. Whoever keeps one of these compares the weights' addresses, since the kernel reads the weights
+where they lay.
+
+Weights stay as torch has them. Products are for a few rows only: with many, torch's are faster. On processors without
+products of half-precision numbers torch takes up to ten times as long for them as in float32, so there they are for
+more rows, and with still more the weights are widened.
 """
 
 from __future__ import annotations
@@ -21,12 +27,6 @@ from kvkeep.backends.native.bindings import TYPES
 from kvkeep.backends.native.build import native
 from kvkeep.backends.native.ops import NativeRepeat
 
-# The operators between two attentions, in the kernel; each returns ``None`` if the kernel cannot do it.
-#
-# Weights stay as torch has them. Products are for a few rows only: with many, torch's are faster. On processors without
-# products of half-precision numbers torch takes up to ten times as long for them as in float32, so there they are for
-# more rows, and with still more the weights are widened.
-
 MOST_ROWS = 16
 """The largest number of rows of a product, where torch's products are as fast as the processor."""
 
@@ -43,11 +43,11 @@ _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkl
 
 # structs of small.h: the heads of Products and Gated, Weights, and Norm
 _HEAD = struct.Struct("4q 2q")
-_ONE = struct.Struct("4q")
+_WEIGHTS = struct.Struct("4q")
 _NORM = struct.Struct("4q 3q 2d")
 _NUMBER = struct.Struct("q")
 _MOST_WEIGHTS = 3  # of Products
-_NONE = bytes(_ONE.size)
+_NO_WEIGHTS = bytes(_WEIGHTS.size)
 
 
 @functools.cache
@@ -83,8 +83,8 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear]) -> list[Ten
         return None
     outs = [x.new_empty((*x.shape[:-1], layer.out_features)) for layer in layers]
     packed = _head(x, rows, len(layers))
-    packed += b"".join(one(layer, out.data_ptr()) for layer, out in zip(layers, outs, strict=True))
-    failed = library.kvkeep_products(packed + _NONE * (_MOST_WEIGHTS - len(layers)))
+    packed += b"".join(_packed(layer, out.data_ptr()) for layer, out in zip(layers, outs, strict=True))
+    failed = library.kvkeep_products(packed + _NO_WEIGHTS * (_MOST_WEIGHTS - len(layers)))
     return None if failed else outs
 
 
@@ -99,7 +99,7 @@ def gated(
     if rows > most_rows(x.dtype) or up.out_features != inner:
         return None
     between, out = x.new_empty((rows, inner)), x.new_empty((*x.shape[:-1], down.out_features))
-    packed = _head(x, rows, between.data_ptr()) + one(gate, 0) + one(up, 0) + one(down, out.data_ptr())
+    packed = _head(x, rows, between.data_ptr()) + _packed(gate, 0) + _packed(up, 0) + _packed(down, out.data_ptr())
     return None if library.kvkeep_gated(packed + _NUMBER.pack(activation)) else out
 
 
@@ -130,10 +130,10 @@ def _head(x: Tensor, rows: int, last: int) -> bytes:
     return _HEAD.pack(rows, x.shape[-1], torch.get_num_threads(), TYPES[x.dtype], x.data_ptr(), last)
 
 
-def one(layer: nn.Linear, out: int) -> bytes:
+def _packed(layer: nn.Linear, out: int) -> bytes:
     """Pack a linear layer and the address of its output as the kernel takes them."""
-    bias = layer.bias
-    return _ONE.pack(layer.weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out, layer.weight.shape[0])
+    weight, bias, outputs = _weights(layer)
+    return _WEIGHTS.pack(weight, bias, out, outputs)
 
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
@@ -257,7 +257,7 @@ class Before:
         return _BEFORE.pack(
             *(rows, self._width, torch.get_num_threads(), TYPES[self._dtype], x, scratch),
             *self._norm,
-            *(number for one, out in linear for number in (*one[:2], out, one[2])),
+            *(number for (weight, bias, n), out in linear for number in (weight, bias, out, n)),
             *self._rest,
             *angles,
         )
@@ -350,9 +350,9 @@ class Behind:
         )
 
 
-Kept: TypeAlias = tuple[Before, NativeRepeat, Behind, int]
-"""What stays of a layer's decode step: what comes before attention, attention, what comes behind it, and the number of
-the angles by which the layer rotates."""
+LayerStep: TypeAlias = tuple[Before, NativeRepeat, Behind, int]
+"""A layer's decode step: what comes before attention, attention, what comes behind it, and the number of the angles by
+which the layer rotates."""
 
 
 class ModelStep:
@@ -367,7 +367,7 @@ class ModelStep:
         fits: whether the kernel can run these layers.
     """
 
-    def __init__(self, layers: Sequence[Kept]) -> None:
+    def __init__(self, layers: Sequence[LayerStep]) -> None:
         self._rows: int = _STEP_HEAD.unpack_from(layers[0][1].packed)[0]
         self._first, self._turns = layers[0][0], {kind: before for before, _, _, kind in layers}
         self.fits = all(before.leads_to(behind, step) for before, step, behind, _ in layers)
