@@ -17,7 +17,7 @@ from lib import SPEED_MODEL, counted, finish, interleaved, median_ms, positive, 
 from torch import nn
 
 import kvkeep
-from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.packed_weights import PackedLinear
 
 
 def products(layers: list[nn.Module], inputs: list[torch.Tensor]) -> Callable[[], None]:

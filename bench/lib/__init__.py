@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import kvkeep
 from kvkeep.backends import choose, why
-from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.packed_weights import PackedLinear
 
 SPEED_MODEL = LlamaConfig(
     vocab_size=4096,

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     )
     from kvkeep.explain.explain import explain
     from kvkeep.models.attention import attach
-    from kvkeep.models.fused_modules import pack_weights
+    from kvkeep.models.compile import compile_layers
     from kvkeep.models.load import load_with_tokenizer as load
-    from kvkeep.models.prepare import compile_layers, fuse_modules
+    from kvkeep.models.packed_weights import pack_weights
+    from kvkeep.models.prepare import fuse_modules
     from kvkeep.policies.base import Policy, option
     from kvkeep.policies.registry import available as available_policies
     from kvkeep.policies.registry import parse, spec
@@ -78,12 +79,12 @@ _HOME = {
     "View": "types:View",
     "attach": "models.attention:attach",
     "budget_from_ratio": "budget:from_ratio",
-    "compile_layers": "models.prepare:compile_layers",
+    "compile_layers": "models.compile:compile_layers",
     "explain": "explain.explain:explain",
     "fuse_modules": "models.prepare:fuse_modules",
     "load": "models.load:load_with_tokenizer",
     "option": "policies.base:option",
-    "pack_weights": "models.fused_modules:pack_weights",
+    "pack_weights": "models.packed_weights:pack_weights",
     "parse": "policies.registry:parse",
     "available_policies": "policies.registry:available",
     "spec": "policies.registry:spec",

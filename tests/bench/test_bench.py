@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 import kvkeep
-from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.packed_weights import PackedLinear
 from kvkeep.planning.bandwidth import Bandwidth
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -174,7 +174,7 @@ def test_decode_with_compiled_layers(monkeypatch, capsys):
     monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
     compiled = []
     monkeypatch.setattr(kvkeep, "compile_layers", lambda model: compiled.append(model) or 5)
-    monkeypatch.setattr("kvkeep.models.fused_modules.faster", lambda layers, rows: True)
+    monkeypatch.setattr("kvkeep.models.packed_weights.faster", lambda layers, rows: True)
     words = ["--rows", "2", "--contexts", "20", "--repeats", "1", "--budgets", "8", "--compile"]
     text, data = run("decode", monkeypatch, capsys, *words)
     assert list(data["cells"][0]["systems"])[3:] == ["h2o 8 (40%)", "h2o 8 (40%), compiled"]

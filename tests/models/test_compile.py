@@ -16,8 +16,9 @@ from kvkeep.cli import generate_batch_workers
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models.fused_modules import PackedLinear, pack_weights
-from kvkeep.models.prepare import compile_layers, prepare
+from kvkeep.models.compile import compile_layers
+from kvkeep.models.packed_weights import PackedLinear, pack_weights
+from kvkeep.models.prepare import prepare
 
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **NO_ENDS}

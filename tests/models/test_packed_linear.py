@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models import fused_modules
-from kvkeep.models.fused_modules import PackedLinear, pack_weights
+from kvkeep.models import packed_weights
+from kvkeep.models.packed_weights import PackedLinear, pack_weights
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -34,7 +34,7 @@ def llama(*, tied: bool = False) -> LlamaForCausalLM:
 @pytest.mark.parametrize("shape", [(1, 40), (7, 1, 40), (2, 9, 40), (300, 40)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_packed_layer_gives_what_the_plain_one_gives(dtype, shape, bias):
-    if not fused_modules._works(dtype):
+    if not packed_weights._works(dtype):
         pytest.skip("oneDNN does not know this dtype on this processor")
     torch.manual_seed(1)
     plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
@@ -64,15 +64,15 @@ def test_weights_are_never_held_twice_as_a_whole(monkeypatch):
             super().__init__(linear, rows)
             alive.append(sum(weight() is not None for weight in plain))
 
-    monkeypatch.setattr(fused_modules, "_works", lambda dtype: True)
-    monkeypatch.setattr(fused_modules, "PackedLinear", Watched)
+    monkeypatch.setattr(packed_weights, "_works", lambda dtype: True)
+    monkeypatch.setattr(packed_weights, "PackedLinear", Watched)
     assert pack_weights(model) == len(plain)
     assert alive == list(range(len(plain), 0, -1))
 
 
 @needs_onednn
 def test_a_number_format_that_the_processor_lacks_stays_plain(monkeypatch):
-    monkeypatch.setattr(fused_modules, "_works", lambda dtype: dtype is torch.float32)
+    monkeypatch.setattr(packed_weights, "_works", lambda dtype: dtype is torch.float32)
     assert pack_weights(llama().to(torch.bfloat16)) == 0
     assert pack_weights(llama()) == 2 * 7 + 1
 
@@ -103,7 +103,7 @@ def test_without_the_operations_nothing_changes(monkeypatch):
     def missing(*_):
         raise AttributeError("no such operation")
 
-    monkeypatch.setattr(fused_modules, "PackedLinear", missing)
+    monkeypatch.setattr(packed_weights, "PackedLinear", missing)
     model = llama()
     assert pack_weights(model) == 0
     assert isinstance(model.lm_head, nn.Linear)
@@ -147,9 +147,9 @@ def test_a_sample_of_the_weights_is_timed(monkeypatch):
             made.append((linear.weight.nbytes, rows))
             super().__init__(linear, rows)
 
-    monkeypatch.setattr(fused_modules, "PackedLinear", Watched)
-    monkeypatch.setattr(fused_modules, "TIMED_BYTES", 40_000)
-    monkeypatch.setattr(fused_modules, "_works", lambda dtype: True)
-    fused_modules.faster([m for m in llama().modules() if type(m) is nn.Linear], 5)
+    monkeypatch.setattr(packed_weights, "PackedLinear", Watched)
+    monkeypatch.setattr(packed_weights, "TIMED_BYTES", 40_000)
+    monkeypatch.setattr(packed_weights, "_works", lambda dtype: True)
+    packed_weights.faster([m for m in llama().modules() if type(m) is nn.Linear], 5)
     assert 20_000 < sum(size for size, _ in made) <= 40_000
     assert {rows for _, rows in made} == {5}

@@ -27,7 +27,8 @@ from kvkeep.backends import layer_ops
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
-from kvkeep.models.fused_modules import FusedLinear, PackedLinear, faster, pack_weights
+from kvkeep.models.fused_modules import FusedLinear
+from kvkeep.models.packed_weights import PackedLinear, faster, pack_weights
 from kvkeep.models.prepare import FUSED, chosen, fuse_modules, prepare, prepare_for_rows
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
@@ -344,7 +345,7 @@ def test_packed_layers_stay_and_fused_ones_are_packed():
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize(("rows", "kind"), [(1, FusedLinear), (2, FusedLinear), (3, PackedLinear), (40, PackedLinear)])
 def test_weights_of_many_rows_are_packed(monkeypatch, rows, kind):
-    monkeypatch.setattr("kvkeep.models.fused_modules.faster", lambda *_: True)
+    monkeypatch.setattr("kvkeep.models.packed_weights.faster", lambda *_: True)
     model, _ = fused_copy(made("phi3"))
     prepare_for_rows(model, rows)
     assert {type(model.lm_head), type(model.model.layers[0].mlp.down_proj)} == {kind}

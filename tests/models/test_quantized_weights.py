@@ -18,9 +18,9 @@ import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.models import quantized_weights
-from kvkeep.models.fused_modules import pack_weights
+from kvkeep.models.compile import compile_layers
 from kvkeep.models.load import embedded, find, load, quiet, read_weights
-from kvkeep.models.prepare import compile_layers
+from kvkeep.models.packed_weights import pack_weights
 from kvkeep.models.quantized_weights import weight_bytes
 from kvkeep.models.weight_hash import fingerprint
 

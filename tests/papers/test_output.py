@@ -6,7 +6,7 @@ from torch import nn
 
 from kvkeep import AttentionOptions
 from kvkeep.models.attention import OutputOf
-from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.packed_weights import PackedLinear
 from kvkeep.policies.restkv import ReSTKV
 
 from .cases import CHAT, DECODE, Case, E, make_streams, masks

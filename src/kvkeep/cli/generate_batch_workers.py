@@ -30,9 +30,10 @@ from kvkeep.models import tokenization
 from kvkeep.models.adapters import weights_of_all
 from kvkeep.models.chat_templates import reads, system_spans
 from kvkeep.models.checkpoint import Checkpoint
+from kvkeep.models.compile import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
-from kvkeep.models.prepare import chosen, compile_layers, prepare_for_rows, restore_modules
+from kvkeep.models.prepare import chosen, prepare_for_rows, restore_modules
 from kvkeep.models.tokenization import Writer
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt

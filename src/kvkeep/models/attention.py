@@ -25,7 +25,7 @@ from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.head_sharding import Heads
 from kvkeep.models.device import check_offloaded, without_autocast
-from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.packed_weights import PackedLinear
 from kvkeep.models.rotary import LengthRule, follows_length, rotate_by_text
 from kvkeep.models.support import (
     check_attention,

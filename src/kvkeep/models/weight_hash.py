@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvkeep.errors import UnsupportedOperationError
 from kvkeep.models.device import weights_of
-from kvkeep.models.fused_modules import PackedLinear
+from kvkeep.models.packed_weights import PackedLinear
 from kvkeep.models.quantized_weights import parts
 from kvkeep.models.rotary import follows_length
 from kvkeep.models.support import unwrapped
