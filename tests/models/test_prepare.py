@@ -29,7 +29,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models.fused_modules import FusedLinear
 from kvkeep.models.packed_weights import PackedLinear, faster, pack_weights
-from kvkeep.models.prepare import FUSED, chosen, fuse_modules, prepare, prepare_for_rows
+from kvkeep.models.prepare import FUSED, fuse_modules, prepare, prepare_for_rows, weight_layout
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
@@ -122,7 +122,7 @@ def test_an_engine_fuses_a_model_from_elsewhere():
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
     Engine(model, rows=1)
-    assert chosen(model) == (True, False)
+    assert weight_layout(model) == (True, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -142,11 +142,11 @@ def test_a_model_is_plain_again_where_another_process_was():
     kinds = [type(module) for module in model.modules()]
     fuse_modules(model)
     prepare_for_rows(model, 1, (True, False))
-    assert chosen(model) == (True, False)
+    assert weight_layout(model) == (True, False)
     prepare_for_rows(model, 1, (False, False))
-    assert chosen(model) == (False, False)
+    assert weight_layout(model) == (False, False)
     assert [type(module) for module in model.modules()] == kinds
-    assert not any("_together" in vars(module) for module in model.modules())
+    assert not any("_qkv" in vars(module) for module in model.modules())
 
 
 def test_a_fused_model_can_be_pickled(tmp_path):
@@ -265,7 +265,7 @@ def test_modules_with_hooks_or_in_training_stay():
     assert fuse_modules(model) == MODELS["llama"][-1] - 4 - 2 - 1
     assert not isinstance(first.mlp, FUSED)
     assert isinstance(first.mlp.up_proj, FusedLinear)
-    assert second.self_attn.k_proj._together is None
+    assert second.self_attn.k_proj._qkv is None
 
 
 def test_parts_that_are_replaced_or_watched_later_are_called():

@@ -254,6 +254,6 @@ def test_the_layout_of_weights_is_followed_without_a_measurement(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(fused_modules, "faster", lambda *args, **kwargs: 1 / 0)
             prepare.prepare_for_rows(network, 4, like)
-        got = prepare.chosen(network)
+        got = prepare.weight_layout(network)
         assert got[1] == like[1]
         assert got[0] <= like[0]

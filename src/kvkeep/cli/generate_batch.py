@@ -38,7 +38,7 @@ from kvkeep.models.adapters import check_folders, weights_of_all
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, join_processes, process_group, quiet
-from kvkeep.models.prepare import chosen
+from kvkeep.models.prepare import weight_layout
 from kvkeep.models.tokenization import Writer
 from kvkeep.parameters import MAX_TOKENS
 from kvkeep.planning.plan import default_budget
@@ -476,7 +476,7 @@ def _near(job: _Job, budget: int) -> None:
     job.output.texts = TokenTexts(job.checkpoint.tokenizer)
     engine = _engine(writer, job, budget=budget)
     # anew, since the engine has chosen the layout only now
-    job.output.agree({**job.output.own, LAYOUT: chosen(writer.model)})
+    job.output.agree({**job.output.own, LAYOUT: weight_layout(writer.model)})
     _remark(job.survey, job.checkpoint, job.request)
     memory = job.survey.memory
     todo = _todo(job, lambda shapes: [problem(shape, engine, memory) for shape in shapes])

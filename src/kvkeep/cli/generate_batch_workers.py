@@ -33,7 +33,7 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.compile import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
-from kvkeep.models.prepare import chosen, prepare_for_rows, restore_modules
+from kvkeep.models.prepare import prepare_for_rows, restore_modules, weight_layout
 from kvkeep.models.tokenization import Writer
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import Prompt
@@ -42,7 +42,7 @@ from kvkeep.planning.plan import plan
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.scale.driver import run_pieces
 from kvkeep.scale.worker import LINES, Built, EngineFacts
-from kvkeep.scale.worker_pool import Item, Layout, WorkerPool, WorkResult
+from kvkeep.scale.worker_pool import Item, WeightLayout, WorkerPool, WorkResult
 
 Read: TypeAlias = Callable[[int, bytes], InputLine | BadLine]
 
@@ -162,7 +162,13 @@ def rows_of(batch: BatchOptions, most: int) -> int:
 
 
 def engine_of(
-    writer: Writer, request: GenerateOptions, batch: BatchOptions, *, most: int, budget: int, like: Layout | None = None
+    writer: Writer,
+    request: GenerateOptions,
+    batch: BatchOptions,
+    *,
+    most: int,
+    budget: int,
+    like: WeightLayout | None = None,
 ) -> Engine:
     """Return the engine of a batch job, with no more rows than requests and its layers prepared.
 
@@ -172,7 +178,7 @@ def engine_of(
         batch: the options of the job.
         most: the number of requests.
         budget: tokens kept per layer and head.
-        like: how another worker of the job has laid out the weights, see `kvkeep.models.prepare.chosen`.
+        like: how another worker of the job has laid out the weights, see `kvkeep.models.prepare.weight_layout`.
 
     Raises:
         BudgetError: not one row fits.
@@ -229,7 +235,7 @@ class EngineRecipe:
     budget: int
     memory: str | None
 
-    def __call__(self, like: Layout | None) -> Built:
+    def __call__(self, like: WeightLayout | None) -> Built:
         """Load the model, make the engine, and return both with a reader of lines.
 
         Args:
@@ -249,7 +255,9 @@ class EngineRecipe:
                 weights = weights_of_all(writer.model)  # before layers are packed
             engine = engine_of(writer, self.request, self.batch, most=self.most, budget=self.budget, like=like)
         snapshot = None if memory is None else memory.snapshot
-        return Built(engine, read_line, TokenTexts(checkpoint.tokenizer), weights, chosen(writer.model), snapshot)
+        return Built(
+            engine, read_line, TokenTexts(checkpoint.tokenizer), weights, weight_layout(writer.model), snapshot
+        )
 
 
 # A batch job on workers of Ray: this process reads the lines, hands them out, and writes the answers.
@@ -263,7 +271,7 @@ def pool_of(
     longest: int,
     budget: int,
     memory: str | None,
-    like: Layout | None = None,
+    like: WeightLayout | None = None,
 ) -> WorkerPool[EngineFacts]:
     """Return the workers of a job, which have not been started yet. The cluster must have been joined.
 

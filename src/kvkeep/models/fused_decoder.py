@@ -37,11 +37,11 @@ class Replays(NamedTuple):
     """The recorded steps of all layers of a decoder.
 
     Attributes:
-        parts: the layers of the cache.
+        layers: the layers of the cache.
         calls: their recorded steps of attention.
     """
 
-    parts: list[Layer]
+    layers: list[Layer]
     calls: list[Repeat]
 
 
@@ -77,7 +77,7 @@ class FusedDecoder(nn.Module):
             return None
         if positions is None:
             positions = torch.full((1, 1), cache.get_seq_length(), device=ids.device)
-        # the step writes into its own copy: a hook may keep what the embedding returns, or return a weight
+        # a copy, which the step overwrites: a hook may keep what the embedding returns, or return a weight
         x, angles = self.embed_tokens(ids).clone(), self.angles(ids, positions)
         if (step := self._recorded(replays, angles)) is None or not _replayed(replays, step, x, angles):
             return None
@@ -94,8 +94,10 @@ class FusedDecoder(nn.Module):
         return is_ours(config) and has_own_forward(self)
 
     def _is_checked(self) -> bool:
-        """Return whether the kernel has computed what the class computes. The first time this is tried, since the trial
-        needs the model as it runs; but not as long as there are hooks, which would be told the tokens of the trial.
+        """Return whether the kernel computes what the class computes.
+
+        The first step tries it, since the trial needs the model as it runs. It waits as long as there are hooks, which
+        would be told the tokens of the trial.
         """
         if TRIAL.get():
             return True
@@ -116,7 +118,7 @@ class FusedDecoder(nn.Module):
         Raises:
             CapacityError: the policy does not evict and its budget is exhausted.
         """
-        found = Replays([], [])
+        replays = Replays([], [])
         if not _is_plain(mask, cache):
             return None
         if not len(self.layers) == len(self.kinds) == len(cache.layers) == self.config.num_hidden_layers:
@@ -134,32 +136,32 @@ class FusedDecoder(nn.Module):
                 return None
             if (recorded := layer.replayable(options)) is None:
                 return None
-            found.parts.append(layer)
-            found.calls.append(recorded.call)
-        return found
+            replays.layers.append(layer)
+            replays.calls.append(recorded.call)
+        return replays
 
     def _recorded(self, replays: Replays, angles: Sequence[tuple[Tensor, Tensor]]) -> layer_ops.ModelStep | None:
         """Return the call for all layers, made anew if weights or recorded steps have changed.
 
         Return ``None`` if the kernel cannot run the layers.
         """
-        turned = [cosines.shape[-1] for cosines, _ in angles]
-        fused = [layer.calls(turned[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
+        rotary_dims = [cosines.shape[-1] for cosines, _ in angles]
+        fused = [layer.calls(rotary_dims[kind]) for layer, kind in zip(self.layers, self.kinds, strict=True)]
         recorded = [call for call in replays.calls if layer_ops.is_native(call)]
         if any(calls is None for calls in fused) or len(recorded) < len(fused):
             return None
         first = recorded[0]
-        within: _Within | None = first.within
+        within: _ModelCall | None = first.within
         made_of = [*fused, *recorded[1:]]
         if within is None or len(within.made_of) != len(made_of) or any(map(_differ, within.made_of, made_of)):
             each = zip(fused, recorded, self.kinds, strict=True)
             step = layer_ops.ModelStep([(calls.before, call, calls.behind, kind) for calls, call, kind in each])
             # the first layer's step owns the call, so the call must not hold it; nor must a cache hold a model
-            within = first.within = _Within(step, [*map(weakref.ref, made_of)])
+            within = first.within = _ModelCall(step, [*map(weakref.ref, made_of)])
         return within.step if within.step.fits else None
 
 
-class _Within(NamedTuple):
+class _ModelCall(NamedTuple):
     """A call for all layers, and what it was made of."""
 
     step: layer_ops.ModelStep
@@ -174,8 +176,8 @@ def _has_hooks(decoder: nn.Module) -> bool:
     return any(map(is_heard, parts))
 
 
-def _differ(one: weakref.ref[Any], other: object) -> bool:
-    return one() is not other
+def _differ(reference: weakref.ref[Any], part: object) -> bool:
+    return reference() is not part
 
 
 def _is_plain(mask: object, cache: PhasedCache) -> bool:
@@ -195,10 +197,10 @@ def _replayed(replays: Replays, step: layer_ops.ModelStep, x: Tensor, angles: Se
     Raises:
         MemoryError: there was no memory for all of it. The cache is broken then.
     """
-    for layer in replays.parts:
+    for layer in replays.layers:
         layer.broken = True  # until the step has ended
     done = step(x, angles)
-    for layer in replays.parts:
+    for layer in replays.layers:
         layer.end_replay(done=done)
     return done
 
@@ -234,28 +236,25 @@ def fuse_decoder(module: nn.Module) -> bool:
 @torch.inference_mode()
 def _agrees(decoder: Any) -> bool:
     """Return whether a fused decoder computes for a few tokens what its class computes."""
-    plain: Any = type(decoder).__mro__[2]  # behind the mixed class and the mixin
+    plain: Any = functools.partial(type(decoder).plain.forward, decoder)
     ids, positions = torch.arange(3)[None] + 5, torch.tensor([_TRIAL_POSITIONS])
 
-    def run(way: Any, cache: BoundedCache, columns: slice) -> Any:
+    def run(forward: Any, cache: BoundedCache, columns: slice) -> Any:
         given = {"input_ids": ids[:, columns], "position_ids": positions[:, columns], "use_cache": True}
-        return way(**given, **handed(decoder, cache))
-
-    def of(way: Any) -> Any:
-        return functools.partial(way, decoder)
+        return forward(**given, **handed(decoder, cache))
 
     whole, steps = (BoundedCache(decoder.config, "local", 8) for _ in range(2))
     token = TRIAL.set(True)
     try:
-        expected = run(of(plain.forward), whole, slice(0, 3)).last_hidden_state[:, -1].float()
+        expected = run(plain, whole, slice(0, 3)).last_hidden_state[:, -1].float()
         for column in range(2):
-            run(of(plain.forward), steps, slice(column, column + 1))
-        found = run(decoder._step, steps, slice(2, 3))
+            run(plain, steps, slice(column, column + 1))
+        output = run(decoder._step, steps, slice(2, 3))
     except Exception:  # it takes something else
         return False
     finally:
         TRIAL.reset(token)
-    if found is None:
+    if output is None:
         return False
-    difference = (found.last_hidden_state[:, -1].float() - expected).norm() / expected.norm()
+    difference = (output.last_hidden_state[:, -1].float() - expected).norm() / expected.norm()
     return bool(difference <= _TRIAL_TOLERANCE[decoder.dtype])

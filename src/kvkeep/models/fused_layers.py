@@ -117,20 +117,22 @@ def _is_usable(part: nn.Module | None) -> bool:
 
 
 class FusedCalls:
-    """The two calls of a layer, as long as its weights lie where they are. Addresses alone keep no weight alive.
+    """The two calls of a layer, as long as its weights lie where they are.
+
+    The calls hold addresses, which keep no weight alive; `are_of` compares them before each step.
 
     Args:
         layer: a decoder layer.
         parts: its parts.
-        turned: number of dims of a head that are rotated.
+        rotary_dim: number of dims of a head that are rotated.
     """
 
-    def __init__(self, layer: nn.Module, parts: FusedParts, turned: int) -> None:
+    def __init__(self, layer: nn.Module, parts: FusedParts, rotary_dim: int) -> None:
         heads, added = ([None if norm is None else _norm(norm) for norm in two] for two in (parts.heads, parts.added))
-        self.before = layer_ops.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, turned)
+        self.before = layer_ops.Before(_norm(parts.first), parts.qkv, heads, parts.attention.head_dim, rotary_dim)
         feed, second = parts.feed._activation, _norm(parts.second)
         self.behind = layer_ops.Behind(parts.output, second, *parts.gated, added=added, activation=feed)
-        self.turned = turned
+        self.rotary_dim = rotary_dim
         owners = (layer, parts.attention, parts.feed)
         modules = [layer, *(part for owner in owners for part in owner._modules.values() if part is not None)]
         # each step compares all this, so what can be looked up once is
@@ -242,10 +244,10 @@ def _run(
     """Compute a layer's output for a token per row; ``None`` if the kernel cannot compute what comes before
     attention.
     """
-    found = calls.before(x, angles)
-    if found is None:
+    heads = calls.before(x, angles)
+    if heads is None:
         return None
-    attended = attend(*found).reshape(len(x), 1, -1)
+    attended = attend(*heads).reshape(len(x), 1, -1)
     out = calls.behind(x, attended)
     if out is None:
         first, last = (nn.Identity() if norm is None else norm for norm in parts.added)
@@ -263,26 +265,26 @@ class FusedLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, from the fused kernel where the step allows it."""
-        out = self._few(*args, **kwargs) if len(args) == 1 else None
+        out = self._decode_step(*args, **kwargs) if len(args) == 1 else None
         return super().forward(*args, **kwargs) if out is None else out
 
-    def calls(self, turned: int) -> FusedCalls | None:
+    def calls(self, rotary_dim: int) -> FusedCalls | None:
         """Return the calls of the kernel, made anew if modules or weights have changed; ``None`` if there can be none.
 
         Args:
-            turned: number of dims of a head that are rotated.
+            rotary_dim: number of dims of a head that are rotated.
         """
         calls: FusedCalls | None = vars(self).get(CALLS)
-        if calls is None or calls.turned != turned or not calls.are_of(self):
+        if calls is None or calls.rotary_dim != rotary_dim or not calls.are_of(self):
             parts = parts_of(self) if self._is_as_tried() else None
-            calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, turned)
+            calls = vars(self)[CALLS] = None if parts is None else FusedCalls(self, parts, rotary_dim)
         return calls
 
     def _is_as_tried(self) -> bool:
         now = type(_any(self).self_attn).forward
         return is_as_tried(self) and vars(self).setdefault(FORWARD, now) is now
 
-    def _few(self, x: Tensor, **kwargs: Any) -> Tensor | None:
+    def _decode_step(self, x: Tensor, **kwargs: Any) -> Tensor | None:
         """Return the output of a decode step from the fused kernel; ``None`` for any other step."""
         cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
         if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache) or not isinstance(angles, tuple):
@@ -427,8 +429,8 @@ def _constants(layer: nn.Module, parts: FusedParts) -> dict[str, Any] | None:
         return None
     same: list[bool] = []
 
-    def compare(*found: Tensor) -> Tensor:
-        same.extend(map(is_close, found, trial.heads))
+    def compare(*heads: Tensor) -> Tensor:
+        same.extend(map(is_close, heads, trial.heads))
         return trial.answer
 
     out = trial.run(parts, compare)

@@ -32,12 +32,12 @@ a function that was put into a class cannot be pickled."""
 
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module], object], type[nn.Module]] = {}
 
-
 _LINEAR_FORWARD = nn.Linear.forward
+"""Torch's own: where somebody has replaced it, the replacement is called."""
 
 
-class FusedLinears:
-    """Linear layers that are called in turn with the same tensor: the first call computes all outputs.
+class FusedQKV:
+    """The projections of query, key and value, called in turn with one tensor: the first call computes all outputs.
 
     The other outputs are kept until their layers ask for them with the very same tensor, once.
     """
@@ -52,33 +52,33 @@ class FusedLinears:
         The first layer's call computes the outputs of all layers.
         """
         if layer is not self._layers[0]:
-            asked, outputs = self._held
-            return outputs.pop(id(layer), None) if asked is x else None
+            asked, others = self._held
+            return others.pop(id(layer), None) if asked is x else None
         self._held = (None, {})
-        found = layer_ops.products(x, self._layers)
-        if found is None:
+        outputs = layer_ops.products(x, self._layers)
+        if outputs is None:
             return None
-        self._held = (x, {id(other): out for other, out in zip(self._layers[1:], found[1:], strict=True)})
-        return found[0]
+        self._held = (x, {id(other): out for other, out in zip(self._layers[1:], outputs[1:], strict=True)})
+        return outputs[0]
 
 
 class FusedLinear(nn.Linear):
     """A linear layer whose products with a few rows are computed by the native kernel, from the plain weights.
 
-    In a dtype in which torch is slow on this processor, all its products are faster.
+    In a dtype in which torch is slow on this processor, products with many rows widen the weights, a piece at a time.
     """
 
-    _together: FusedLinears | None = None
+    _qkv: FusedQKV | None = None
 
     def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
         """Return the product with the weights, plus the bias."""
         if nn.Linear.forward is not _LINEAR_FORWARD:
             return super().forward(input)
-        if self._together is not None and (out := self._together.output(self, input)) is not None:
+        if self._qkv is not None and (out := self._qkv.output(self, input)) is not None:
             return out
-        found = layer_ops.products(input, (self,))
-        if found is not None:
-            return found[0]
+        outputs = layer_ops.products(input, (self,))
+        if outputs is not None:
+            return outputs[0]
         wide = layer_ops.widened(input, self)
         return super().forward(input) if wide is None else wide
 
@@ -143,10 +143,10 @@ class PromptHook:
     def __init__(self, hook: Callable[[nn.Module, tuple[Any, ...], Any], None]) -> None:
         self._hook = hook
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Call the hook, except in a trial."""
         if not TRIAL.get():
-            self._hook(module, args, made)
+            self._hook(module, args, output)
 
 
 def is_heard(module: nn.Module) -> bool:
@@ -162,7 +162,7 @@ def has_global_hooks() -> bool:
     return bool(_global_forward_hooks or _global_forward_pre_hooks) or nn.Linear.forward is not _LINEAR_FORWARD
 
 
-_USUAL = {*vars(nn.Module()), "layer_idx", "_together", "_activation", "_plus", "attention_options"}
+_USUAL = {*vars(nn.Module()), "layer_idx", "_qkv", "_activation", "_plus", "attention_options"}
 """Attributes that every module has, those in which equal layers differ, and those of fused modules."""
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -176,22 +176,22 @@ def described(module: nn.Module) -> Described:
     """Return what a module has beside weights that may decide what it computes: plain values and functions, its own and
     those of its children without weights.
     """
-    found: list[tuple[str, str, object]] = []
+    entries: list[tuple[str, str, object]] = []
     for name, part in [("", module), *module._modules.items()]:
         if part is None or (part._parameters and part is not module):
             continue
         if name:
-            found.append((name, "", _name_of_class(part)))
-        found += [
+            entries.append((name, "", _name_of_class(part)))
+        entries += [
             (name, key, value)
             for key, value in vars(part).items()
             if key not in _USUAL and isinstance(value, (*_PLAIN, FunctionType, BuiltinFunctionType))
         ]
-    return tuple(found)
+    return tuple(entries)
 
 
 def is_as_tried(module: nn.Module) -> bool:
-    """Return whether a fused module is still `described` as it was in its trial, which may not hold any more."""
+    """Return whether a fused module is still `described` as it was in its trial; otherwise the trial says nothing."""
     for name, key, value in vars(module)["as_tried"]:
         part = module._modules.get(name) if name else module
         if part is None or (_name_of_class(part) if not key else vars(part).get(key, _GONE)) != value:
@@ -219,13 +219,17 @@ def alike(module: nn.Module) -> tuple[object, ...]:
     It has the classes, shapes and attributes of all parts. An object that is no plain value is only equal to itself,
     as a configuration is that all layers share; and so is a module with buffers.
     """
-    found: list[object] = []
+    key: list[object] = []
     for name, part in module.named_modules():
-        said = [(key, value if isinstance(value, _PLAIN) else id(value)) for key, value in vars(part).items()]
-        weights = [(key, None if x is None else (x.shape, x.dtype)) for key, x in part._parameters.items()]
+        attributes = tuple(
+            (attribute, value if isinstance(value, _PLAIN) else id(value))
+            for attribute, value in vars(part).items()
+            if attribute not in _USUAL
+        )
+        weights = tuple((weight, None if x is None else (x.shape, x.dtype)) for weight, x in part._parameters.items())
         alone = id(part) if part._buffers else None
-        found.append((name, type(part), tuple(one for one in said if one[0] not in _USUAL), tuple(weights), alone))
-    return tuple(found)
+        key.append((name, type(part), attributes, weights, alone))
+    return tuple(key)
 
 
 Trials: TypeAlias = dict[tuple[object, ...], Any]
@@ -255,8 +259,8 @@ def agrees(
         expected = module(x.to(weight.dtype))
     except Exception:  # it takes something else
         return False
-    found = kernel(x.to(weight.dtype))
-    return found is not None and is_close(found, expected)
+    output = kernel(x.to(weight.dtype))
+    return output is not None and is_close(output, expected)
 
 
 def is_close(found: Tensor, expected: object) -> bool:
@@ -287,8 +291,8 @@ def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
 
 
 def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
-    made: nn.Module = object.__new__(mixed(mixin, kind))
-    return made
+    module: nn.Module = object.__new__(mixed(mixin, kind))
+    return module
 
 
 # Which modules may be fused.

@@ -80,7 +80,7 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
     if if_faster and not faster([cast(nn.Linear, parent.get_submodule(name)) for parent, name in found], rows):
         return 0
     for parent, name in found:  # names only: a list of layers would keep every plain weight alive
-        vars(parent.get_submodule(name)).pop("_together", None)  # they hold each other
+        vars(parent.get_submodule(name)).pop("_qkv", None)  # they hold each other
         setattr(parent, name, PackedLinear(cast(nn.Linear, parent.get_submodule(name)), rows))
     return len(found)
 

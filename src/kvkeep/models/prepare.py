@@ -17,8 +17,8 @@ from kvkeep.models.fused_layers import FusedLayer, fuse_layer
 from kvkeep.models.fused_modules import (
     FusedGate,
     FusedLinear,
-    FusedLinears,
     FusedNorm,
+    FusedQKV,
     Trials,
     agrees,
     alike,
@@ -55,7 +55,7 @@ def is_wanted(fused: bool | None) -> bool:
 def prepare(model: nn.Module, fused: bool | None = None) -> None:
     """Fuse the modules of a model, see `fuse_modules`, if that is wanted.
 
-    It is how all models that kvkeep loads or runs are prepared. What is fused already stays as it is.
+    kvkeep calls it for every model that it loads or runs. What is fused already stays as it is.
 
     Args:
         model: the model.
@@ -92,7 +92,7 @@ def fuse_modules(model: nn.Module) -> int:
     # a gate is fused from fused products, a layer from all fused parts, and a decoder from fused layers
     gates = [module for module in modules if _fuse_gate(module, trials)]
     for module in modules:
-        _join(module)
+        _fuse_qkv(module)
     layers = [module for module in modules if fuse_layer(module, trials)]
     decoders = [module for module in modules if fuse_decoder(module)]
     return len(norms) + len(linear) + len(gates) + len(layers) + len(decoders)
@@ -126,13 +126,14 @@ def restore_modules(model: nn.Module) -> None:
     modules: list[nn.Module] = [*model.modules()]
     for module in modules:
         if isinstance(module, _MIXINS):
-            module.__class__ = type(module).__mro__[2]  # behind the mixed class and the mixin
+            kind: Any = type(module)
+            module.__class__ = kind.plain
         elif type(module) is FusedLinear:
-            vars(module).pop("_together", None)
+            vars(module).pop("_qkv", None)
             object.__setattr__(module, "__class__", nn.Linear)
 
 
-def chosen(model: nn.Module) -> tuple[bool, bool]:
+def weight_layout(model: nn.Module) -> tuple[bool, bool]:
     """Return whether linear layers of a model have been fused, and whether some have been packed."""
     kinds = {type(module) for module in model.modules()}
     return FusedLinear in kinds, PackedLinear in kinds
@@ -145,8 +146,8 @@ def prepare_for_rows(model: nn.Module, rows: int, like: tuple[bool, bool] | None
     Args:
         model: the model.
         rows: number of rows of most steps.
-        like: what was `chosen` for the same model in another process. Nothing is timed then, and both processes compute
-            the same numbers to the last digit.
+        like: the `weight_layout` of the same model in another process. Nothing is timed then, and both processes
+            compute the same numbers to the last digit.
     """
     if like is None:
         return pack_weights(model, rows, if_faster=True) if rows > FEW_ROWS else 0
@@ -198,7 +199,7 @@ def _fuse_gate(module: nn.Module, trials: Trials) -> bool:
     return True
 
 
-def _join(module: nn.Module) -> None:
+def _fuse_qkv(module: nn.Module) -> None:
     """Let query, key and value of a fused attention be computed together, if its code hands one tensor to all three.
 
     Otherwise do nothing.
@@ -208,9 +209,9 @@ def _join(module: nn.Module) -> None:
     layers = [getattr(module, name, None) for name, _ in calls]
     fused = [layer for layer in layers if isinstance(layer, FusedLinear)]
     if len({name for name, _ in calls}) == len(fused) == 3 and len({argument for _, argument in calls}) == 1:
-        together = FusedLinears(fused)
+        qkv = FusedQKV(fused)
         for layer in fused:
-            layer._together = together
+            layer._qkv = qkv
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result
 from kvkeep.errors import KVKeepError
-from kvkeep.scale.worker_pool import Layout, WorkerFacts, WorkKind, WorkResult
+from kvkeep.scale.worker_pool import WeightLayout, WorkerFacts, WorkKind, WorkResult
 from kvkeep.snapshot.snapshot import Snapshot
 
 
@@ -45,7 +45,7 @@ class Built:
     read: Callable[[int, bytes], InputLine | BadLine]
     texts: TokenTexts | None
     weights: str
-    layout: Layout = (False, False)
+    layout: WeightLayout = (False, False)
     memory: Snapshot | None = None
 
 
@@ -53,7 +53,7 @@ class Built:
 class Make(Protocol):
     """Loads a model and makes an engine, in the process of a worker. It travels there, so it is small."""
 
-    def __call__(self, like: Layout | None) -> Built:
+    def __call__(self, like: WeightLayout | None) -> Built:
         """Load the model, make the engine, and return both.
 
         Args:
@@ -89,7 +89,7 @@ class LineWorker:
         self._built: Built | None = None
         self._loop: Loop | None = None
 
-    def begin(self, like: Layout | None) -> EngineFacts | str:
+    def begin(self, like: WeightLayout | None) -> EngineFacts | str:
         """Load the model, make the engine and start its thread; return facts, or the message of an error.
 
         Args:
@@ -277,7 +277,7 @@ class ModelWorker:
         self._make = make
         self._runner: PieceRunner | None = None
 
-    def begin(self, like: Layout | None) -> ModelFacts | str:
+    def begin(self, like: WeightLayout | None) -> ModelFacts | str:
         """Load the model; return facts, or the message of an error.
 
         Args:

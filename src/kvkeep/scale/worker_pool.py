@@ -18,7 +18,7 @@ from kvkeep.scale.cluster import LostClusterError, Need, check_alive, last_words
 
 # A kind of work that a pool does in pieces, and what each of its workers says of itself. Nothing here knows Ray.
 
-Layout: TypeAlias = tuple[bool, bool]
+WeightLayout: TypeAlias = tuple[bool, bool]
 """How weights were laid out for speed, see `kvkeep.models.prepare.chosen`. It changes the last digits of products."""
 
 
@@ -34,7 +34,7 @@ class WorkerFacts:
     """
 
     weights: str
-    layout: Layout
+    layout: WeightLayout
     host: str
     pid: int
 
@@ -228,7 +228,7 @@ class WorkerPool(Generic[F]):
         size: int,
         need: Need,
         *,
-        like: Layout | None = None,
+        like: WeightLayout | None = None,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
         self._ray, self._kind, self._make, self._like, self._tell = need_ray(), kind, make, like, tell

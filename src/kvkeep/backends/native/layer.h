@@ -19,9 +19,9 @@ extern "C" struct Before {
     char *scratch;  // rows x width elements
     Scaled norm;
     Weights all[3];  // of queries, keys and values
-    int64_t dim, turned;  // dims of a head, and the first of them that are rotated
+    int64_t dim, rotary_dim;  // dims of a head, and the first of them that are rotated
     Scaled each[2];       // of the heads of queries, and of keys
-    const char *cosines, *sines;  // `turned` for each row
+    const char *cosines, *sines;  // `rotary_dim` for each row
     int64_t cosine_row, sine_row;
 };
 
@@ -48,23 +48,23 @@ inline void multiply(int64_t type, const float *a, const float *b, int64_t n, fl
     widen_all(type, room, n, to);
 }
 
-// Rotate the first dims of a head in place, half of which are paired with the other half. Each step is rounded as torch's operators
-// do, so that a token gets the same numbers as in a run of many. `room`: see `head_floats`.
+// Rotate the first dims of a head in place: their first half against the second. Each step is rounded as torch's
+// operators do, so that a token gets the same numbers as in a run of many. `room`: see `head_floats`.
 template <class X>
-void turn_head(const Before &b, int64_t row, typename X::T *head, float *room) {
-    const int64_t width = up(b.turned, 2 * W), half = b.turned / 2, bytes = bytes_of(b.type);
+void rotate_head(const Before &b, int64_t row, typename X::T *head, float *room) {
+    const int64_t width = up(b.rotary_dim, 2 * W), half = b.rotary_dim / 2, bytes = bytes_of(b.type);
     float *x = room, *angles = x + width, *straight = angles + width, *across = straight + width;
     char *narrow = (char *)(across + width);
-    widen_all(b.type, (const char *)head, b.turned, x);
-    widen_all(b.type, b.cosines + row * b.cosine_row * bytes, b.turned, angles);
-    multiply(b.type, x, angles, b.turned, straight, narrow);
-    widen_all(b.type, b.sines + row * b.sine_row * bytes, b.turned, angles);
-    std::memcpy(across, x, b.turned * sizeof *x);
+    widen_all(b.type, (const char *)head, b.rotary_dim, x);
+    widen_all(b.type, b.cosines + row * b.cosine_row * bytes, b.rotary_dim, angles);
+    multiply(b.type, x, angles, b.rotary_dim, straight, narrow);
+    widen_all(b.type, b.sines + row * b.sine_row * bytes, b.rotary_dim, angles);
+    std::memcpy(across, x, b.rotary_dim * sizeof *x);
     for (int64_t i = 0; i < half; i++) x[i] = -across[i + half];
     std::memcpy(x + half, across, half * sizeof *x);
-    multiply(b.type, x, angles, b.turned, across, narrow);
-    for (int64_t i = 0; i < b.turned; i += W) store(x + i, load<Floats>(straight + i) + load<Floats>(across + i));
-    narrow_all(b.type, x, b.turned, (char *)head);
+    multiply(b.type, x, angles, b.rotary_dim, across, narrow);
+    for (int64_t i = 0; i < b.rotary_dim; i += W) store(x + i, load<Floats>(straight + i) + load<Floats>(across + i));
+    narrow_all(b.type, x, b.rotary_dim, (char *)head);
 }
 
 inline int64_t head_floats(int64_t dim) { return 5 * up(dim, 2 * W); }
@@ -86,7 +86,7 @@ int64_t before_as(const Before &b) {
             const Norm by = {1, b.dim, 1, b.type, nullptr, norm.weight, nullptr, norm.epsilon, norm.plus};
             norm_row<X>(by, head, head);
         }
-        turn_head<X>(b, row, head, room);
+        rotate_head<X>(b, row, head, room);
     };
     const int64_t n = b.rows * every;
     return for_each(n, n * b.dim * (int64_t)sizeof(T), b.threads, head_floats(b.dim), work) ? 0 : -1;

@@ -201,25 +201,25 @@ class Before:
         layers: of queries, keys and values.
         each: norms of the heads of queries and of keys; ``None``: there is none.
         dim: number of dims of a head.
-        turned: how many of them, the first ones, are rotated: the first half of these is paired with the second.
+        rotary_dim: how many of them, the first ones, are rotated: the first half of these against the second.
     """
 
     def __init__(
-        self, norm: Norm, layers: Sequence[nn.Linear], each: Sequence[Norm | None], dim: int, turned: int
+        self, norm: Norm, layers: Sequence[nn.Linear], each: Sequence[Norm | None], dim: int, rotary_dim: int
     ) -> None:
         like, width = norm.weight, len(norm.weight)
         outputs = [layer.out_features for layer in layers]
         self._is_known = (
-            (0 < turned <= dim and turned % 2 == 0)
+            (0 < rotary_dim <= dim and rotary_dim % 2 == 0)
             and outputs[1] == outputs[2]  # else heads of values have another number of dims
             and _is_norm(norm, like, width)
             and all(head is None or _is_norm(head, like, dim) for head in each)
             and all(fits(layer, like, width) and layer.out_features % dim == 0 for layer in layers)
         )
-        self._dtype, self._width, self._dim, self._turned = like.dtype, width, dim, turned
+        self._dtype, self._width, self._dim, self._rotary_dim = like.dtype, width, dim, rotary_dim
         self._heads = [n // dim for n in outputs]
         self._norm, (self._query, self._key, self._value) = _scaled(norm), map(_weights, layers)
-        self._rest = dim, turned, *_scaled(each[0]), *_scaled(each[1])
+        self._rest = dim, rotary_dim, *_scaled(each[0]), *_scaled(each[1])
 
     def __call__(
         self, x: Float[Tensor, "B 1 width"], angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
@@ -228,12 +228,12 @@ class Before:
 
         Args:
             x: a token per row.
-            angles: cosines and sines of the rows' positions, each ``(B, 1, turned)`` or ``(1, 1, turned)``.
+            angles: cosines and sines of the rows' positions, each ``(B, 1, rotary_dim)`` or ``(1, 1, rotary_dim)``.
         """
         library, (B, T, width), D = library_for(x), x.shape, self._dim
         if library is None or not self._is_known or x.dtype != self._dtype or width != self._width or T != 1:
             return None
-        if most_rows(x.dtype) < B or not self.turns(x, angles):
+        if most_rows(x.dtype) < B or not self.takes_angles(x, angles):
             return None
         query, key, value = (x.new_empty((B, heads, 1, D)) for heads in self._heads)
         scratch = torch.empty_like(x)
@@ -272,9 +272,9 @@ class Before:
         heads = [kv_heads * group, kv_heads, kv_heads]
         return self._heads == heads and behind.attended == heads[0] * dim
 
-    def turns(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
+    def takes_angles(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
         """Return whether the kernel can rotate the rows of ``x`` by these angles."""
-        return all(_turns(part, x, self._turned) for part in angles)
+        return all(_are_angles(part, x, self._rotary_dim) for part in angles)
 
     def reads(self, x: Tensor, rows: int) -> bool:
         """Return whether the kernel can read a token for each of the rows."""
@@ -369,7 +369,7 @@ class ModelStep:
 
     def __init__(self, layers: Sequence[LayerStep]) -> None:
         self._rows: int = _STEP_HEAD.unpack_from(layers[0][1].packed)[0]
-        self._first, self._turns = layers[0][0], {kind: before for before, _, _, kind in layers}
+        self._first, self._first_of_kind = layers[0][0], {kind: before for before, _, _, kind in layers}
         self.fits = all(before.leads_to(behind, step) for before, step, behind, _ in layers)
         self._count, packed = len(layers), b""
         if self.fits:
@@ -396,7 +396,7 @@ class ModelStep:
         library = library_for(x)
         if library is None or not self.fits or not self._first.reads(x, self._rows):
             return False
-        if not all(before.turns(x, angles[kind]) for kind, before in self._turns.items()):
+        if not all(before.takes_angles(x, angles[kind]) for kind, before in self._first_of_kind.items()):
             return False
         places_of_angles = b"".join(_ANGLES.pack(*addresses(each)) for each in angles)
         kept, turns = ctypes.addressof(self._kept), ctypes.create_string_buffer(places_of_angles)
@@ -438,7 +438,7 @@ def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
     return norm.weight.dtype in TYPES and matches(norm.weight, like, (width,))
 
 
-def _turns(angles: Tensor, x: Tensor, dim: int) -> bool:
+def _are_angles(angles: Tensor, x: Tensor, dim: int) -> bool:
     """Return whether these are rotary angles for the rows of ``x``, dense in the last axis."""
     if type(angles) is not Tensor or not angles.is_cpu or angles.dtype != x.dtype or angles.ndim != 3:
         return False
