@@ -213,7 +213,7 @@ class Layer:
         self.rotary: Rotation | None = None
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._together = index, rotation, together
-        self._prompt = torch.zeros(0, dtype=torch.int64)  # set while a prompt is read, see `_prompt_ends`
+        self._prompt = torch.zeros(0, dtype=torch.int64)  # see `_prompt_ends`, which a prompt's step calls
         self._follow(before)
 
     def reset(self) -> None:
@@ -344,7 +344,7 @@ class Layer:
     def replayable(self, options: AttentionOptions) -> Repeating | None:
         """Return the recorded decode step if the next one may be the same for other tokens, otherwise ``None``.
 
-        Who makes the step says so by `end_replay`.
+        Whoever runs the step calls `end_replay` afterwards.
 
         Args:
             options: what the model's attention asks for.
@@ -359,8 +359,10 @@ class Layer:
         return recorded
 
     def end_replay(self, *, done: bool) -> None:
-        """Count a replayed step that added each row's token to `Block.seen`; or, if it is not ``done``, forget the
-        recorded step, which nobody could make.
+        """Count a replayed step.
+
+        Args:
+            done: whether it ran, and added each row's token to `Block.seen`; otherwise the recorded step is dropped.
         """
         if done:
             self.columns += 1
@@ -613,7 +615,7 @@ class Layer:
         )
 
     def _rotary_of(self, phase: Phase) -> Rotation | TextRotation | None:
-        """Return the rotary embedding that the keys of the rows have, for a policy that looks behind it."""
+        """Return the rotary embedding by which the rows' keys are rotated, for a policy that undoes it."""
         whole = self.rotary
         if whole is None or whole.longest is None or whole.beyond is None:
             return whole

@@ -83,13 +83,14 @@ def slot_rotations(config: PreTrainedConfig) -> Rotations:
     """Return the rotations by which keys are moved to their ranks in the cache.
 
     Raises:
-        UnsupportedModelError: the model rotates no keys, in a way that cannot be undone, or by the length of the text.
+        UnsupportedModelError: the model rotates no keys, or rotates them by the length of the text or in a way that
+            cannot be undone.
     """
     try:
-        found = _found(config)
-        if not any(found.values()):
+        rotations = _rotations_of(config)
+        if not any(rotations.values()):
             raise _CannotUndoError("has no rotary embeddings")
-        if any(one is not None and one.longest for one in found.values()):
+        if any(rotation is not None and rotation.longest for rotation in rotations.values()):
             raise _CannotUndoError(f"has {_types(config)!r} embeddings, which change with the length of the text")
     except _CannotUndoError as error:
         kind = config.get_text_config(decoder=True).model_type
@@ -97,7 +98,7 @@ def slot_rotations(config: PreTrainedConfig) -> Rotations:
             "Slot positions need rotary embeddings that kvkeep can undo, and whose frequencies do not change with the "
             f"length of the text; this {kind!r} model {error}. Use positions='true'."
         ) from error
-    return found
+    return rotations
 
 
 def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, foresees: bool) -> Rotations:
@@ -114,10 +115,10 @@ def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, fore
     """
     kind = config.get_text_config(decoder=True).model_type
     try:
-        found = _found(config)
-        if turns and not any(found.values()):
+        rotations = _rotations_of(config)
+        if turns and not any(rotations.values()):
             raise _CannotUndoError("has none")
-        if foresees and any(one is not None and one.longest for one in found.values()):
+        if foresees and any(rotation is not None and rotation.longest for rotation in rotations.values()):
             raise _CannotUndoError("has 'longrope' embeddings, which change with the length of the text to come")
     except _CannotUndoError as error:
         if turns:
@@ -129,17 +130,17 @@ def rotations_for(config: PreTrainedConfig, policy: object, *, turns: bool, fore
             f"{policy} looks at keys before their rotation, which kvkeep cannot undo for this {kind!r} model: it "
             f"{error}. Give the policy rotated=true if it has this option, or choose another policy."
         ) from error
-    return found
+    return rotations
 
 
-# What was found is kept: an engine and its caches ask many times.
+# The rotations of a configuration are tried once: an engine and its caches ask many times.
 
 _MOST_MODELS = 64
 _known: dict[str, Rotations | _CannotUndoError] = {}
 _lock = threading.Lock()
 
 
-def _found(config: PreTrainedConfig) -> Rotations:
+def _rotations_of(config: PreTrainedConfig) -> Rotations:
     """Return the rotation of each layer.
 
     Raises:
@@ -169,7 +170,7 @@ def _tried(text: PreTrainedConfig) -> Rotations:
     """Return the rotation of each layer of a model, from a trial.
 
     Raises:
-        _CannotUndoError: see `_found`.
+        _CannotUndoError: see `_rotations_of`.
     """
     types = _types(text)
     if "dynamic" in types:
@@ -206,7 +207,7 @@ def _types(config: PreTrainedConfig) -> str:
     """Return the types of rotary embedding that a configuration names, with commas between."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     each = _each_of(parameters) if isinstance(parameters, dict) else ()
-    return ", ".join(sorted({str(one.get("rope_type", "default")) for one in each}))
+    return ", ".join(sorted({str(settings.get("rope_type", "default")) for settings in each}))
 
 
 def _each_of(parameters: dict[str, Any]) -> list[dict[str, Any]]:
@@ -219,12 +220,12 @@ def _longest(text: PreTrainedConfig) -> int:
     """Return the tokens of the longest text that has the frequencies of short texts (longrope).
 
     Raises:
-        _CannotUndoError: the configuration does not say it.
+        _CannotUndoError: the configuration does not say how long that is.
     """
     borders = {
-        one.get("original_max_position_embeddings")
-        for one in _each_of(text.rope_parameters)
-        if one.get("rope_type") == "longrope"
+        settings.get("original_max_position_embeddings")
+        for settings in _each_of(text.rope_parameters)
+        if settings.get("rope_type") == "longrope"
     }
     border = borders.pop()
     if borders or not isinstance(border, int):
@@ -340,7 +341,7 @@ class _Trial:
         # the model's own number has all digits
         known = [1.0, *(value for value in given if isinstance(value, float))]
         return {
-            number: next((one for one in known if math.isclose(one, ratio, rel_tol=1e-6)), ratio)
+            number: next((factor for factor in known if math.isclose(factor, ratio, rel_tol=1e-6)), ratio)
             for number, ratio in ratios.items()
         }
 
@@ -399,8 +400,8 @@ def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
             found[name] = {layer: _bounded(own) for layer, own in value.items()}
         elif isinstance(value, int) and not isinstance(value, bool) and most is not None:
             found[name] = min(value, most)
-        elif isinstance(value, list) and value and most is not None and all(type(one) is int for one in value):
-            found[name] = [min(one, most) for one in value]
+        elif isinstance(value, list) and value and most is not None and all(type(number) is int for number in value):
+            found[name] = [min(number, most) for number in value]
         else:
             found[name] = value
     return found
