@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from kvkeep.cli import console, distributed
 from kvkeep.models import threads
@@ -64,8 +64,9 @@ def writer_of(
         KVKeepError: the weights cannot be used.
     """
     split = distributed.processes() > 1
-    own: dict[str, Any] = {"adapters": adapters, "merge": merge}
-    model = read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in, tp=split, **own)
+    model = read_weights(
+        checkpoint, asked.dtype, asked.device, load_in=asked.load_in, tp=split, adapters=adapters, merge=merge
+    )
     threads.use(model, asked.threads)
     if left_out := remark(model):
         console.note(left_out)

@@ -167,8 +167,8 @@ class Engine:
         alone = together.ranks == 1
         self._agreement = None if alone else EngineAgreement(together, device, settings)
         has_states = keeps_states(self.model)
-        one = adapters_of(self.model) is None  # a graph runs one adapter
-        graphs = one and not has_states and (alone and device.type == "cuda" if graphs is None else graphs)
+        has_adapters = adapters_of(self.model) is not None  # a graph would run one of them for ever
+        graphs = not (has_adapters or has_states) and (alone and device.type == "cuda" if graphs is None else graphs)
         options = {**spread, "positions": positions}
         if has_states:  # such a model reads prompts whole, and its layers with slots take the chunks
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
@@ -181,7 +181,7 @@ class Engine:
         hashes = self._admission.weights_hash, self._admission.rule.key
         self._prefix_cache = PrefixCache(prefix_memory, prefill_chunk, *hashes)
         self._runner = ModelRunner(self.model, graphs=graphs)
-        self._runner.check_adapters()
+        self._runner.check_adapters()  # only switches from now on end requests
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         banned = BannedTokens.of(self.model.generation_config, vocabulary)
         self._sampler = Sampler(None if alone else together, banned if any(banned) else None)

@@ -48,7 +48,7 @@ _PASSING = {
     *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size"),
     *("runtime_config", "ensure_weight_tying"),
 }
-"""Settings that concern training, files and names, or that have an effect together with others only."""
+"""Settings that concern training, files and names, or that have no effect by themselves."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin the training of an adapter that change the base model, too."""
@@ -65,7 +65,6 @@ class NamedAdapters:
     Args:
         model: the model, which has the adapters already; it is not kept alive.
         own: name → its name in PEFT, which may have other characters.
-
     """
 
     def __init__(self, model: nn.Module, own: Mapping[str, str]) -> None:
@@ -82,9 +81,9 @@ class NamedAdapters:
         return tuple(self._own)
 
     def check(self) -> bool:
-        """Return whether the adapters are as `activate` has left them.
+        """Return whether the adapters are as `activate` or the last call has left them.
 
-        If anybody else has switched or scaled them, return it once, and let the next run activate its adapter again.
+        If anybody else has switched or scaled them, the next run activates its adapter again.
         """
         with self._lock:
             here, before = self._now(), self._state
@@ -94,7 +93,7 @@ class NamedAdapters:
 
     @contextmanager
     def activated(self, name: str | None) -> Iterator[None]:
-        """Let the model compute with an adapter, or without any, while the context lasts. It stays active behind."""
+        """Activate an adapter, or none, and keep other threads from a switch while the context lasts."""
         with self._lock:
             if self._active != name:
                 self.activate(name)
@@ -192,16 +191,16 @@ def check_folders(folders: Mapping[str, str]) -> None:
 
 
 def add(model: PreTrainedModel, folders: Mapping[str, str], *, merge: bool = False) -> None:
-    """Read adapters into a model. It has to be in plain form: attached, fused or packed only afterwards.
+    """Read adapters into a model, which is attached, fused or packed only afterwards.
 
-    Products of an adapter are computed beside those of the base model, in float32, or as PEFT does otherwise.
+    In half precision an adapter's products are computed in float32, beside those of the base model.
 
     Args:
         model: the model, with its weights.
         folders: name → folder.
         merge: add the products of a single adapter to the weights of the model, rounded to their dtype, unless two
-            parts of the model share one of them. A step then takes as long as one of the base model. The weights keep
-            the hash that they have with the adapter beside.
+            parts of the model share one of them. A step then takes as long as one of the base model. The hash of the
+            weights is that of the base model with the adapter beside it.
 
     Raises:
         InputError: PEFT is not installed, or a name cannot be used.
@@ -428,7 +427,7 @@ def _merge(model: PreTrainedModel) -> None:
 
 
 def _active_in(layer: Any, own: str) -> str | list[str]:
-    """Return what a layer notes as active. A module that is saved whole knows only the adapters that have it."""
+    """Return what PEFT holds as a layer's active adapter: nothing for a module saved whole that this one lacks."""
     if hasattr(layer, "check_set_adapter"):
         return own if own in layer.modules_to_save else []
     return [own]

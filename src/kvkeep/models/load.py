@@ -96,8 +96,7 @@ def load(
     folders = check_names(adapters or {})
     check_folders(folders)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    how: dict[str, Any] = {"load_in": load_in, "tp": tp, "adapters": folders, "fused": fused}
-    model = read_weights(checkpoint, dtype, device, **how)
+    model = read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp, adapters=folders, fused=fused)
     return model, checkpoint.tokenizer
 
 
@@ -148,7 +147,7 @@ def read_weights(
 
     Args:
         checkpoint: the checkpoint.
-        dtype, device, load_in, tp, adapters: see `load`.
+        dtype, device, load_in, tp, adapters, fused: see `load`.
         merge: whether a single adapter is merged into the weights, if they are not quantised.
 
     Raises:
@@ -430,8 +429,16 @@ def load_with_tokenizer(
         raise InputError(f"{name_or_path!r:.80} is neither a hub name nor a folder; give one as a text or a path.")
     name = embedded() if name_or_path is None else name_or_path
     kind = str(dtype).removeprefix("torch.")
-    own: dict[str, Any] = {"allow_pickle": allow_pickle, "load_in": load_in, "adapters": adapters}
-    return load(name, kind, str(device), tp=tp, fused=fused, **own)
+    return load(
+        name,
+        kind,
+        str(device),
+        allow_pickle=allow_pickle,
+        load_in=load_in,
+        tp=tp,
+        adapters=adapters,
+        fused=fused,
+    )
 
 
 # How far a model has read: prompts of many tokens take long, and nothing is returned before their end.

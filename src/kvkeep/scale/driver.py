@@ -61,8 +61,8 @@ class ModelRecipe:
         with quiet():
             checkpoint = find(self.model or embedded(), allow_pickle=self.allow_pickle)
             check(checkpoint)
-            how: dict[str, Any] = {"load_in": self.load_in, "adapters": self.adapters}
-            writer = Writer(checkpoint, read_weights(checkpoint, self.dtype, self.device, **how))
+            model = read_weights(checkpoint, self.dtype, self.device, load_in=self.load_in, adapters=self.adapters)
+            writer = Writer(checkpoint, model)
         threads_of.use(writer.model, self.threads)
         return writer
 
