@@ -1,8 +1,8 @@
 """GGUF files: their metadata, where their tensors lie, and the values of those tensors.
 
 A file cannot be trusted. Every count and every length in it is checked against its size before memory is taken for it,
-and nothing in it is code. `read` needs a tenth of a second for a vocabulary of 262 144 tokens, where the reader of the
-package ``gguf`` needs many seconds; that package brings the types of tensors and unpacks their values.
+and nothing in it is code. The package ``gguf`` brings the types of tensors and unpacks their values. Its own reader is
+not used: it makes an array of each token, which takes seconds for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -229,25 +230,19 @@ def _read(parts: tuple[Path, ...], _state: tuple[tuple[int, int], ...]) -> GGUFF
     return GGUFFile(path, metadata, tensors)
 
 
-class _damaged:  # noqa: N801  # a context manager, used like a function
-    """Raises a `ModelFileError` where a file ends too early or holds values that no file has."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Replace an error of parsing."""
-        if isinstance(error, OSError | struct.error | ValueError | OverflowError) and not isinstance(
-            error, KVKeepError
-        ):
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise ModelFileError(
-                f"{self._path} cannot be read as a GGUF file ({reason.rstrip('.'):.200}). Download it again: a partial "
-                "download looks like this."
-            ) from error
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Raise a `ModelFileError` where a file ends too early or holds values that no file has."""
+    try:
+        yield
+    except KVKeepError:
+        raise
+    except (OSError, struct.error, ValueError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ModelFileError(
+            f"{path} cannot be read as a GGUF file ({reason.rstrip('.'):.200}). Download it again: a partial download "
+            "looks like this."
+        ) from error
 
 
 def _check_kind(path: Path, metadata: Mapping[str, Any]) -> None:

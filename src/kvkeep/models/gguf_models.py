@@ -62,11 +62,10 @@ class _Family:
 def _llama(file: GGUFFile) -> Fields:
     fields = {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_down.bias" in file.tensors}
     if experts := file.integer("expert_count", 0):
-        chosen = _used(file)
         return {
             "model_type": "mixtral",
             "num_local_experts": experts,
-            "num_experts_per_tok": chosen,
+            "num_experts_per_tok": _used(file),
             "sliding_window": None,
         }
     return fields
@@ -433,7 +432,7 @@ class WeightSource(NamedTuple):
         heads: into how many groups the rows fall that are stored in the order of another rotation; 0 for none.
         offset: what has been added to the numbers in the file.
         transposed: whether the file has the rows as columns.
-        restore: makes the parameter of the numbers in the file, in float32; ``None`` if it does not take more.
+        restore: makes the parameter from the file's numbers in float32; ``None``: they are the parameter.
     """
 
     names: tuple[str, ...]
@@ -445,8 +444,6 @@ class WeightSource(NamedTuple):
 
 def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
     """Return what fills each parameter of a model, after a check that the shapes fit and no tensor is left over.
-
-    A product with packed weights needs no more than this: reordering rows leaves blocks whole.
 
     Args:
         file: the file.

@@ -66,17 +66,8 @@ _COMPOSED = {"qwen2", "qwen35", "stablelm2", "deepseek-r1-qwen", "command-r"}
 """Rules under which letters and their accents are composed first (NFC), as in the models' own tokenizers."""
 
 _ENDS = {
-    *(
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-    ),
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>"),
+    *("<|endoftext|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>"),
 }
 """Tokens that end a turn by their names, as in llama.cpp: files name one token, and models use several."""
