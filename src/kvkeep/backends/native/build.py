@@ -26,7 +26,7 @@ HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
 NAMES = (
     *("attend", "prefill", "step", "write", "expire", "count_over", "evict"),
-    *("products", "gated", "norm", "before", "behind", "model_step"),
+    *("products", "unpack", "gated", "norm", "before", "behind", "model_step"),
 )
 FUNCTIONS = tuple(f"kvkeep_{name}" for name in NAMES)
 

@@ -197,6 +197,8 @@ extern "C" int64_t kvkeep_products(const Products *p) {
     return by_type(p->type, [=](auto x) { return products_as<decltype(x)>(*p); });
 }
 
+extern "C" int64_t kvkeep_unpack(const Unpack *u) { return unpack(*u); }
+
 extern "C" int64_t kvkeep_gated(const Gated *g) {
     return by_type(g->type, [=](auto x) { return gated_as<decltype(x)>(*g); });
 }

@@ -5,9 +5,10 @@ behind its attention: they check and pack the layer's weights once, and are told
 is a step of all layers. Whoever keeps one of these compares the weights' addresses, since the kernel reads the weights
 where they lay.
 
-Weights stay as torch has them. Products are for a few rows only: with many, torch's are faster. On processors without
-products of half-precision numbers torch takes up to ten times as long for them as in float32, so there they are for
-more rows, and with still more the weights are widened.
+Weights stay as torch has them, or are a `QuantizedTensor`. Products are for a few rows only: with many, torch's are
+faster, for which quantized weights are unpacked. On processors without products of half-precision numbers torch takes
+up to ten times as long for them as in float32, so there they are for more rows, and with still more the weights are
+widened.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import NamedTuple, TypeAlias, TypeGuard
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from kvkeep.backends.native.bindings import TYPES
 from kvkeep.backends.native.build import native
 from kvkeep.backends.native.ops import NativeRepeat
+from kvkeep.backends.native.quantized_tensor import QuantizedTensor, implements
 
 MOST_ROWS = 16
 """The largest number of rows of a product, where torch's products are as fast as the processor."""
@@ -43,7 +45,7 @@ _SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkl
 
 # structs of small.h: the heads of Products and Gated, Weights, and Norm
 _HEAD = struct.Struct("4q 2q")
-_WEIGHTS = struct.Struct("4q")
+_WEIGHTS = struct.Struct("6q")
 _NORM = struct.Struct("4q 3q 2d")
 _NUMBER = struct.Struct("q")
 _MOST_WEIGHTS = 3  # of Products
@@ -60,9 +62,11 @@ def slow(dtype: torch.dtype) -> bool:
 def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
     """Compute a linear layer in a `slow` dtype for many rows, with its weights in float32 piece by piece.
 
-    Return ``None`` for another dtype, or if the layer does not fit.
+    Return ``None`` for another dtype or quantized weights, or if the layer does not fit.
     """
     if not slow(x.dtype) or library_for(x) is None or not fits(layer, x, x.shape[-1]):
+        return None
+    if isinstance(layer.weight, QuantizedTensor):
         return None
     wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features))
     step = max(1, WIDE_BYTES // (4 * layer.in_features))
@@ -73,7 +77,34 @@ def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n ou
     return out
 
 
-def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear]) -> list[Tensor] | None:
+class Linear(NamedTuple):
+    """What products need of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        """Return the number of outputs."""
+        return len(self.weight)
+
+
+@implements(linear)
+def quantized_linear(
+    x: Float[Tensor, "*n in"], weight: QuantizedTensor, bias: Float[Tensor, " out"] | None = None
+) -> Float[Tensor, "*n out"]:
+    """Compute a linear layer with quantized weights, which are unpacked for many rows."""
+    found = products(x.contiguous(), [Linear(weight, bias)])
+    return linear(x, weight.dequantize(), bias) if found is None else found[0]
+
+
+@implements(embedding, torch.embedding)
+def quantized_embedding(ids: Tensor, weight: QuantizedTensor, *_: object, **__: object) -> Tensor:
+    """Look tokens up; only their rows are unpacked. Other arguments concern training."""
+    return weight.dequantize(ids).view(*ids.shape, -1)
+
+
+def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) -> list[Tensor] | None:
     """Compute up to three linear layers for the same few rows; ``None`` if the kernel cannot do it."""
     library = library_for(x)
     if library is None or not all(fits(layer, x, x.shape[-1]) for layer in layers):
@@ -130,10 +161,9 @@ def _head(x: Tensor, rows: int, last: int) -> bytes:
     return _HEAD.pack(rows, x.shape[-1], torch.get_num_threads(), TYPES[x.dtype], x.data_ptr(), last)
 
 
-def _packed(layer: nn.Linear, out: int) -> bytes:
+def _packed(layer: nn.Linear | Linear, out: int) -> bytes:
     """Pack a linear layer and the address of its output as the kernel takes them."""
-    weight, bias, outputs = _weights(layer)
-    return _WEIGHTS.pack(weight, bias, out, outputs)
+    return _WEIGHTS.pack(*_weights(layer).fields(out))
 
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
@@ -156,7 +186,7 @@ def is_watched() -> bool:
     )
 
 
-def fits(layer: nn.Linear, x: Tensor, width: int) -> bool:
+def fits(layer: nn.Linear | Linear, x: Tensor, width: int) -> bool:
     """Return whether a layer takes rows of this width, in the dtype of ``x``."""
     outputs = layer.out_features
     if not matches(layer.weight, x, (outputs, width)):
@@ -166,14 +196,19 @@ def fits(layer: nn.Linear, x: Tensor, width: int) -> bool:
 
 def matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
     """Return whether the kernel can read a weight beside ``x``, and the weight has this shape."""
-    if type(weight) is not nn.Parameter or not weight.is_cpu or weight.dtype != x.dtype:
+    if not is_readable(weight) or not weight.is_cpu or weight.dtype != x.dtype:
         return False
     return weight.shape == shape and weight.is_contiguous()
 
 
+def is_readable(weight: object) -> bool:
+    """Return whether a weight is of a kind that the kernel reads: a plain parameter, or a `QuantizedTensor`."""
+    return type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor)
+
+
 # structs of layer.h
-_BEFORE = struct.Struct("6q q2d 12q 2q q2d q2d 4q")
-_BEHIND = struct.Struct("8q 16q q2d q2d q2d q")
+_BEFORE = struct.Struct("6q q2d 18q 2q q2d q2d 4q")
+_BEHIND = struct.Struct("8q 24q q2d q2d q2d q")
 _ANGLES = struct.Struct("4q")
 _MODEL_STEP = struct.Struct("5q")
 _STEP_HEAD = struct.Struct("8q")  # of Attend
@@ -257,7 +292,7 @@ class Before:
         return _BEFORE.pack(
             *(rows, self._width, torch.get_num_threads(), TYPES[self._dtype], x, scratch),
             *self._norm,
-            *(number for (weight, bias, n), out in linear for number in (weight, bias, out, n)),
+            *(number for weights, out in linear for number in weights.fields(out)),
             *self._rest,
             *angles,
         )
@@ -315,7 +350,7 @@ class Behind:
             and (fits(gate, like, width) and fits(up, like, width) and fits(down, like, inner))
         )
         # 0: the kernel puts these outputs into the scratch
-        within = [number for layer in (output, gate, up) for number in (*_weights(layer)[:2], 0, _weights(layer)[2])]
+        within = [number for layer in (output, gate, up) for number in _weights(layer).fields(0)]
         self._within, self._down = within, _weights(down)
         self._rest = *_scaled(norm), *_scaled(added[0]), *_scaled(added[1]), activation
 
@@ -345,7 +380,7 @@ class Behind:
             *(rows, self.width, torch.get_num_threads(), TYPES[self.dtype]),
             *(x, attention, self.attended, scratch),
             *self._within,
-            *(*self._down[:2], out, self._down[2]),
+            *self._down.fields(out),
             *self._rest,
         )
 
@@ -420,9 +455,24 @@ def is_native(step: object) -> TypeGuard[NativeRepeat]:
     return isinstance(step, NativeRepeat)
 
 
-def _weights(layer: nn.Linear) -> tuple[int, int, int]:
-    """Return the addresses of a linear layer's weights and bias, and its number of outputs."""
-    return _address(layer.weight), _address(layer.bias), layer.out_features
+class _Weights(NamedTuple):
+    """A linear layer as the kernel takes it: addresses, the number of outputs, and the format of quantized weights."""
+
+    weight: int
+    bias: int
+    outputs: int
+    bits: int
+    group: int
+
+    def fields(self, out: int) -> tuple[int, ...]:
+        """Return the fields of the kernel's struct, with the address of the output."""
+        return self.weight, self.bias, out, self.outputs, self.bits, self.group
+
+
+def _weights(layer: nn.Linear | Linear) -> _Weights:
+    weight = layer.weight
+    bits, group = (weight.bits, weight.group) if isinstance(weight, QuantizedTensor) else (0, 0)
+    return _Weights(_address(weight), _address(layer.bias), layer.out_features, bits, group)
 
 
 def _scaled(norm: Norm | None) -> tuple[int, float, float]:
@@ -431,7 +481,7 @@ def _scaled(norm: Norm | None) -> tuple[int, float, float]:
 
 def _address(weight: Tensor | None) -> int:
     """Return the address of a weight; 0 if there is none, or none that the kernel can read."""
-    return weight.data_ptr() if type(weight) is nn.Parameter else 0
+    return weight.data_ptr() if weight is not None and is_readable(weight) else 0
 
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:

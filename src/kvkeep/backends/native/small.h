@@ -1,7 +1,7 @@
 // The operators between two attentions for a few tokens: products with weights in torch's layout, norms, gates.
 //
-// With few rows a product takes as long as reading its weights. So the weights stay as they are: each row of them is
-// read once for all tokens, in order, and the next rows are fetched meanwhile.
+// With few rows a product takes as long as reading its weights. So the weights stay as they are, quantized ones too: each
+// row of them is read once for all tokens, in order, and the next rows are fetched meanwhile.
 
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "heads.h"
+#include "quantized.h"
 #include "vectors.h"
 
 // x times the transposed weights, plus the bias; up to three weights with the same x.
@@ -17,6 +18,7 @@ extern "C" struct Weights {
     const char *weight, *bias;  // no bias: null
     char *out;
     int64_t outputs;
+    int64_t bits, group;  // of a quantized weight, see quantized.h; 0 bits: the weight has the type of x
 };
 
 extern "C" struct Products {
@@ -135,21 +137,54 @@ inline void one(float x, typename X::T *to) {
     narrow<X>({all(x), all(x)}, to, 1);
 }
 
-// Outputs first ... first + n of every row, into `to`, EACH floats for each row.
+// What is multiplied with weights: rows, and their codes if some of the weights are quantized.
 template <class X>
-void product(
-    const Weights &by, const char *input, int64_t rows, int64_t width, int64_t first, int64_t n, float *to) {
-    typedef typename X::T T;
-    const T *x = (const T *)input, *w = (const T *)by.weight + first * width, *bias = (const T *)by.bias;
+struct Inputs {
+    const typename X::T *x;
+    const int64_t rows, width;
+    const CodedInputs coded;
+
+    Inputs(const char *x, int64_t rows, int64_t width, bool is_coded)
+        : x((const typename X::T *)x), rows(rows), width(width), coded(is_coded ? rows : 0, width) {}
+
+    // Round the rows where that is needed. Returns false if there is no memory.
+    bool prepare(int64_t threads) const { return coded.code<X>((const char *)x, threads); }
+};
+
+inline bool is_quantized(const Weights &by) { return by.bits; }
+
+template <class X>
+int64_t bytes_of_weights(const Weights &by, int64_t width) {
+    if (!is_quantized(by)) return by.outputs * width * (int64_t)sizeof(typename X::T);
+    return (by.outputs + LANES - 1) / LANES * block_bytes(by.bits, by.group, width);
+}
+
+// Outputs first ... first + n of every row by plain weights, into `to`, EACH floats for each row.
+template <class X>
+void plain_product(const Weights &by, const Inputs<X> &in, int64_t first, int64_t n, float *to) {
+    const int64_t rows = in.rows, width = in.width;
+    const typename X::T *w = (const typename X::T *)by.weight + first * width;
     const int64_t each = Ahead::each<X>(AT_ONCE, width, rows), alone = Ahead::each<X>(1, width, rows);
     int64_t i = 0;
     if (!in_one_stream<X>(rows))
-        for (; i + AT_ONCE <= n; i += AT_ONCE) dots<X, AT_ONCE>(w + i * width, x, width, rows, each, to + i);
-    for (; i < n; i++) dots<X, 1>(w + i * width, x, width, rows, alone, to + i);
+        for (; i + AT_ONCE <= n; i += AT_ONCE) dots<X, AT_ONCE>(w + i * width, in.x, width, rows, each, to + i);
+    for (; i < n; i++) dots<X, 1>(w + i * width, in.x, width, rows, alone, to + i);
+}
+
+static_assert(EACH % LANES == 0, "a piece of work has whole blocks of a quantized weight");
+
+// Outputs first ... first + n of every row, with the bias, into `to`, EACH floats for each row.
+template <class X>
+void product(const Weights &by, const Inputs<X> &in, int64_t first, int64_t n, float *to) {
+    const typename X::T *bias = (const typename X::T *)by.bias;
+    if (is_quantized(by))
+        quantized_products(by.weight, by.bits, by.group, in.coded, in.rows, in.width, first, n, to, EACH);
+    else
+        plain_product<X>(by, in, first, n, to);
     if (!bias) return;
-    for (i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n; i++) {
         const float more = one<X>(bias + first + i);
-        for (int64_t m = 0; m < rows; m++) to[m * EACH + i] += more;
+        for (int64_t m = 0; m < in.rows; m++) to[m * EACH + i] += more;
     }
 }
 
@@ -164,16 +199,21 @@ inline int64_t pieces(int64_t outputs) { return (outputs + EACH - 1) / EACH; }
 
 template <class X>
 int64_t products_as(const Products &p) {
-    int64_t n = 0, outputs = 0;
-    for (int64_t i = 0; i < p.count; i++) n += pieces(p.all[i].outputs), outputs += p.all[i].outputs;
+    int64_t n = 0, bytes = 0;
+    bool is_coded = false;
+    for (int64_t i = 0; i < p.count; i++) {
+        n += pieces(p.all[i].outputs), bytes += bytes_of_weights<X>(p.all[i], p.width);
+        is_coded |= is_quantized(p.all[i]);
+    }
+    const Inputs<X> in(p.x, p.rows, p.width, is_coded);
+    if (!in.prepare(p.threads)) return -1;
     const auto work = [&](int64_t i, float *scratch) {
         const Weights *by = p.all;
         for (; i >= pieces(by->outputs); by++) i -= pieces(by->outputs);
         const int64_t first = i * EACH, some = std::min(EACH, by->outputs - first);
-        product<X>(*by, p.x, p.rows, p.width, first, some, scratch);
+        product<X>(*by, in, first, some, scratch);
         write<X>(scratch, p.rows, by->outputs, first, some, by->out);
     };
-    const int64_t bytes = outputs * p.width * (int64_t)sizeof(typename X::T);
     return for_each_in_order(n, bytes, p.threads, p.rows * EACH, work) ? 0 : -1;
 }
 
@@ -185,12 +225,15 @@ inline Floats gelu(Floats x) { return 0.5f * x * (1.0f + tanh(0.7978845608f * (x
 
 template <class X>
 int64_t gated_as(const Gated &g) {
-    const int64_t inner = g.gate.outputs, bytes = 2 * inner * g.width * (int64_t)sizeof(typename X::T);
+    const int64_t inner = g.gate.outputs;
+    const int64_t bytes = bytes_of_weights<X>(g.gate, g.width) + bytes_of_weights<X>(g.up, g.width);
+    const Inputs<X> in(g.x, g.rows, g.width, is_quantized(g.gate) || is_quantized(g.up));
+    if (!in.prepare(g.threads)) return -1;
     const auto work = [&](int64_t i, float *scratch) {
         const int64_t first = i * EACH, some = std::min(EACH, inner - first);
         float *gate = scratch, *up = scratch + g.rows * EACH;
-        product<X>(g.gate, g.x, g.rows, g.width, first, some, gate);
-        product<X>(g.up, g.x, g.rows, g.width, first, some, up);
+        product<X>(g.gate, in, first, some, gate);
+        product<X>(g.up, in, first, some, up);
         for (int64_t at = 0; at < g.rows * EACH; at += W) {
             const Floats x = load<Floats>(gate + at);
             store(gate + at, (g.activation ? gelu(x) : silu(x)) * load<Floats>(up + at));

@@ -1,0 +1,268 @@
+"""Matrices of weights in 4 to 8 bits, as a subclass of torch's tensors.
+
+Such a tensor holds its weights as the kernel reads them, see quantized.h. `layer_ops` multiplies with it. Every other
+operator of torch gets its numbers, unpacked for the length of the call.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
+
+from kvkeep.backends.native.bindings import TYPES, library_for
+from kvkeep.errors import UnsupportedOperationError
+
+LANES = 16
+"""Rows of a block."""
+
+FORMATS = {(4, 16), (4, 32), (5, 32), (6, 16), (8, 32)}
+"""Bits of a code, and weights of a row that share a scale and a minimum."""
+
+ALIKE = 32
+"""The number of columns is a multiple of this."""
+
+_FACTORS = 4 * LANES  # bytes
+_LARGEST_HALF = 15  # the exponent of the largest float16
+_UNPACK = struct.Struct("4q 3q 2q")  # Unpack in quantized.h
+_aten = torch.ops.aten
+
+
+class QuantizedTensor(Tensor):
+    """A matrix of weights ``scale * code + minimum``, whose groups of neighbours in a row share scale and minimum.
+
+    Args:
+        packed: all rows, as the kernel reads them.
+        shape: rows and columns.
+        bits: of a code.
+        group: weights that share scale and minimum, see `FORMATS`.
+        dtype: of the numbers that the tensor stands for.
+    """
+
+    packed: UInt8[Tensor, "blocks bytes"]
+    bits: int
+    group: int
+
+    @staticmethod
+    def __new__(
+        cls, packed: Tensor, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """Return a tensor that has the shape and dtype of the weights, and no storage of its own."""
+        made: QuantizedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
+        return made
+
+    def __init__(
+        self, packed: UInt8[Tensor, "blocks bytes"], shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype
+    ) -> None:
+        self.packed, self.bits, self.group = packed, bits, group
+
+    @classmethod
+    def blank(cls, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype) -> QuantizedTensor:
+        """Return a matrix whose rows are still to be `put`."""
+        assert (bits, group) in FORMATS and not shape[1] % ALIKE, (bits, group, shape)
+        groups, blocks = shape[1] // group, -(-shape[0] // LANES)
+        return cls(torch.empty(blocks, _FACTORS + groups * _group_bytes(bits, group), dtype=torch.uint8), shape, bits, group, dtype)
+
+    def put(
+        self,
+        first: int,
+        codes: UInt8[Tensor, "n columns"],
+        scales: Float[Tensor, "n groups"],
+        minimums: Float[Tensor, "n groups"],
+    ) -> None:
+        """Fill rows from ``first`` on, a multiple of `LANES`; their number is one, too, unless they are the last."""
+        blocks = -(-len(codes) // LANES)
+        missing = (0, 0, 0, blocks * LANES - len(codes))
+        groups = self.shape[1] // self.group
+        numbers = torch.stack((scales, minimums), -1)
+        factors = _factors(numbers)
+        halves = (numbers / factors[:, None, None]).half()
+        to = self.packed[first // LANES : first // LANES + blocks]
+        to[:, :_FACTORS] = pad(factors, missing[2:], value=1.0).view(blocks, LANES).view(torch.uint8)
+        inner = to[:, _FACTORS:].view(blocks, groups, -1)
+        inner[..., -4 * LANES :] = _by_lane(pad(halves, (0, 0, *missing)).transpose(1, 2), blocks).view(torch.uint8)
+        _put_codes(pad(codes, missing).view(blocks, LANES, groups, -1, 4), self.bits, inner)
+
+    def dequantize(self, indices: Int[Tensor, " n"] | None = None) -> Float[Tensor, "n columns"]:  # type: ignore[override]
+        """Return the numbers of all rows, or of rows with these indices.
+
+        Raises:
+            IndexError: an index is none of a row.
+        """
+        rows, columns = (len(self) if indices is None else indices.numel()), self.shape[1]
+        if indices is not None and rows and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
+            raise IndexError(f"An index is out of range: there are {len(self)} rows.")
+        library = library_for(self.packed)
+        if library is None or self.dtype not in TYPES:
+            return self._unpacked(indices)
+        indices = None if indices is None else indices.to(torch.int64).contiguous()
+        out = torch.empty(rows, columns, dtype=self.dtype)
+        if not rows:
+            return out
+        sizes = rows, columns, torch.get_num_threads(), TYPES[self.dtype]
+        places = 0 if indices is None else indices.data_ptr(), self.packed.data_ptr(), out.data_ptr()
+        if library.kvkeep_unpack(_UNPACK.pack(*sizes, *places, self.bits, self.group)):
+            raise MemoryError("There was no memory to unpack weights.")
+        return out
+
+    def _unpacked(self, indices: Tensor | None) -> Tensor:
+        """Return the numbers of rows, computed by torch."""
+        blocks, groups = len(self.packed), self.shape[1] // self.group
+        factors = self.packed[:, :_FACTORS].contiguous().view(torch.float32).view(-1, 1, 1)
+        inner = self.packed[:, _FACTORS:].reshape(blocks, groups, -1)
+        codes = _codes(inner[..., : -4 * LANES], self.bits).reshape(blocks * LANES, groups, -1)
+        halves = inner[..., -4 * LANES :].contiguous().view(torch.float16).view(blocks, groups, 2, LANES)
+        scales, minimums = halves.permute(2, 0, 3, 1).reshape(2, blocks * LANES, groups, 1).float()
+        values = codes * (scales * factors) + minimums * factors
+        values = values.view(blocks * LANES, -1)[: len(self)].to(self.dtype)
+        return values if indices is None else values[indices.flatten()]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Return shape and format."""
+        return f"QuantizedTensor({tuple(self.shape)}, bits={self.bits}, group={self.group}, dtype={self.dtype})"
+
+    def data_ptr(self) -> int:
+        """Return the address of the packed weights."""
+        return self.packed.data_ptr()
+
+    def _like(self, packed: Tensor, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        rows, columns = self.shape
+        return QuantizedTensor(packed, (rows, columns), self.bits, self.group, dtype or self.dtype)
+
+    # The protocol of subclasses that wrap tensors.
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Return the name of the inner tensor, and what else `__tensor_unflatten__` needs."""
+        return ["packed"], (tuple(self.shape), self.bits, self.group, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], rest: tuple[Any, ...], *_: Any) -> QuantizedTensor:
+        """Return a tensor made of its inner tensor."""
+        return QuantizedTensor(inner["packed"], *rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        """Return a copy with packed weights of its own."""
+        if id(self) not in memo:
+            copy = self._like(self.packed.clone())
+            memo[id(self)] = torch.nn.Parameter(copy, False) if isinstance(self, torch.nn.Parameter) else copy
+        found: QuantizedTensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle the packed weights."""
+        rest = tuple(self.shape), self.bits, self.group, self.dtype
+        return _restored, (self.packed, *rest, isinstance(self, torch.nn.Parameter))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch; one that `implements` replaces is called in its place."""
+        own = _FUNCTIONS.get(func)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator on unpacked numbers; operators that only copy keep them packed.
+
+        Raises:
+            UnsupportedOperationError: the operator changes a quantized tensor.
+        """
+        kwargs = kwargs or {}
+        if func in (_aten.detach.default, _aten.alias.default):
+            return args[0]._like(args[0].packed)
+        if func is _aten.clone.default:
+            return args[0]._like(args[0].packed.clone())
+        if func is _aten._to_copy.default:
+            return args[0]._like(args[0].packed.to(kwargs.get("device") or args[0].device), kwargs.get("dtype"))
+        if func._schema.is_mutable and isinstance(args[0], QuantizedTensor):
+            _refuse()
+        unpack: Callable[[QuantizedTensor], Tensor] = QuantizedTensor.dequantize
+        return func(*tree_map_only(QuantizedTensor, unpack, args), **tree_map_only(QuantizedTensor, unpack, kwargs))
+
+
+def _refuse() -> NoReturn:
+    raise UnsupportedOperationError(
+        "Quantized weights cannot be changed or trained. Load the model without `load_in`; of a GGUF file, with a dtype."
+    )
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for what is called in place of functions of torch that are given a `QuantizedTensor`."""
+
+    def register(own: Callable[..., Any]) -> Callable[..., Any]:
+        _FUNCTIONS.update(dict.fromkeys(functions, own))
+        return own
+
+    return register
+
+
+def _restored(
+    packed: Tensor, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype, is_parameter: bool
+) -> Tensor:
+    tensor = QuantizedTensor(packed, shape, bits, group, dtype)
+    return torch.nn.Parameter(tensor, False) if is_parameter else tensor
+
+
+# The layout of a block, see `Packing` in quantized.h.
+
+
+def _group_bytes(bits: int, group: int) -> int:
+    return LANES * group * bits // 8 + 4 * LANES
+
+
+def _factors(numbers: Float[Tensor, "n groups 2"]) -> Float[Tensor, " n"]:
+    """Return a power of two for each row, by which its scales and minimums are divided to fit float16."""
+    _, exponents = torch.frexp(numbers.abs().amax(dim=(1, 2)))
+    return torch.ldexp(torch.ones(len(numbers)), exponents - _LARGEST_HALF)
+
+
+def _by_lane(halves: Tensor, blocks: int) -> Tensor:
+    """Return ``(blocks, groups, 2 * LANES)`` numbers of ``(rows, 2, groups)`` ones."""
+    rows, pair, groups = halves.shape
+    return halves.reshape(blocks, LANES, pair, groups).permute(0, 3, 2, 1).reshape(blocks, groups, -1)
+
+
+def _put_codes(codes: UInt8[Tensor, "blocks lanes groups steps 4"], bits: int, to: Tensor) -> None:
+    """Write codes before the scales of their groups."""
+    words = codes.permute(0, 2, 3, 1, 4)  # blocks, groups, steps, lanes, 4
+    blocks, groups, steps = words.shape[:3]
+    if bits == 8:
+        to[..., : -4 * LANES] = words.reshape(blocks, groups, -1)
+        return
+    half = steps // 2
+    lower = words & 15 if bits > 4 else words
+    to[..., : half * 4 * LANES] = (lower[:, :, :half] | (lower[:, :, half:] << 4)).reshape(blocks, groups, -1)
+    if bits > 4:
+        upper = torch.zeros_like(words[:, :, 0])
+        for step in range(steps):
+            upper |= (words[:, :, step] >> 4) << (bits - 4) * step
+        to[..., half * 4 * LANES : -4 * LANES] = upper.reshape(blocks, groups, -1)
+
+
+def _codes(stored: UInt8[Tensor, "blocks groups bytes"], bits: int) -> UInt8[Tensor, "blocks lanes groups columns"]:
+    """Return the codes of all rows."""
+    words = stored.reshape(*stored.shape[:2], -1, LANES, 4)
+    if bits < 8:
+        upper = bits - 4
+        lower = words[:, :, : words.shape[2] - (upper > 0)]
+        codes = torch.cat((lower & 15, lower >> 4), 2)
+        if upper:
+            shifts = upper * torch.arange(codes.shape[2], dtype=torch.uint8).view(-1, 1, 1)
+            codes |= ((words[:, :, -1:] >> shifts) & (2**upper - 1)) << 4
+        words = codes
+    return words.permute(0, 3, 1, 2, 4)
