@@ -43,8 +43,7 @@ def check_weights(asked: Weights) -> None:
         InputError: a name is unknown, or cannot be used here.
     """
     parse_dtype(asked.dtype)
-    parse_device(asked.device)
-    check_format(asked.load_in)
+    check_format(asked.load_in, parse_device(asked.device))
 
 
 def writer_of(

@@ -78,7 +78,8 @@ class FusedDecoder(nn.Module):
         if positions is None:
             positions = torch.full((1, 1), cache.get_seq_length(), device=ids.device)
         # a copy, which the step overwrites: a hook may keep what the embedding returns, or return a weight
-        x, angles = self.embed_tokens(ids).clone(), self.angles(ids, positions)
+        x = self.embed_tokens(ids).clone()
+        angles = self.angles(x, positions)
         if (step := self._recorded(replays, angles)) is None or not _replayed(replays, step, x, angles):
             return None
         held: dict[str, Any] = {_returned(): cache}
@@ -105,9 +106,8 @@ class FusedDecoder(nn.Module):
             vars(self)["is_checked"] = _agrees(self)
         return bool(self.is_checked)
 
-    def angles(self, ids: Tensor, positions: Int[Tensor, "_B 1"]) -> list[tuple[Tensor, Tensor]]:
-        """Return cosines and sines of the positions, for each kind of layer."""
-        like = self.embed_tokens.weight[:1]  # of which the rotation looks at dtype and device
+    def angles(self, like: Tensor, positions: Int[Tensor, "_B 1"]) -> list[tuple[Tensor, Tensor]]:
+        """Return cosines and sines of the positions, for each kind of layer, in the dtype of ``like``."""
         if not self.rotation_kinds:
             return [self.rotary_emb(like, position_ids=positions)]
         return [self.rotary_emb(like, positions, kind) for kind in self.rotation_kinds]

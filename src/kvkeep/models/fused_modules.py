@@ -323,6 +323,6 @@ def is_still(module: nn.Module) -> bool:
 
 def is_kernels(weight: object) -> bool:
     """Return whether the kernel can read a weight, and this processor has the kernel."""
-    if type(weight) is not nn.Parameter or weight.dtype not in TOLERANCE or not weight.is_contiguous():
+    if not layer_ops.is_readable(weight) or weight.dtype not in TOLERANCE or not weight.is_contiguous():
         return False
     return weight.is_cpu and choose(weight.device, weight.dtype).has_layer_ops

@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvkeep.backends.native.quantized_tensor import LANES, QuantizedTensor
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
+from kvkeep.models import gguf_blocks
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -510,6 +512,32 @@ def values(tensor: TensorInfo, dtype: torch.dtype) -> Tensor:
         part = _unpacked(stored, tensor.type, kind)
         flat[at : at + len(part)] = part
         at += len(part)
+    return result
+
+
+def quantized(tensor: TensorInfo, dtype: torch.dtype, heads: int = 0) -> QuantizedTensor:
+    """Return a matrix of a type in `gguf_blocks`, packed for the native kernel.
+
+    Args:
+        tensor: the matrix.
+        dtype: of the numbers that it stands for.
+        heads: into how many groups the rows fall that are stored in the order of another rotation; 0 for none.
+
+    Raises:
+        ModelFileError: the file has become shorter.
+    """
+    import gguf
+
+    kind, (rows, columns) = gguf_blocks.TYPES[tensor.type], tensor.shape
+    result = QuantizedTensor.blank((rows, columns), kind.bits, kind.group, dtype)
+    row_bytes, (_, block_bytes) = tensor.size // rows, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]]
+    at, step = 0, rows if heads else LANES * max(1, _CHUNK // (LANES * columns))
+    for stored in _chunks(tensor, row_bytes * step):
+        if heads:
+            stored = stored.reshape(heads, -1, 2, row_bytes).swapaxes(1, 2)
+        count = stored.size // row_bytes
+        result.put(at, *gguf_blocks.split(kind, stored.reshape(-1, block_bytes), count))
+        at += count
     return result
 
 

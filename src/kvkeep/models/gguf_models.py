@@ -7,16 +7,20 @@ rotary frequencies, widths of heads and of experts, partial rotation, capped log
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvkeep.backends.native.quantized_tensor import ALIKE, QuantizedTensor
 from kvkeep.errors import ModelFileError, UnsupportedModelError
-from kvkeep.models.gguf import FLOATS, GGUFFile, short_float, values
+from kvkeep.models import gguf_blocks
+from kvkeep.models.gguf import GGUFFile, quantized, short_float, values
+from kvkeep.models.quantized_weights import weight_bytes
 
 _EPSILON, _NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -535,19 +539,37 @@ def _source(family: _Family, config: Any, name: str) -> WeightSource:
     )
 
 
-def state_dict(file: GGUFFile, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the values of a model's parameters in one dtype, unpacked and in transformers' layout.
+def state_dict(
+    file: GGUFFile, model: PreTrainedModel, dtype: torch.dtype, *, packed: bool = False
+) -> dict[str, Tensor]:
+    """Return the values of a model's parameters in one dtype and in transformers' layout.
 
     Args:
         file: the file.
         model: the model, on the meta device.
         dtype: of all values.
+        packed: whether weights of linear layers and embeddings stay packed where the native kernel reads their type.
 
     Raises:
         KVKeepError: see `sources`.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    return {name: _value(file, source, dtype).reshape(shapes[name]) for name, source in sources(file, model).items()}
+    layers = [name for name, module in model.named_modules() if packed and isinstance(module, nn.Linear | nn.Embedding)]
+    matrices = {f"{name}.weight" for name in layers}
+    found: dict[str, Tensor] = {}
+    for name, source in sources(file, model).items():
+        if name in matrices and _stays_packed(file, source):
+            found[name] = quantized(file.tensors[source.names[0]], dtype, source.heads)
+        else:
+            found[name] = _value(file, source, dtype).reshape(shapes[name])
+    return found
+
+
+def _stays_packed(file: GGUFFile, source: WeightSource) -> bool:
+    """Return whether the native kernel can read a matrix as the file has it."""
+    tensor = file.tensors[source.names[0]]
+    is_plain = not (source.offset or source.transposed or source.restore) and len(source.names) == 1
+    return is_plain and tensor.type in gguf_blocks.TYPES and len(tensor.shape) == 2 and not tensor.shape[1] % ALIKE
 
 
 def _value(file: GGUFFile, source: WeightSource, dtype: torch.dtype) -> Tensor:
@@ -562,20 +584,26 @@ def _value(file: GGUFFile, source: WeightSource, dtype: torch.dtype) -> Tensor:
     return tensor.T.contiguous() if source.transposed else tensor
 
 
-def unpacked(file: GGUFFile, dtype: torch.dtype, size: int) -> str | None:
-    """Return a sentence about tensors that are unpacked; ``None`` if the file has plain numbers only.
+def unpacked(file: GGUFFile, model: PreTrainedModel) -> str | None:
+    """Return a sentence about tensors that have been unpacked; ``None`` if there are none.
 
     Args:
         file: the file.
-        dtype: the dtype of the weights.
-        size: bytes of all weights in memory.
+        model: the model with the values of `state_dict`.
     """
-    packed = {kind: count for kind, count in file.types().items() if kind not in FLOATS}
-    if not packed:
+    weights = dict(model.named_parameters())
+    tensors = {
+        source_name: file.tensors[source_name]
+        for name, source in sources(file, model).items()
+        if not isinstance(weights.get(name), QuantizedTensor)
+        for source_name in source.names
+    }
+    unpacked = Counter(tensor.type for tensor in tensors.values() if tensor.is_packed)
+    if not unpacked:
         return None
-    shown = ", ".join(f"{count} {kind}" for kind, count in packed.items())
-    stored = sum(tensor.size for tensor in file.tensors.values())
+    shown = ", ".join(f"{count} {kind}" for kind, count in unpacked.most_common())
+    stored, size = sum(tensor.size for tensor in file.tensors.values()), weight_bytes(model)
     return (
-        f"{file.path.name}: its packed tensors ({shown}) are unpacked to {str(dtype).removeprefix('torch.')}, and all "
-        f"weights take {size / 1e6:.0f} MB in memory ({stored / 1e6:.0f} MB in the file)."
+        f"{file.path.name}: its packed tensors ({shown}) are unpacked to {str(model.dtype).removeprefix('torch.')}, and "
+        f"all weights take {size / 1e6:.0f} MB in memory ({stored / 1e6:.0f} MB in the file)."
     )

@@ -91,8 +91,7 @@ def load(
         InputError: unknown dtype or format, or a device that this machine does not have.
     """
     parse_dtype(dtype)
-    check_format(load_in)
-    parse_device(device)
+    check_format(load_in, parse_device(device))
     folders = check_names(adapters or {})
     check_folders(folders)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
@@ -203,17 +202,21 @@ def _read(
 
 
 def _read_gguf(checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device) -> PreTrainedModel:
-    """Load the model of a GGUF file, with its packed tensors unpacked."""
+    """Load the model of a GGUF file. Without a dtype that is asked for, tensors stay packed where that is possible."""
     file = gguf.read(checkpoint.name)
     dtype = kind if isinstance(kind, torch.dtype) else file.dtype
+    packed = kind == "auto" and file.is_packed and quantized_weights.is_packable(place)
     with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), quiet():
         skeleton = build_empty(checkpoint.name, checkpoint.config)
-        weights = gguf_models.state_dict(file, skeleton, dtype)
+        weights = gguf_models.state_dict(file, skeleton, dtype, packed=packed)
+        quantisation = quantized_weights.kept_packed() if packed else {}
         read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], type(skeleton).from_pretrained)
-        model, report = read(None, config=checkpoint.config, state_dict=weights, dtype=dtype, output_loading_info=True)
+        model, report = read(
+            None, config=checkpoint.config, state_dict=weights, dtype=dtype, output_loading_info=True, **quantisation
+        )
     _check_complete(checkpoint.name, report)
     model.config.name_or_path = checkpoint.name
-    if note := gguf_models.unpacked(file, dtype, quantized_weights.weight_bytes(model)):
+    if note := gguf_models.unpacked(file, model):
         _log.warning("%s", note)
     return model
 

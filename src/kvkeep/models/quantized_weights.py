@@ -1,6 +1,7 @@
 """Quantised weights: formats that weights can be loaded in, and checkpoints that are quantised already.
 
-The work is done by transformers with a package for each format. What is missing is said before weights are read.
+On a CPU the native kernel multiplies with weights of 4 and 8 bits. Everywhere else the work is done by transformers with
+a package for each format. What is missing is said before weights are read.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kvkeep.backends import choose
+from kvkeep.backends.native import native
+from kvkeep.backends.native.quantized_tensor import ALIKE, QuantizedTensor
 from kvkeep.errors import InputError, ModelFileError, closest, one_line
 
 EXTRA = "kvkeep[quantized]"
@@ -23,7 +30,7 @@ EXTRA = "kvkeep[quantized]"
 
 @dataclass(frozen=True)
 class _Format:
-    """A format for the weights of linear layers.
+    """A format for the weights of linear layers, which a package makes.
 
     Attributes:
         packages: packages that it needs.
@@ -58,25 +65,44 @@ FORMATS = {
     "int8": _Format(("torchao",), _int8, False),
     "fp8": _Format(("torchao",), _fp8, False),
 }
+"""Formats that packages make."""
+
+PACKED = {"int4": 4, "int8": 8}
+"""Formats that the native kernel reads, with the bits of a weight of a linear layer. Embeddings, of which the output
+layer often is one, have 8: they lose most by fewer."""
+
+KNOWN = (*PACKED, *(name for name in FORMATS if name not in PACKED))
 
 
-def check_format(name: str | None) -> None:
-    """Refuse a format that is unknown, or whose packages are missing. ``None`` is no format.
+def is_packable(device: torch.device) -> bool:
+    """Return whether weights stay packed on this device: on a CPU for which there is the native kernel."""
+    return device.type == "cpu" and choose(device, torch.float32).has_layer_ops and native().library is not None
+
+
+def check_format(name: str | None, device: torch.device) -> None:
+    """Refuse a format that is unknown, or that cannot be used on a device. ``None`` is no format.
 
     Raises:
-        InputError: the format is unknown, or a package is missing.
+        InputError: the format is unknown, or a package, the native kernel or CUDA is missing.
     """
     if name is None:
         return
-    if not isinstance(name, str) or name not in FORMATS:
-        close = closest(str(name), FORMATS)
+    if not isinstance(name, str) or name not in KNOWN:
+        close = closest(str(name), KNOWN)
         hint = f" Did you mean {close!r}?" if close else ""
-        raise InputError(f"Weights cannot be loaded in {name!r:.40}.{hint} Known: {', '.join(FORMATS)}.")
+        raise InputError(f"Weights cannot be loaded in {name!r:.40}.{hint} Known: {', '.join(KNOWN)}.")
+    if name in PACKED and is_packable(device):
+        return
+    if name not in FORMATS:
+        why = "the model goes to " + str(device) if device.type != "cpu" else native().detail
+        raise InputError(f"`load_in={name}` needs a CPU and kvkeep's native kernel ({why:.200}). Leave it out.")
     missing = [package for package in FORMATS[name].packages if find_spec(package) is None]
     if missing:
         raise InputError(
             f"`load_in={name}` needs {' and '.join(missing)}: pip install {' '.join(missing)} (extra: {EXTRA})."
         )
+    if FORMATS[name].cuda_only and device.type != "cuda":
+        raise InputError(f"`load_in={name}` needs CUDA, and the model goes to {device}. Take `load_in=int8` there.")
 
 
 def options(name: str | None, config: PreTrainedConfig, device: torch.device) -> dict[str, Any]:
@@ -84,7 +110,7 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
     ``None``.
 
     Args:
-        name: one of `FORMATS`.
+        name: one of `KNOWN`.
         config: the model's configuration.
         device: where the model will run.
 
@@ -93,15 +119,79 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
     """
     if name is None:
         return {}
-    check_format(name)
+    check_format(name, device)
     if (method := method_of(config)) is not None:
         raise InputError(f"The checkpoint is quantised already ({method:.40}); leave `load_in={name}` out.")
+    if name in PACKED and is_packable(device):
+        return {"quantization_config": PackedConfig(PACKED[name])}
     chosen = FORMATS[name]
-    if chosen.cuda_only and device.type != "cuda":
-        raise InputError(f"`load_in={name}` needs CUDA, and the model goes to {device}. Take `load_in=int8` there.")
     # bitsandbytes quantises weights on their way to the device; the others go there afterwards
     placed = {"device_map": {"": device}} if chosen.cuda_only else {}
     return {"quantization_config": chosen.make(), **placed}
+
+
+# Weights that the native kernel reads packed, in the terms of transformers.
+
+METHOD = "kvkeep"
+
+
+@register_quantization_config(METHOD)
+class PackedConfig(QuantizationConfigMixin):
+    """Says that weights are a `QuantizedTensor`.
+
+    Args:
+        bits: of a weight of a linear layer; ``None``: weights are such tensors before they are loaded, or stay plain.
+    """
+
+    def __init__(self, bits: int | None = None, **_: object) -> None:
+        self.quant_method, self.bits = METHOD, bits
+
+
+@register_quantizer(METHOD)
+class _Packing(HfQuantizer):
+    """Quantizes weights of linear layers and embeddings, each when it is read."""
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: object) -> bool:
+        name, _dot, own = param_name.rpartition(".")
+        weight = getattr(module := model.get_submodule(name), own, None)
+        is_matrix = own == "weight" and isinstance(module, nn.Linear | nn.Embedding)
+        return is_matrix and isinstance(weight, Tensor) and not weight.shape[1] % ALIKE
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self.quantization_config.bits)
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Pack(ConversionOps):
+    def __init__(self, bits: int | None) -> None:
+        self._bits = bits
+
+    def convert(  # type: ignore[override]  # one of many keyword arguments is used
+        self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **_: object
+    ) -> dict[str, Tensor]:
+        (value,) = input_dict.values()
+        weight: Tensor = value[0] if isinstance(value, list) else value
+        if self._bits is not None and not isinstance(weight, QuantizedTensor):
+            module = model.get_submodule(full_layer_name.rpartition(".")[0])
+            is_table = isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
+            weight = QuantizedTensor.quantize(weight, 8 if is_table else self._bits)
+        return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
+
+
+def kept_packed() -> dict[str, Any]:
+    """Return the arguments with which transformers leaves every `QuantizedTensor` of a state dict as it is."""
+    return {"quantization_config": PackedConfig()}
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Return whether some of a model's weights are packed for the native kernel."""
+    return any(isinstance(weight, QuantizedTensor) for weight in model.parameters())
 
 
 def method_of(config: PreTrainedConfig) -> str | None:

@@ -201,7 +201,7 @@ def matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
     return weight.shape == shape and weight.is_contiguous()
 
 
-def is_readable(weight: object) -> bool:
+def is_readable(weight: object) -> TypeGuard[Tensor]:
     """Return whether a weight is of a kind that the kernel reads: a plain parameter, or a `QuantizedTensor`."""
     return type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor)
 

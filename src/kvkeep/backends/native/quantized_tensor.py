@@ -29,6 +29,7 @@ ALIKE = 32
 """The number of columns is a multiple of this."""
 
 _FACTORS = 4 * LANES  # bytes
+_AT_ONCE = 2**22  # weights that are quantized at once, since their float32 copies take memory
 _LARGEST_HALF = 15  # the exponent of the largest float16
 _UNPACK = struct.Struct("4q 3q 2q")  # Unpack in quantized.h
 _aten = torch.ops.aten
@@ -68,6 +69,26 @@ class QuantizedTensor(Tensor):
         assert (bits, group) in FORMATS and not shape[1] % ALIKE, (bits, group, shape)
         groups, blocks = shape[1] // group, -(-shape[0] // LANES)
         return cls(torch.empty(blocks, _FACTORS + groups * _group_bytes(bits, group), dtype=torch.uint8), shape, bits, group, dtype)
+
+    @classmethod
+    def quantize(cls, weight: Float[Tensor, "rows columns"], bits: int) -> QuantizedTensor:
+        """Return a matrix rounded to 4 or 8 bits: the smallest and the largest weight of a group stay as they are.
+
+        Args:
+            weight: the matrix; its columns are a multiple of `ALIKE`.
+            bits: of a code.
+        """
+        rows, columns = weight.shape
+        result = cls.blank((rows, columns), bits, ALIKE, weight.dtype)
+        step = LANES * max(1, _AT_ONCE // (LANES * columns))
+        for first in range(0, rows, step):
+            groups = weight[first : first + step].detach().float().unflatten(1, (-1, ALIKE))
+            minimums, largest = groups.amin(-1), groups.amax(-1)
+            scales = (largest - minimums) / (2**bits - 1)
+            steps = (groups - minimums[..., None]) / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+            codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
+            result.put(first, codes.flatten(1), scales, minimums)
+        return result
 
     def put(
         self,
