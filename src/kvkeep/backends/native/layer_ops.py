@@ -35,6 +35,9 @@ MOST_ROWS = 16
 MOST_ROWS_OF_SLOW = 128
 """The same for dtypes in which they are not."""
 
+ANY_ROWS = 2**31
+"""The same for quantized weights, where the processor is faster at products of bytes than at any other ones."""
+
 WIDE_BYTES = 2**23
 """Bytes of weights that exist in float32 at a time."""
 
@@ -57,6 +60,18 @@ def slow(dtype: torch.dtype) -> bool:
     """Return whether torch is slow at products in this dtype on this processor: half precision without AVX-512."""
     supported = getattr(torch.ops.mkldnn, _SUPPORT.get(dtype, ""), None)
     return supported is not None and not supported()
+
+
+@functools.cache
+def most_rows_of_quantized() -> int:
+    """Return the largest number of rows of a product with quantized weights.
+
+    With instructions for bytes (VNNI) it is faster for any number than unpacking the weights, unless the processor
+    multiplies tiles of halves (AMX).
+    """
+    asked = (getattr(torch.cpu, name, None) for name in ("_is_vnni_supported", "_is_amx_tile_supported"))
+    has_bytes, has_tiles = (bool(supported and supported()) for supported in asked)
+    return ANY_ROWS if has_bytes and not has_tiles else MOST_ROWS
 
 
 def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
@@ -110,7 +125,7 @@ def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) ->
     if library is None or not all(fits(layer, x, x.shape[-1]) for layer in layers):
         return None
     rows = x.numel() // x.shape[-1]
-    if rows > most_rows(x.dtype) or len(layers) > _MOST_WEIGHTS:
+    if rows > most_rows(x.dtype, layers) or len(layers) > _MOST_WEIGHTS:
         return None
     outs = [x.new_empty((*x.shape[:-1], layer.out_features)) for layer in layers]
     packed = _head(x, rows, len(layers))
@@ -127,7 +142,7 @@ def gated(
     if library is None or not (fits(gate, x, width) and fits(up, x, width) and fits(down, x, inner)):
         return None
     rows = x.numel() // width
-    if rows > most_rows(x.dtype) or up.out_features != inner:
+    if rows > most_rows(x.dtype, (gate, up, down)) or up.out_features != inner:
         return None
     between, out = x.new_empty((rows, inner)), x.new_empty((*x.shape[:-1], down.out_features))
     packed = _head(x, rows, between.data_ptr()) + _packed(gate, 0) + _packed(up, 0) + _packed(down, out.data_ptr())
@@ -152,8 +167,10 @@ def norm(
     return None if library.kvkeep_norm(packed) else out
 
 
-def most_rows(dtype: torch.dtype) -> int:
-    """Return the largest number of rows of a product in this dtype."""
+def most_rows(dtype: torch.dtype, layers: Sequence[nn.Linear | Linear] = ()) -> int:
+    """Return the largest number of rows of products in this dtype with all of these layers."""
+    if layers and all(isinstance(layer.weight, QuantizedTensor) for layer in layers):
+        return most_rows_of_quantized()
     return MOST_ROWS_OF_SLOW if slow(dtype) else MOST_ROWS
 
 
@@ -252,7 +269,7 @@ class Before:
             and all(fits(layer, like, width) and layer.out_features % dim == 0 for layer in layers)
         )
         self._dtype, self._width, self._dim, self._rotary_dim = like.dtype, width, dim, rotary_dim
-        self._heads = [n // dim for n in outputs]
+        self._heads, self._most_rows = [n // dim for n in outputs], most_rows(like.dtype, layers)
         self._norm, (self._query, self._key, self._value) = _scaled(norm), map(_weights, layers)
         self._rest = dim, rotary_dim, *_scaled(each[0]), *_scaled(each[1])
 
@@ -268,7 +285,7 @@ class Before:
         library, (B, T, width), D = library_for(x), x.shape, self._dim
         if library is None or not self._is_known or x.dtype != self._dtype or width != self._width or T != 1:
             return None
-        if most_rows(x.dtype) < B or not self.takes_angles(x, angles):
+        if self._most_rows < B or not self.takes_angles(x, angles):
             return None
         query, key, value = (x.new_empty((B, heads, 1, D)) for heads in self._heads)
         scratch = torch.empty_like(x)
@@ -302,7 +319,7 @@ class Before:
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
             return False
-        if rows > most_rows(self._dtype) or kind != TYPES[self._dtype] or not dim == value_dim == self._dim:
+        if rows > min(self._most_rows, behind.most_rows) or kind != TYPES[self._dtype] or not dim == value_dim == self._dim:
             return False
         heads = [kv_heads * group, kv_heads, kv_heads]
         return self._heads == heads and behind.attended == heads[0] * dim
@@ -342,6 +359,7 @@ class Behind:
     ) -> None:
         like, width, inner = norm.weight, len(norm.weight), gate.out_features
         self.dtype, self.width, self._inner, self.attended = like.dtype, width, inner, output.in_features
+        self.most_rows = most_rows(like.dtype, (output, gate, up, down))
         self.is_known = (
             (output.out_features == width and up.out_features == inner and down.out_features == width)
             and _is_norm(norm, like, width)
@@ -366,7 +384,7 @@ class Behind:
         library, (B, T, width) = library_for(x), x.shape
         if library is None or not self.is_known or x.dtype != self.dtype or width != self.width or T != 1:
             return None
-        if most_rows(x.dtype) < B or library_for(attention) is None or attention.dtype != x.dtype:
+        if self.most_rows < B or library_for(attention) is None or attention.dtype != x.dtype:
             return None
         if attention.shape != (B, 1, self.attended):
             return None
