@@ -2,8 +2,9 @@
 //
 // A weight is scale * code + minimum, both of its group and, but for a power of two, float16. The rows lie in blocks of
 // 16: four neighbouring codes of a row make a word, and the words of the 16 rows a vector, so that a product needs no
-// sum over lanes. Inputs are rounded to 8 bits, 32 of them to a scale. Sums within a group are exact whole numbers, and
-// those over groups floats in the order of the groups, whatever the number of rows or threads.
+// sum over lanes. Inputs are rounded to 16 bits, 32 of them to a scale: with 8 bits the perplexity of a small model grows
+// by 0.7 %. Sums within a group are exact whole numbers, and those over groups floats in the order of the groups, whatever
+// the number of rows or threads.
 
 #pragma once
 
@@ -24,6 +25,7 @@ namespace {
 constexpr int LANES = 16;        // rows of a block
 constexpr int64_t ALIKE = 32;    // inputs that share a scale
 constexpr int64_t VECTOR = 64;   // bytes of a word for each row of a block
+constexpr float GREATEST = 0x7f7f;  // what two signed bytes can make
 constexpr int64_t SOON = 1024;   // bytes of packed weights that are fetched ahead of their use
 
 typedef int32_t Words __attribute__((vector_size(VECTOR)));
@@ -87,24 +89,36 @@ inline Reals widen_lanes(const uint16_t *halves) {
     return lanes;
 }
 
-// Add to each row's sum the products of four codes with four inputs.
-inline Words add_products(Words sums, Words codes, const int8_t *x) {
+// Sums of products of codes with inputs of two bytes, for each row of a block. Of four inputs the lower bytes come first.
 #ifdef KVKEEP_WHOLE
-    return add_bytes(sums, codes, all(load<int32_t>(x)));
+struct Totals {
+    Words lower = {}, upper = {};
+
+    void add(Words codes, const int8_t *x) {
+        lower = add_bytes(lower, codes, all(load<int32_t>(x)));
+        upper = add_bytes(upper, codes, all(load<int32_t>(x + 4)));
+    }
+    Words sum() const { return (upper << 8) + lower; }
+};
 #else
-    for (int i = 0; i < 4; i++) sums += (codes >> 8 * i & 255) * (int32_t)x[i];
-    return sums;
+struct Totals {
+    Words total = {};
+
+    void add(Words codes, const int8_t *x) {
+        for (int i = 0; i < 4; i++) total += (codes >> 8 * i & 255) * (256 * x[i + 4] + x[i]);
+    }
+    Words sum() const { return total; }
+};
 #endif
-}
 
 // ---- inputs ---------------------------------------------------------------------------------------------------------
 
-// Rows of 8-bit codes, and for each group the scale, and the sum of what the codes stand for.
+// Rows of 16-bit codes, and for each group the scale, and the sum of what the codes stand for.
 class CodedInputs {
     const int64_t rows, width;
     const Scratch memory;
 
-    int64_t row_floats() const { return up(width / 4 + 2 * (width / ALIKE) + width / 16, W); }
+    int64_t row_floats() const { return up(width / 2 + 2 * (width / ALIKE) + width / 16, W); }
     float *row(int64_t i) const { return memory.get() + i * row_floats(); }
 
    public:
@@ -112,7 +126,7 @@ class CodedInputs {
     CodedInputs(int64_t rows, int64_t width) : rows(rows), width(width), memory(rows * row_floats()) {}
 
     int8_t *codes(int64_t i) const { return (int8_t *)row(i); }
-    float *scales(int64_t i) const { return row(i) + width / 4; }
+    float *scales(int64_t i) const { return row(i) + width / 2; }
 
     template <int GROUP>
     float *sums(int64_t i) const {
@@ -145,14 +159,19 @@ class CodedInputs {
         }
         const float top = largest(most);
         const bool tiny = top < 1e-30f;  // where its inverse overflows
-        const float scale = !all_finite(x, ALIKE) ? NAN : tiny ? 0.0f : top / 127.0f, inverse = tiny ? 0.0f : 127.0f / top;
+        const float scale = !all_finite(x, ALIKE) ? NAN : tiny ? 0.0f : top / GREATEST;
+        const float inverse = tiny ? 0.0f : GREATEST / top;
         int32_t numbers[ALIKE];
         for (int k = 0; k < ALIKE; k += W)  // to nearest, ties to even
             store(numbers + k, (Ints)(load<Floats>(x + k) * inverse + 0x1.8p23f) - 0x4b400000);
-        int8_t *to = codes(i) + first;
+        int8_t *to = codes(i) + 2 * first;
         int32_t totals[2] = {};
-        for (int k = 0; k < ALIKE; k++) to[k] = (int8_t)numbers[k];
-        for (int k = 0; k < ALIKE; k++) totals[k / 16] += to[k];
+        for (int k = 0; k < ALIKE; k++) {
+            const int8_t lower = (int8_t)numbers[k];
+            to[8 * (k / 4) + k % 4] = lower;
+            to[8 * (k / 4) + k % 4 + 4] = (int8_t)((numbers[k] - lower) >> 8);
+        }
+        for (int k = 0; k < ALIKE; k++) totals[k / 16] += numbers[k];
         scales(i)[first / ALIKE] = scale;
         sums<ALIKE>(i)[first / ALIKE] = scale * (float)(totals[0] + totals[1]);
         for (int k = 0; k < 2; k++) sums<16>(i)[first / 16 + k] = scale * (float)totals[k];
@@ -174,16 +193,17 @@ void block_products(
     Reals sums[M] = {};
     const char *at = block + 4 * LANES;
     for (int64_t i = 0; i < width; i += P::WIDTH, at += P::BYTES) {
-        Words found[M] = {};
+        Totals products[M];
         for (int64_t line = 0; line < P::BYTES; line += 64) __builtin_prefetch(at + SOON + line);
 #pragma GCC unroll 8
         for (int t = 0; t < P::STEPS; t++) {
             const Words step = P::step(at, t);
-            for (int m = 0; m < M; m++) found[m] = add_products(found[m], step, codes[m] + i + 4 * t);
+            for (int m = 0; m < M; m++) products[m].add(step, codes[m] + 2 * i + 8 * t);
         }
         const Reals scale = widen_lanes(P::scales(at)), minimum = widen_lanes(P::minimums(at));
         for (int m = 0; m < M; m++)
-            sums[m] = sums[m] + reals(found[m]) * (scale * scales[m][i / ALIKE]) + minimum * totals[m][i / P::WIDTH];
+            sums[m] = sums[m] + reals(products[m].sum()) * (scale * scales[m][i / ALIKE]) +
+                      minimum * totals[m][i / P::WIDTH];
     }
     const Reals factors = load<Reals>(block);
     for (int m = 0; m < M; m++) store(to + m * apart, sums[m] * factors);
