@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
-from kvkeep.models import files, gguf, gguf_models, gguf_tokenization
+from kvkeep.models import files, gguf, gguf_tokenization, gguf_weights
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.load import build_empty, find, load, quiet, read_config, read_weights
 
@@ -100,7 +100,7 @@ def test_tensors_that_stay_packed_later_are_known_by_parameter(tmp_path):
     path = gguf_files.write(tmp_path / "model.gguf", quantized=Q.Q4_0)
     file = gguf.read(path)
     assert file.types() == {"Q4_0": 16, "F32": 5}
-    found = gguf_models.sources(file, build_empty(str(path), read_config(str(path))))
+    found = gguf_weights.sources(file, build_empty(str(path), read_config(str(path))))
     query = found["model.layers.0.self_attn.q_proj.weight"]
     assert (query.names, query.heads) == (("blk.0.attn_q.weight",), 4)
     assert file.tensors[query.names[0]].type == "Q4_0"

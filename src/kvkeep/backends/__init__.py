@@ -15,6 +15,7 @@ from kvkeep.backends.base import Added, AttentionInputs, Backend, FusedStep, Rep
 from kvkeep.backends.copying import in_codes, in_pool
 from kvkeep.backends.native import NativeBackend, layer_ops, native
 from kvkeep.backends.native.bindings import TYPES
+from kvkeep.backends.quantized_tensor import QuantizedTensor
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, launch
@@ -27,6 +28,7 @@ __all__ = [
     "AttentionInputs",
     "Backend",
     "FusedStep",
+    "QuantizedTensor",
     "Repeat",
     "Ring",
     "SecondReading",

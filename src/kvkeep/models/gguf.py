@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep.backends.native.quantized_tensor import LANES, QuantizedTensor
+from kvkeep.backends import QuantizedTensor
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import gguf_blocks
 
@@ -531,7 +531,7 @@ def quantized(tensor: TensorInfo, dtype: torch.dtype, heads: int = 0) -> Quantiz
     kind, (rows, columns) = gguf_blocks.TYPES[tensor.type], tensor.shape
     result = QuantizedTensor.blank((rows, columns), kind.bits, kind.group, dtype)
     row_bytes, (_, block_bytes) = tensor.size // rows, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]]
-    at, step = 0, rows if heads else LANES * max(1, _CHUNK // (LANES * columns))
+    at, step = 0, rows if heads else QuantizedTensor.rows_at_once(columns)
     for stored in _chunks(tensor, row_bytes * step):
         if heads:
             stored = stored.reshape(heads, -1, 2, row_bytes).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""The model in a GGUF file: its configuration, and which of its tensors fill which parameters.
+"""The configuration of the model in a GGUF file, and how the file stores its weights.
 
 Both follow llama.cpp's converter, family by family. transformers' reader leaves out what many files say: the scaling of
 rotary frequencies, widths of heads and of experts, partial rotation, capped logits, a norm's epsilon.
@@ -7,29 +7,22 @@ rotary frequencies, widths of heads and of experts, partial rotation, capped log
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from kvkeep.backends.native.quantized_tensor import ALIKE, QuantizedTensor
 from kvkeep.errors import ModelFileError, UnsupportedModelError
-from kvkeep.models import gguf_blocks
-from kvkeep.models.gguf import GGUFFile, quantized, short_float, values
-from kvkeep.models.quantized_weights import weight_bytes
+from kvkeep.models.gguf import GGUFFile, short_float, values
 
 _EPSILON, _NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-_TABLES = {_FREQUENCIES, _LONG, _SHORT}
+TABLES = {_FREQUENCIES, _LONG, _SHORT}
 """Tensors that are read into the configuration."""
-_PREDICTION = "nextn_predict_layers"
+PREDICTION_LAYERS = "nextn_predict_layers"
 """Layers that predict further tokens; files count them among the others, and the model has none."""
-_STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
-"""Parameters whose names end neither in ``weight`` nor in ``bias``, and the ends of their tensors' names."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What every Llama 3.1, 3.2 and 3.3 has; their files hold only the frequencies that follow from it."""
 
@@ -37,7 +30,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Family:
+class Family:
     """How the files of an architecture describe a model.
 
     Attributes:
@@ -49,7 +42,8 @@ class _Family:
         transposes: whether matrices are stored the other way round than in transformers.
         rotates: whether the model has rotary positions.
         partly: whether a part of each head may rotate.
-        restore: returns how a tensor is restored, see `WeightSource`, for a configuration and the tensor's name.
+        restore: returns how a tensor is restored, see `gguf_weights.WeightSource`, for a configuration and the tensor's
+            name.
     """
 
     model_type: str
@@ -238,30 +232,30 @@ def _of_qwen35(config: Any, name: str) -> Callable[[Tensor], Tensor] | None:
     return found.get(name.split(".", 2)[2]) if name.startswith("blk.") else None
 
 
-FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family("llama", _llama, permutes=True),
-    "smollm3": _Family("smollm3", _llama, permutes=True),
-    "granite": _Family("granite", _granite, permutes=True),
-    "qwen2": _Family("qwen2"),
-    "qwen2moe": _Family("qwen2_moe", _qwen2_moe),
-    "qwen3": _Family("qwen3", lambda file: {"attention_bias": "blk.0.attn_q.bias" in file.tensors}),
-    "qwen3moe": _Family("qwen3_moe", _qwen3_moe),
-    "phi3": _Family("phi3", _phi3, partly=True),
-    "olmo2": _Family("olmo2"),
-    "gemma": _Family("gemma", offset=1.0),
-    "gemma2": _Family("gemma2", _gemma2, offset=1.0),
-    "gemma3": _Family("gemma3_text", _gemma3, offset=1.0),
-    "gpt2": _Family("gpt2", _gpt2, ("layer_norm_epsilon", _NORM_EPSILON), transposes=True, rotates=False),
-    "starcoder2": _Family("starcoder2", _starcoder2, ("norm_epsilon", _NORM_EPSILON)),
-    "stablelm": _Family("stablelm", _stablelm, ("layer_norm_eps", _NORM_EPSILON), partly=True),
-    "lfm2": _Family("lfm2", _lfm2, ("norm_eps", _EPSILON)),
-    "qwen35": _Family("qwen3_5_text", _qwen35, offset=1.0, restore=_of_qwen35, partly=True),
-    "nemotron": _Family("nemotron", _nemotron, ("norm_eps", _NORM_EPSILON), offset=1.0, partly=True),
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", _llama, permutes=True),
+    "smollm3": Family("smollm3", _llama, permutes=True),
+    "granite": Family("granite", _granite, permutes=True),
+    "qwen2": Family("qwen2"),
+    "qwen2moe": Family("qwen2_moe", _qwen2_moe),
+    "qwen3": Family("qwen3", lambda file: {"attention_bias": "blk.0.attn_q.bias" in file.tensors}),
+    "qwen3moe": Family("qwen3_moe", _qwen3_moe),
+    "phi3": Family("phi3", _phi3, partly=True),
+    "olmo2": Family("olmo2"),
+    "gemma": Family("gemma", offset=1.0),
+    "gemma2": Family("gemma2", _gemma2, offset=1.0),
+    "gemma3": Family("gemma3_text", _gemma3, offset=1.0),
+    "gpt2": Family("gpt2", _gpt2, ("layer_norm_epsilon", _NORM_EPSILON), transposes=True, rotates=False),
+    "starcoder2": Family("starcoder2", _starcoder2, ("norm_epsilon", _NORM_EPSILON)),
+    "stablelm": Family("stablelm", _stablelm, ("layer_norm_eps", _NORM_EPSILON), partly=True),
+    "lfm2": Family("lfm2", _lfm2, ("norm_eps", _EPSILON)),
+    "qwen35": Family("qwen3_5_text", _qwen35, offset=1.0, restore=_of_qwen35, partly=True),
+    "nemotron": Family("nemotron", _nemotron, ("norm_eps", _NORM_EPSILON), offset=1.0, partly=True),
 }
 """llama.cpp's name of an architecture → how its files are read."""
 
 
-def family_of(file: GGUFFile) -> _Family:
+def family_of(file: GGUFFile) -> Family:
     """Return the family of a file.
 
     Raises:
@@ -297,7 +291,7 @@ def config_fields(file: GGUFFile, ends: list[int]) -> Fields:
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": file.integer("embedding_length"),
         "intermediate_size": file.integer("feed_forward_length", 0) or None,
-        "num_hidden_layers": _layers(file),
+        "num_hidden_layers": number_of_layers(file),
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(file, heads),
         "head_dim": width,
@@ -313,13 +307,13 @@ def config_fields(file: GGUFFile, ends: list[int]) -> Fields:
     }
 
 
-def _layers(file: GGUFFile) -> int:
+def number_of_layers(file: GGUFFile) -> int:
     """Return the number of layers.
 
     Raises:
         ModelFileError: the file has no tensor of the last one.
     """
-    layers = file.integer("block_count") - file.integer(_PREDICTION, 0)
+    layers = file.integer("block_count") - file.integer(PREDICTION_LAYERS, 0)
     if not any(name.startswith(f"blk.{layers - 1}.") for name in file.tensors):
         raise ModelFileError(f"{file.path} has no tensor blk.{layers - 1}, so it is no whole model. Download it again.")
     return layers
@@ -422,188 +416,4 @@ def _llama3(file: GGUFFile, theta: float, rotated: int) -> Fields:
     raise UnsupportedModelError(
         f"{file.path} divides rotary frequencies by numbers of its own ({_FREQUENCIES}) that are not Llama 3's. Give "
         "the model's folder with safetensors."
-    )
-
-
-# Tensors of the file and parameters of the model.
-
-
-class WeightSource(NamedTuple):
-    """What fills a parameter.
-
-    Attributes:
-        names: tensors of the file; several are joined along the second dimension, as gate and up of experts are.
-        heads: into how many groups the rows fall that are stored in the order of another rotation; 0 for none.
-        offset: what has been added to the numbers in the file.
-        transposed: whether the file has the rows as columns.
-        restore: makes the parameter from the file's numbers in float32; ``None``: they are the parameter.
-    """
-
-    names: tuple[str, ...]
-    heads: int = 0
-    offset: float = 0.0
-    transposed: bool = False
-    restore: Callable[[Tensor], Tensor] | None = None
-
-
-def sources(file: GGUFFile, model: PreTrainedModel) -> dict[str, WeightSource]:
-    """Return what fills each parameter of a model, after a check that the shapes fit and no tensor is left over.
-
-    Args:
-        file: the file.
-        model: the model, on the meta device.
-
-    Raises:
-        ModelFileError: a tensor is missing, or has another shape.
-        UnsupportedModelError: the file has tensors that this model has no use for.
-    """
-    found = dict(_pairs(file, model))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for parameter, source in found.items():
-        stored = [file.shape(name) for name in source.names]
-        shape = _joined(stored)[::-1] if source.transposed else _joined(stored)
-        if math.prod(shape) != math.prod(shapes[parameter]) or shape[-1:] != shapes[parameter][-1:]:
-            raise ModelFileError(
-                f"{file.path}: The tensor {source.names[0]} has the shape {list(shape)}, and the model's metadata ask "
-                f"for {list(shapes[parameter])}. Download the file again."
-            )
-    used = {name for source in found.values() for name in source.names} | _TABLES
-    spare = tuple(f"blk.{_layers(file) + number}." for number in range(file.integer(_PREDICTION, 0)))
-    if left := sorted(name for name in file.tensors.keys() - used if not name.startswith(spare)):
-        raise UnsupportedModelError(
-            f"{file.path} is of the architecture {file.architecture!r:.60} with tensors that kvkeep has no place for "
-            f"({left[0]:.80}{f' and {len(left) - 1} more' if len(left) > 1 else ''}). Give the model's folder with "
-            "safetensors."
-        )
-    return found
-
-
-def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of tensors that are joined along the second dimension; ``()`` if they do not fit."""
-    first, *others = shapes
-    if not others:
-        return first
-    fit = len(first) > 1 and all((shape[:1], shape[2:]) == (first[:1], first[2:]) for shape in others)
-    return (first[0], sum(shape[1] for shape in shapes), *first[2:]) if fit else ()
-
-
-def _pairs(file: GGUFFile, model: PreTrainedModel) -> Iterator[tuple[str, WeightSource]]:
-    """Yield the parameters of a model, with what fills them. Tied ones are left out."""
-    import gguf
-
-    family, config = family_of(file), model.config
-    architecture = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
-    known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    tied = getattr(model, "_tied_weights_keys", None) if config.tie_word_embeddings else None
-    for parameter in model.state_dict():
-        if tied and parameter in tied:
-            continue
-        stem, _, suffix = parameter.rpartition(".")
-        if suffix in _STATES:
-            yield parameter, _source(family, config, f"blk.{_number(parameter)}.{_STATES[suffix]}")
-            continue
-        if suffix == "gate_up_proj":
-            parts = tuple(f"blk.{_number(parameter)}.ffn_{part}_exps.weight" for part in ("gate", "up"))
-            yield parameter, WeightSource(parts)
-            continue
-        if suffix not in ("weight", "bias"):
-            stem, suffix = parameter, "weight"
-        if (known_name := known.get_name(stem)) is None:
-            raise UnsupportedModelError(
-                f"{file.path} is of the architecture {file.architecture!r:.60}, and the package gguf has no name for "
-                f"its {parameter:.80}. Update it (pip install -U gguf), or give the model's folder with safetensors."
-            )
-        yield parameter, _source(family, config, f"{known_name}.{suffix}")
-
-
-def _number(parameter: str) -> str:
-    """Return the number of a parameter's layer."""
-    return next(part for part in parameter.split(".") if part.isdecimal())
-
-
-def _source(family: _Family, config: Any, name: str) -> WeightSource:
-    heads = 0
-    if family.permutes and ".attn_q." in name:
-        heads = config.num_attention_heads
-    elif family.permutes and ".attn_k." in name:
-        heads = config.num_key_value_heads
-    matrix = name.endswith(".weight") and any(
-        f".{part}." in name for part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-    )
-    return WeightSource(
-        (name,),
-        heads=heads,
-        offset=family.offset if name.endswith("norm.weight") and ".ssm_norm." not in name else 0.0,
-        transposed=family.transposes and matrix,
-        restore=None if family.restore is None else family.restore(config, name),
-    )
-
-
-def state_dict(
-    file: GGUFFile, model: PreTrainedModel, dtype: torch.dtype, *, packed: bool = False
-) -> dict[str, Tensor]:
-    """Return the values of a model's parameters in one dtype and in transformers' layout.
-
-    Args:
-        file: the file.
-        model: the model, on the meta device.
-        dtype: of all values.
-        packed: whether weights of linear layers and embeddings stay packed where the native kernel reads their type.
-
-    Raises:
-        KVKeepError: see `sources`.
-    """
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    layers = [name for name, module in model.named_modules() if packed and isinstance(module, nn.Linear | nn.Embedding)]
-    matrices = {f"{name}.weight" for name in layers}
-    found: dict[str, Tensor] = {}
-    for name, source in sources(file, model).items():
-        if name in matrices and _stays_packed(file, source):
-            found[name] = quantized(file.tensors[source.names[0]], dtype, source.heads)
-        else:
-            found[name] = _value(file, source, dtype).reshape(shapes[name])
-    return found
-
-
-def _stays_packed(file: GGUFFile, source: WeightSource) -> bool:
-    """Return whether the native kernel can read a matrix as the file has it."""
-    tensor = file.tensors[source.names[0]]
-    is_plain = not (source.offset or source.transposed or source.restore) and len(source.names) == 1
-    return is_plain and tensor.type in gguf_blocks.TYPES and len(tensor.shape) == 2 and not tensor.shape[1] % ALIKE
-
-
-def _value(file: GGUFFile, source: WeightSource, dtype: torch.dtype) -> Tensor:
-    if source.offset or source.restore is not None:
-        tensor = values(file.tensors[source.names[0]], torch.float32) - source.offset
-        tensor = (tensor if source.restore is None else source.restore(tensor)).to(dtype)
-    else:
-        parts = [values(file.tensors[name], dtype) for name in source.names]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    if source.heads:
-        tensor = tensor.view(source.heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    return tensor.T.contiguous() if source.transposed else tensor
-
-
-def unpacked(file: GGUFFile, model: PreTrainedModel) -> str | None:
-    """Return a sentence about tensors that have been unpacked; ``None`` if there are none.
-
-    Args:
-        file: the file.
-        model: the model with the values of `state_dict`.
-    """
-    weights = dict(model.named_parameters())
-    tensors = {
-        source_name: file.tensors[source_name]
-        for name, source in sources(file, model).items()
-        if not isinstance(weights.get(name), QuantizedTensor)
-        for source_name in source.names
-    }
-    unpacked = Counter(tensor.type for tensor in tensors.values() if tensor.is_packed)
-    if not unpacked:
-        return None
-    shown = ", ".join(f"{count} {kind}" for kind, count in unpacked.most_common())
-    stored, size = sum(tensor.size for tensor in file.tensors.values()), weight_bytes(model)
-    return (
-        f"{file.path.name}: its packed tensors ({shown}) are unpacked to {str(model.dtype).removeprefix('torch.')}, and "
-        f"all weights take {size / 1e6:.0f} MB in memory ({stored / 1e6:.0f} MB in the file)."
     )

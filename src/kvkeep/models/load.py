@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
-from kvkeep.models import gguf, gguf_models, gguf_tokenization, quantized_weights, tiny
+from kvkeep.models import gguf, gguf_models, gguf_tokenization, gguf_weights, quantized_weights, tiny
 from kvkeep.models.adapters import add, check_folders, check_names
 from kvkeep.models.attention import attach
 from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limit
@@ -124,7 +124,7 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
         with quiet():
             try_out(skeleton)
         if is_gguf(name):
-            gguf_models.sources(gguf.read(name), skeleton)
+            gguf_weights.sources(gguf.read(name), skeleton)
         check_generation_config(name)
         tokenizer = _read_tokenizer(name, config)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -208,7 +208,7 @@ def _read_gguf(checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.dev
     packed = kind == "auto" and file.is_packed and quantized_weights.is_packable(place)
     with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), quiet():
         skeleton = build_empty(checkpoint.name, checkpoint.config)
-        weights = gguf_models.state_dict(file, skeleton, dtype, packed=packed)
+        weights = gguf_weights.state_dict(file, skeleton, dtype, packed=packed)
         quantisation = quantized_weights.kept_packed() if packed else {}
         read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], type(skeleton).from_pretrained)
         model, report = read(
@@ -216,7 +216,7 @@ def _read_gguf(checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.dev
         )
     _check_complete(checkpoint.name, report)
     model.config.name_or_path = checkpoint.name
-    if note := gguf_models.unpacked(file, model):
+    if note := gguf_weights.unpacked(file, model):
         _log.warning("%s", note)
     return model
 

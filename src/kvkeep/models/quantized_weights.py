@@ -1,7 +1,7 @@
 """Quantised weights: formats that weights can be loaded in, and checkpoints that are quantised already.
 
-On a CPU the native kernel multiplies with weights of 4 and 8 bits. Everywhere else the work is done by transformers with
-a package for each format. What is missing is said before weights are read.
+On a CPU the native kernel multiplies with weights of 4 and 8 bits. Everywhere else the work is done by transformers
+with a package for each format. What is missing is said before weights are read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvkeep.backends import choose
-from kvkeep.backends.native import native
-from kvkeep.backends.native.quantized_tensor import ALIKE, QuantizedTensor
+from kvkeep.backends import QuantizedTensor, choose, why
 from kvkeep.errors import InputError, ModelFileError, closest, one_line
 
 EXTRA = "kvkeep[quantized]"
@@ -76,7 +74,7 @@ KNOWN = (*PACKED, *(name for name in FORMATS if name not in PACKED))
 
 def is_packable(device: torch.device) -> bool:
     """Return whether weights stay packed on this device: on a CPU for which there is the native kernel."""
-    return device.type == "cpu" and choose(device, torch.float32).has_layer_ops and native().library is not None
+    return device.type == "cpu" and choose(device, torch.float32).has_layer_ops
 
 
 def check_format(name: str | None, device: torch.device) -> None:
@@ -94,8 +92,8 @@ def check_format(name: str | None, device: torch.device) -> None:
     if name in PACKED and is_packable(device):
         return
     if name not in FORMATS:
-        why = "the model goes to " + str(device) if device.type != "cpu" else native().detail
-        raise InputError(f"`load_in={name}` needs a CPU and kvkeep's native kernel ({why:.200}). Leave it out.")
+        reason = why(device, torch.float32) if device.type == "cpu" else f"the model goes to {device}"
+        raise InputError(f"`load_in={name}` needs a CPU and kvkeep's native kernel ({reason:.200}). Leave it out.")
     missing = [package for package in FORMATS[name].packages if find_spec(package) is None]
     if missing:
         raise InputError(
@@ -155,7 +153,7 @@ class _Packing(HfQuantizer):
         name, _dot, own = param_name.rpartition(".")
         weight = getattr(module := model.get_submodule(name), own, None)
         is_matrix = own == "weight" and isinstance(module, nn.Linear | nn.Embedding)
-        return is_matrix and isinstance(weight, Tensor) and not weight.shape[1] % ALIKE
+        return is_matrix and isinstance(weight, Tensor) and QuantizedTensor.can_have(weight.shape)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self.quantization_config.bits)

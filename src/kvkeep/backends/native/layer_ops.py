@@ -27,7 +27,7 @@ from torch.nn.functional import embedding, linear
 from kvkeep.backends.native.bindings import TYPES
 from kvkeep.backends.native.build import native
 from kvkeep.backends.native.ops import NativeRepeat
-from kvkeep.backends.native.quantized_tensor import QuantizedTensor, implements
+from kvkeep.backends.quantized_tensor import QuantizedTensor, implements
 
 MOST_ROWS = 16
 """The largest number of rows of a product, where torch's products are as fast as the processor."""
@@ -116,7 +116,7 @@ def quantized_linear(
 @implements(embedding, torch.embedding)
 def quantized_embedding(ids: Tensor, weight: QuantizedTensor, *_: object, **__: object) -> Tensor:
     """Look tokens up; only their rows are unpacked. Other arguments concern training."""
-    return weight.dequantize(ids).view(*ids.shape, -1)
+    return weight.dequantize(ids).view(*ids.shape, weight.shape[1])
 
 
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear | Linear]) -> list[Tensor] | None:
@@ -319,7 +319,11 @@ class Before:
         rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
         if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
             return False
-        if rows > min(self._most_rows, behind.most_rows) or kind != TYPES[self._dtype] or not dim == value_dim == self._dim:
+        if (
+            rows > min(self._most_rows, behind.most_rows)
+            or kind != TYPES[self._dtype]
+            or not dim == value_dim == self._dim
+        ):
             return False
         heads = [kv_heads * group, kv_heads, kv_heads]
         return self._heads == heads and behind.attended == heads[0] * dim

@@ -7,7 +7,7 @@ operator of torch gets its numbers, unpacked for the length of the call.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ ALIKE = 32
 """The number of columns is a multiple of this."""
 
 _FACTORS = 4 * LANES  # bytes
-_AT_ONCE = 2**22  # weights that are quantized at once, since their float32 copies take memory
+_AT_ONCE = 2**20  # weights
 _LARGEST_HALF = 15  # the exponent of the largest float16
 _UNPACK = struct.Struct("4q 3q 2q")  # Unpack in quantized.h
 _aten = torch.ops.aten
@@ -63,12 +63,23 @@ class QuantizedTensor(Tensor):
     ) -> None:
         self.packed, self.bits, self.group = packed, bits, group
 
+    @staticmethod
+    def can_have(shape: Sequence[int]) -> bool:
+        """Return whether a matrix can have this shape."""
+        return len(shape) == 2 and shape[1] > 0 and not shape[1] % ALIKE
+
+    @staticmethod
+    def rows_at_once(columns: int) -> int:
+        """Return how many rows to `put` at once, since their codes take a byte each, and their numbers four."""
+        return LANES * max(1, _AT_ONCE // (LANES * columns))
+
     @classmethod
     def blank(cls, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype) -> QuantizedTensor:
         """Return a matrix whose rows are still to be `put`."""
-        assert (bits, group) in FORMATS and not shape[1] % ALIKE, (bits, group, shape)
-        groups, blocks = shape[1] // group, -(-shape[0] // LANES)
-        return cls(torch.empty(blocks, _FACTORS + groups * _group_bytes(bits, group), dtype=torch.uint8), shape, bits, group, dtype)
+        assert (bits, group) in FORMATS, (bits, group)
+        assert cls.can_have(shape), shape
+        blocks, row_bytes = -(-shape[0] // LANES), shape[1] // group * _group_bytes(bits, group)
+        return cls(torch.empty(blocks, _FACTORS + row_bytes, dtype=torch.uint8), shape, bits, group, dtype)
 
     @classmethod
     def quantize(cls, weight: Float[Tensor, "rows columns"], bits: int) -> QuantizedTensor:
@@ -80,7 +91,7 @@ class QuantizedTensor(Tensor):
         """
         rows, columns = weight.shape
         result = cls.blank((rows, columns), bits, ALIKE, weight.dtype)
-        step = LANES * max(1, _AT_ONCE // (LANES * columns))
+        step = cls.rows_at_once(columns)
         for first in range(0, rows, step):
             groups = weight[first : first + step].detach().float().unflatten(1, (-1, ALIKE))
             minimums, largest = groups.amin(-1), groups.amax(-1)
@@ -110,8 +121,8 @@ class QuantizedTensor(Tensor):
         inner[..., -4 * LANES :] = _by_lane(pad(halves, (0, 0, *missing)).transpose(1, 2), blocks).view(torch.uint8)
         _put_codes(pad(codes, missing).view(blocks, LANES, groups, -1, 4), self.bits, inner)
 
-    def dequantize(self, indices: Int[Tensor, " n"] | None = None) -> Float[Tensor, "n columns"]:  # type: ignore[override]
-        """Return the numbers of all rows, or of rows with these indices.
+    def dequantize(self, indices: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "rows columns"]:  # type: ignore[override]
+        """Return the numbers of all rows, or of rows with these indices, one after the other.
 
         Raises:
             IndexError: an index is none of a row.
@@ -205,8 +216,11 @@ class QuantizedTensor(Tensor):
             return args[0]._like(args[0].packed)
         if func is _aten.clone.default:
             return args[0]._like(args[0].packed.clone())
-        if func is _aten._to_copy.default:
-            return args[0]._like(args[0].packed.to(kwargs.get("device") or args[0].device), kwargs.get("dtype"))
+        if func.overloadpacket in (_aten.to, _aten._to_copy):
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            like = given.get("other")  # a tensor in place of device and dtype
+            device, dtype = (given.get(name) if like is None else getattr(like, name) for name in ("device", "dtype"))
+            return args[0]._like(args[0].packed.to(device or args[0].device), dtype)
         if func._schema.is_mutable and isinstance(args[0], QuantizedTensor):
             _refuse()
         unpack: Callable[[QuantizedTensor], Tensor] = QuantizedTensor.dequantize
@@ -215,7 +229,7 @@ class QuantizedTensor(Tensor):
 
 def _refuse() -> NoReturn:
     raise UnsupportedOperationError(
-        "Quantized weights cannot be changed or trained. Load the model without `load_in`; of a GGUF file, with a dtype."
+        "Quantized weights cannot be changed or trained. Load the model without `load_in`; a GGUF file with a dtype."
     )
 
 
@@ -254,7 +268,7 @@ def _factors(numbers: Float[Tensor, "n groups 2"]) -> Float[Tensor, " n"]:
 
 def _by_lane(halves: Tensor, blocks: int) -> Tensor:
     """Return ``(blocks, groups, 2 * LANES)`` numbers of ``(rows, 2, groups)`` ones."""
-    rows, pair, groups = halves.shape
+    _, pair, groups = halves.shape
     return halves.reshape(blocks, LANES, pair, groups).permute(0, 3, 2, 1).reshape(blocks, groups, -1)
 
 
@@ -275,7 +289,7 @@ def _put_codes(codes: UInt8[Tensor, "blocks lanes groups steps 4"], bits: int, t
         to[..., half * 4 * LANES : -4 * LANES] = upper.reshape(blocks, groups, -1)
 
 
-def _codes(stored: UInt8[Tensor, "blocks groups bytes"], bits: int) -> UInt8[Tensor, "blocks lanes groups columns"]:
+def _codes(stored: UInt8[Tensor, "blocks groups bytes"], bits: int) -> UInt8[Tensor, "blocks lanes groups steps 4"]:
     """Return the codes of all rows."""
     words = stored.reshape(*stored.shape[:2], -1, LANES, 4)
     if bits < 8:
