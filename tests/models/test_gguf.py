@@ -23,11 +23,13 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep.backends import QuantizedTensor
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
-from kvkeep.models import files, gguf, gguf_tokenization, gguf_weights
+from kvkeep.models import files, gguf, gguf_blocks, gguf_tokenization, gguf_weights
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.load import build_empty, find, load, quiet, read_config, read_weights
+from kvkeep.models.quantized_weights import is_packable, weight_bytes
 
 PROMPT = "the quick brown fox jumps"
 
@@ -83,11 +85,78 @@ def test_weights_are_those_of_the_package(kind, tmp_path, monkeypatch):
 
 
 def test_what_is_unpacked_is_said(tmp_path, caplog):
-    model, _ = load(gguf_files.write(tmp_path / "model.gguf", quantized=Q.Q8_0))
+    model, _ = load(gguf_files.write(tmp_path / "model.gguf", quantized=Q.Q8_0), "bfloat16")
     assert model.dtype == torch.bfloat16
     size = sum(parameter.nbytes for parameter in model.parameters())
     assert f"(16 Q8_0) are unpacked to bfloat16, and all weights take {size / 1e6:.0f} MB in memory" in caplog.text
     assert model.config.name_or_path == str(tmp_path / "model.gguf")
+
+
+packs = pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs the native kernel")
+
+
+@packs
+@pytest.mark.parametrize(
+    "name", ["llama", "llama tied", "llama with biases", "qwen2", "gemma3", "phi3", "gpt2", "mixtral"]
+)
+def test_packed_tensors_stay_packed(name, tmp_path, caplog):
+    path = gguf_files.write(tmp_path / "model.gguf", name, quantized=Q.Q8_0)
+    plain, model = load(path, "float32")[0], load(path)[0]
+    caplog.clear()
+    weights = dict(model.named_parameters())
+    packed = [name for name, weight in weights.items() if isinstance(weight, QuantizedTensor)]
+    assert bool(packed) == (name != "gpt2") or packed == ["transformer.wte.weight", "transformer.wpe.weight"]
+    for key, weight in plain.named_parameters():
+        found = weights[key].to(torch.float32)
+        found = found.dequantize() if isinstance(found, QuantizedTensor) else found
+        torch.testing.assert_close(found, weight, rtol=1e-6 if key in packed else 8e-3, atol=1e-6)
+    ids = torch.randint(2, 250, (2, 23), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected, found = plain(ids).logits, model(ids).logits.float()
+    assert float((found - expected).norm() / expected.norm()) < 0.03
+    assert weight_bytes(model) < 0.7 * weight_bytes(plain)
+
+
+@packs
+def test_packed_files_of_the_real_layout_say_nothing_and_answer(tmp_path, caplog):
+    path = gguf_files.write(tmp_path / "model.gguf", quantized=Q.Q4_0)
+    engine = kvkeep.Engine(*load(path), budget=16, rows=2)
+    sampling = kvkeep.SamplingParams(max_new_tokens=5)
+    requests = [kvkeep.Request(prompt=PROMPT, sampling=sampling, ignore_end=True) for _ in range(3)]
+    assert [len(result.token_ids) for _, result in engine.run(requests)] == [5] * 3
+    assert not caplog.text
+
+
+def test_without_the_kernel_tensors_are_unpacked(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("KVKEEP_BACKEND", "torch")
+    model, _ = load(gguf_files.write(tmp_path / "model.gguf", quantized=Q.Q8_0))
+    assert {type(weight) for weight in model.parameters()} == {torch.nn.Parameter}
+    assert "are unpacked to bfloat16" in caplog.text
+
+
+def _blocks(kind, count):
+    """Random blocks of a type whose scales are numbers."""
+    size = package.GGML_QUANT_SIZES[kind][1]
+    blocks = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
+    places = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+    for place in {**places, "Q6_K": (208,)}.get(kind.name, (0,)):
+        scales = np.random.default_rng(1).normal(0, 1e-2, (count, 1)).astype(np.float16)
+        blocks[:, place : place + 2] = scales.view(np.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize("name", gguf_blocks.TYPES)
+def test_blocks_are_taken_apart_without_a_change(name):
+    kind, way = Q[name], gguf_blocks.TYPES[name]
+    blocks = _blocks(kind, 40)
+    codes, scales, minimums = gguf_blocks.split(way, blocks, 20)
+    assert int(codes.max()) < 2**way.bits
+    numbers = codes.view(20, -1, way.group) * scales[..., None] + minimums[..., None]
+    expected = torch.from_numpy(package.dequantize(blocks, kind)).view(20, -1)
+    assert torch.equal(numbers.flatten(1), expected)
+    tensor = QuantizedTensor.blank(tuple(expected.shape), way.bits, way.group, torch.float32)
+    tensor.put(0, codes, scales, minimums)
+    torch.testing.assert_close(tensor.dequantize(), expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(None, torch.float32), (Q.F16, torch.float16), (Q.BF16, torch.bfloat16)])
