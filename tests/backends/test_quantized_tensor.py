@@ -36,7 +36,7 @@ def parts(rows, columns, bits, group):
 def matrix(rows, columns, bits=4, group=32, dtype=torch.float32):
     *made, numbers = parts(rows, columns, bits, group)
     tensor = QuantizedTensor.blank((rows, columns), bits, group, dtype)
-    tensor.put(0, *made)
+    tensor.set_rows(0, *made)
     return nn.Parameter(tensor, False), numbers
 
 
@@ -60,18 +60,18 @@ def test_it_stands_for_scales_times_codes_plus_minimums(bits, group, rows, colum
 def test_numbers_of_any_size_keep_their_precision(size):
     codes, scales, minimums, numbers = parts(20, 64, 4, 32)
     tensor = QuantizedTensor.blank((20, 64), 4, 32, torch.float32)
-    tensor.put(0, codes, scales * size, minimums * size)
+    tensor.set_rows(0, codes, scales * size, minimums * size)
     limit = 2**-10 * size * (15 * scales.abs() + minimums.abs()).repeat_interleave(32, 1)
     assert bool(((tensor.dequantize() - numbers * size).abs() <= limit).all())
 
 
-def test_rows_are_put_piece_by_piece():
+def test_rows_are_set_piece_by_piece():
     whole, _ = matrix(50, 64, 6, 16)
     torch.manual_seed(0)
     *made, _ = parts(50, 64, 6, 16)
     pieces = QuantizedTensor.blank((50, 64), 6, 16, torch.float32)
     for first in (0, 16, 48):
-        pieces.put(first, *(part[first : {0: 16, 16: 48, 48: 50}[first]] for part in made))
+        pieces.set_rows(first, *(part[first : {0: 16, 16: 48, 48: 50}[first]] for part in made))
     assert torch.equal(pieces.packed, whole.packed)
 
 

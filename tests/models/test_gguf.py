@@ -155,7 +155,7 @@ def test_blocks_are_taken_apart_without_a_change(name):
     expected = torch.from_numpy(package.dequantize(blocks, kind)).view(20, -1)
     assert torch.equal(numbers.flatten(1), expected)
     tensor = QuantizedTensor.blank(tuple(expected.shape), way.bits, way.group, torch.float32)
-    tensor.put(0, codes, scales, minimums)
+    tensor.set_rows(0, codes, scales, minimums)
     torch.testing.assert_close(tensor.dequantize(), expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
 
 

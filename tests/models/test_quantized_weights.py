@@ -113,8 +113,8 @@ def test_fused_modules_compute_what_plain_ones_do(wide: Path, dtype: str):
         found.append([result for _, result in engine.run(requests)])
     for one, other in zip(*found, strict=True):
         assert one.token_ids == other.token_ids
-        near = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}[dtype]
-        assert [p.logprob for p in one.logprobs] == pytest.approx([p.logprob for p in other.logprobs], abs=near)
+        near = {"float32": 5e-5, "bfloat16": 0.05, "float16": 0.01}[dtype]
+        assert [p.value for p in one.logprobs] == pytest.approx([p.value for p in other.logprobs], abs=near)
 
 
 @kernel

@@ -6,6 +6,7 @@ import json
 from importlib import util
 from pathlib import Path
 
+import gguf_files
 import model_folders
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.models.load import load, quiet
-from kvkeep.models.quantized_weights import weight_bytes
+from kvkeep.models.quantized_weights import is_packable, weight_bytes
 from kvkeep.planning.plan import Plan, plan
 
 SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -178,13 +179,28 @@ def test_fields_that_make_no_sense(tmp_path: Path, fields: object):
     assert found.setting.outline.quantised
 
 
+@pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs the native kernel")
+@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2", "mixtral"])
+def test_the_bytes_of_a_packed_file_are_those_in_memory(tmp_path: Path, name: str):
+    path = gguf_files.write(tmp_path / "model.gguf", name, quantized=gguf_files.Q.Q8_0)
+    with quiet():
+        model, _ = load(path)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    made = plan(path, "h2o", budget=8)
+    assert made.bounded.weight_bytes == weight_bytes(model) - buffers
+    assert made.setting.weights_format == "packed as in the file"
+    unpacked = plan(path, "h2o", budget=8, dtype="bfloat16")
+    assert unpacked.bounded.weight_bytes == 2 * sum(weight.numel() for weight in model.parameters())
+    assert plan(path, "h2o", budget=8, weights_memory=1000).setting.weights_format == "as given"
+
+
 @pytest.mark.skipif(util.find_spec("torchao") is None, reason="needs torchao")
 def test_weights_that_are_quantised_here(tmp_path: Path):
     folder = model_folders.copy(tmp_path / "m", "config.json", "*.safetensors")
     config = LlamaConfig(**SMALL, num_attention_heads=4, dtype="bfloat16")
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    real = weight_bytes(load(folder, load_in="int8")[0])
+    real = weight_bytes(load(folder, load_in="fp8")[0])
     model_folders.edit_json(
-        folder / "config.json", quantization_config={"quant_method": "torchao", "quant_type": "int8_weight_only"}
+        folder / "config.json", quantization_config={"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}
     )
     assert plan(folder, context=100).bounded.weight_bytes == pytest.approx(real, rel=0.01)

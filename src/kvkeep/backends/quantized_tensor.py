@@ -69,17 +69,22 @@ class QuantizedTensor(Tensor):
         return len(shape) == 2 and shape[1] > 0 and not shape[1] % ALIKE
 
     @staticmethod
+    def bytes_of(shape: Sequence[int], bits: int, group: int) -> int:
+        """Return the bytes of a matrix."""
+        return -(-shape[0] // LANES) * _block_bytes(shape[1], bits, group)
+
+    @staticmethod
     def rows_at_once(columns: int) -> int:
-        """Return how many rows to `put` at once, since their codes take a byte each, and their numbers four."""
+        """Return how many rows to set at once, since their codes take a byte each, and their numbers four."""
         return LANES * max(1, _AT_ONCE // (LANES * columns))
 
     @classmethod
     def blank(cls, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype) -> QuantizedTensor:
-        """Return a matrix whose rows are still to be `put`."""
+        """Return a matrix whose rows are still to be set, see `set_rows`."""
         assert (bits, group) in FORMATS, (bits, group)
         assert cls.can_have(shape), shape
-        blocks, row_bytes = -(-shape[0] // LANES), shape[1] // group * _group_bytes(bits, group)
-        return cls(torch.empty(blocks, _FACTORS + row_bytes, dtype=torch.uint8), shape, bits, group, dtype)
+        size = -(-shape[0] // LANES), _block_bytes(shape[1], bits, group)
+        return cls(torch.empty(size, dtype=torch.uint8), shape, bits, group, dtype)
 
     @classmethod
     def quantize(cls, weight: Float[Tensor, "rows columns"], bits: int) -> QuantizedTensor:
@@ -98,10 +103,10 @@ class QuantizedTensor(Tensor):
             scales = (largest - minimums) / (2**bits - 1)
             steps = (groups - minimums[..., None]) / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
             codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
-            result.put(first, codes.flatten(1), scales, minimums)
+            result.set_rows(first, codes.flatten(1), scales, minimums)
         return result
 
-    def put(
+    def set_rows(
         self,
         first: int,
         codes: UInt8[Tensor, "n columns"],
@@ -121,7 +126,7 @@ class QuantizedTensor(Tensor):
         inner[..., -4 * LANES :] = _by_lane(pad(halves, (0, 0, *missing)).transpose(1, 2), blocks).view(torch.uint8)
         _put_codes(pad(codes, missing).view(blocks, LANES, groups, -1, 4), self.bits, inner)
 
-    def dequantize(self, indices: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "rows columns"]:  # type: ignore[override]
+    def dequantize(self, indices: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "rows columns"]:
         """Return the numbers of all rows, or of rows with these indices, one after the other.
 
         Raises:
@@ -153,9 +158,10 @@ class QuantizedTensor(Tensor):
         scales, minimums = halves.permute(2, 0, 3, 1).reshape(2, blocks * LANES, groups, 1).float()
         values = codes * (scales * factors) + minimums * factors
         values = values.view(blocks * LANES, -1)[: len(self)].to(self.dtype)
-        return values if indices is None else values[indices.flatten()]
+        found: Tensor = values if indices is None else values[indices.flatten()]
+        return found
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch gives it the contents as text
         """Return shape and format."""
         return f"QuantizedTensor({tuple(self.shape)}, bits={self.bits}, group={self.group}, dtype={self.dtype})"
 
@@ -203,7 +209,7 @@ class QuantizedTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as what switches it off
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on unpacked numbers; operators that only copy keep them packed.
@@ -256,8 +262,8 @@ def _restored(
 # The layout of a block, see `Packing` in quantized.h.
 
 
-def _group_bytes(bits: int, group: int) -> int:
-    return LANES * group * bits // 8 + 4 * LANES
+def _block_bytes(columns: int, bits: int, group: int) -> int:
+    return _FACTORS + LANES * (columns * bits // 8 + columns // group * 4)
 
 
 def _factors(numbers: Float[Tensor, "n groups 2"]) -> Float[Tensor, " n"]:

@@ -39,7 +39,7 @@ def env(
         **{package: _version(package) for package in _PACKAGES},
         **_hardware(),
         "policies": _policies(),
-        **({} if prepared is None else {"model": model, "decode_steps": prepared}),
+        **({} if prepared is None else {"model": model, **prepared}),
     }
     if json:
         console.write_json(facts)
@@ -47,18 +47,18 @@ def env(
         console.out().print(console.facts({name.replace("_", " "): _show(name, fact) for name, fact in facts.items()}))
 
 
-def _prepared(name: str) -> str:
-    """Load a model, and return how its decode steps run on this machine, and why.
+def _prepared(name: str) -> dict[str, str]:
+    """Load a model, and return how its weights are stored and how its decode steps run on this machine, and why.
 
     Raises:
         KVKeepError: the model cannot be loaded.
     """
+    from kvkeep.models import prepare, quantized_weights
     from kvkeep.models.load import load, quiet
-    from kvkeep.models.prepare import describe
 
     with quiet():
         model, _ = load(name)
-    return describe(model)
+    return {"weights": quantized_weights.describe(model), "decode_steps": prepare.describe(model)}
 
 
 def _version(package: str) -> str | None:

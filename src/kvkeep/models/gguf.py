@@ -536,7 +536,7 @@ def quantized(tensor: TensorInfo, dtype: torch.dtype, heads: int = 0) -> Quantiz
         if heads:
             stored = stored.reshape(heads, -1, 2, row_bytes).swapaxes(1, 2)
         count = stored.size // row_bytes
-        result.put(at, *gguf_blocks.split(kind, stored.reshape(-1, block_bytes), count))
+        result.set_rows(at, *gguf_blocks.split(kind, stored.reshape(-1, block_bytes), count))
         at += count
     return result
 

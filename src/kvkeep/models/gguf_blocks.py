@@ -47,11 +47,13 @@ def _nibbles(stored: _Array, width: int) -> _Array:
 def _upper_bits(stored: _Array, bits: int, width: int) -> _Array:
     """Return the upper bits of codes, of which ``width`` bytes hold 8 / ``bits`` each: first all lowest ones."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
-    return ((stored.reshape(len(stored), -1, 1, width) >> shifts) & (2**bits - 1)).reshape(len(stored), -1)
+    every: _Array = stored.reshape(len(stored), -1, 1, width) >> shifts
+    return (every & (2**bits - 1)).reshape(len(stored), -1)
 
 
 def _one_bit(stored: _Array) -> _Array:
-    return np.unpackbits(stored, axis=1, bitorder="little")
+    bits: _Array = np.unpackbits(stored, axis=1, bitorder="little")
+    return bits
 
 
 def _q4_0(blocks: _Array) -> _Parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -148,19 +148,46 @@ def state_dict(
         KVKeepError: see `sources`.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    layers = [name for name, module in model.named_modules() if packed and isinstance(module, nn.Linear | nn.Embedding)]
-    matrices = {f"{name}.weight" for name in layers}
-    found: dict[str, Tensor] = {}
-    for name, source in sources(file, model).items():
-        if name in matrices and _stays_packed(file, source):
-            found[name] = quantized(file.tensors[source.names[0]], dtype, source.heads)
+    found = sources(file, model)
+    kept = _packable(file, model, found) if packed else set()
+    return {
+        name: quantized(file.tensors[source.names[0]], dtype, source.heads)
+        if name in kept
+        else _value(file, source, dtype).reshape(shapes[name])
+        for name, source in found.items()
+    }
+
+
+def packed_bytes(file: GGUFFile, model: PreTrainedModel) -> int:
+    """Return the bytes of a model's weights in memory, where all that can be stays packed.
+
+    Args:
+        file: the file.
+        model: the model, on the meta device.
+
+    Raises:
+        KVKeepError: see `sources`.
+    """
+    found = sources(file, model)
+    kept, size = _packable(file, model, found), 0
+    for name, source in found.items():
+        tensors = [file.tensors[own] for own in source.names]
+        if name in kept:
+            kind = gguf_blocks.TYPES[tensors[0].type]
+            size += QuantizedTensor.bytes_of(tensors[0].shape, kind.bits, kind.group)
         else:
-            found[name] = _value(file, source, dtype).reshape(shapes[name])
-    return found
+            size += sum(math.prod(tensor.shape) for tensor in tensors) * file.dtype.itemsize
+    return size
+
+
+def _packable(file: GGUFFile, model: PreTrainedModel, found: Mapping[str, WeightSource]) -> set[str]:
+    """Return the parameters that the native kernel can read as the file has them."""
+    layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding))
+    matrices = {f"{name}.weight" for name in layers}
+    return {name for name, source in found.items() if name in matrices and _stays_packed(file, source)}
 
 
 def _stays_packed(file: GGUFFile, source: WeightSource) -> bool:
-    """Return whether the native kernel can read a matrix as the file has it."""
     tensor = file.tensors[source.names[0]]
     is_plain = not (source.offset or source.transposed or source.restore) and len(source.names) == 1
     return is_plain and tensor.type in gguf_blocks.TYPES and QuantizedTensor.can_have(tensor.shape)

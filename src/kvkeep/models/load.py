@@ -75,11 +75,12 @@ def load(
 
     Args:
         name_or_path: a hub name, a local folder, or a GGUF file.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``. Packed weights of a GGUF file stay
+            packed on a CPU under ``auto``, and are unpacked to any other.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or a name of torch, e.g. ``cuda:1``.
         allow_pickle: accept weights that are not safetensors; torch unpickles nothing but tensors.
-        load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
-            (bitsandbytes, on CUDA).
+        load_in: quantise weights while they are read: ``int4`` or ``int8`` (on a CPU in the native kernel), ``fp8``
+            (torchao; ``int8``, too, on CUDA), ``4bit`` or ``8bit`` (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started.
         adapters: LoRA adapters by name, each a folder of PEFT, see `Request`.
         fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
@@ -410,10 +411,11 @@ def load_with_tokenizer(
     Args:
         name_or_path: a hub name, a local folder, or a GGUF file; by default the embedded model.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or torch's, e.g. ``cuda:1``.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``, or torch's own.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``, or torch's own. Packed weights of a
+            GGUF file stay packed on a CPU under ``auto``, and are unpacked to any other.
         allow_pickle: accept weights that are not safetensors; torch then unpickles tensors only.
-        load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
-            (bitsandbytes, on CUDA).
+        load_in: quantise weights while they are read: ``int4`` or ``int8`` (on a CPU in the native kernel), ``fp8``
+            (torchao; ``int8``, too, on CUDA), ``4bit`` or ``8bit`` (bitsandbytes, on CUDA).
         tp: split the model over the processes that torchrun has started, each of which calls this; see
             ``docs/tensor-parallel.md``.
         adapters: LoRA adapters by name, each a folder of PEFT (extra ``kvkeep[adapters]``). A request names one with

@@ -7,6 +7,7 @@ with a package for each format. What is missing is said before weights are read.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.backends import QuantizedTensor, choose, why
@@ -142,7 +143,8 @@ class PackedConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, bits: int | None = None, **_: object) -> None:
-        self.quant_method, self.bits = METHOD, bits
+        self.quant_method: Any = METHOD  # transformers lists its own methods
+        self.bits = bits
 
 
 @register_quantizer(METHOD)
@@ -156,7 +158,8 @@ class _Packing(HfQuantizer):
         return is_matrix and isinstance(weight, Tensor) and QuantizedTensor.can_have(weight.shape)
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Pack(self.quantization_config.bits)
+        config: Any = self.quantization_config
+        return _Pack(config.bits)
 
     def is_serializable(self) -> bool:
         return False
@@ -187,9 +190,15 @@ def kept_packed() -> dict[str, Any]:
     return {"quantization_config": PackedConfig()}
 
 
-def is_packed(model: nn.Module) -> bool:
-    """Return whether some of a model's weights are packed for the native kernel."""
-    return any(isinstance(weight, QuantizedTensor) for weight in model.parameters())
+def describe(model: nn.Module) -> str:
+    """Return in words how a model's weights are stored."""
+    weights = list(model.parameters())
+    bits = Counter(weight.bits for weight in weights if isinstance(weight, QuantizedTensor))
+    packed = ", ".join(f"{count} matrices of {width} bits" for width, count in sorted(bits.items()))
+    rest = ", ".join(
+        sorted({str(w.dtype).removeprefix("torch.") for w in weights if not isinstance(w, QuantizedTensor)})
+    )
+    return f"{weight_bytes(model) / 1e6:.0f} MB: " + (f"{packed} stay packed, the rest in {rest}" if packed else rest)
 
 
 def method_of(config: PreTrainedConfig) -> str | None:

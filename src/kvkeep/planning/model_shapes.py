@@ -21,9 +21,12 @@ from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import handed
 from kvkeep.cache.layer import Layer
 from kvkeep.errors import KVKeepError, UnsupportedModelError
+from kvkeep.models import gguf, gguf_weights
 from kvkeep.models.checkpoint import position_limit, trained_length
-from kvkeep.models.files import cached_if_unreachable, locate
+from kvkeep.models.device import parse_device
+from kvkeep.models.files import cached_if_unreachable, is_gguf, locate
 from kvkeep.models.load import build_empty, read_config
+from kvkeep.models.quantized_weights import is_packable
 from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
 
 # Bytes of quantised weights, from the ``quantization_config`` of a model's configuration.
@@ -277,6 +280,8 @@ class Outline:
         position_limit: positions in a table of learned ones; ``None`` if there is no such table.
         scheme: how quantised weights are stored; ``None`` if there are none, or if their bytes are not known.
         packed: the quantised weights.
+        file_bytes: bytes of all weights of a GGUF file, which stay packed on the device that is chosen by itself here;
+            ``None`` for other models, and where they are unpacked.
     """
 
     name: str
@@ -289,6 +294,7 @@ class Outline:
     position_limit: int | None
     scheme: Scheme | None
     packed: Packed
+    file_bytes: int | None = None
 
     @property
     def quantised(self) -> bool:
@@ -327,7 +333,15 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
         position_limit=position_limit(model),
         scheme=scheme,
         packed=Packed() if scheme is None else pack(model, scheme),
+        file_bytes=_file_bytes(name, model),
     )
+
+
+def _file_bytes(name: str, model: PreTrainedModel) -> int | None:
+    if not is_gguf(name) or not is_packable(parse_device("auto")):
+        return None
+    file = gguf.read(name)
+    return gguf_weights.packed_bytes(file, model) if file.is_packed else None
 
 
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> BoundedCache:

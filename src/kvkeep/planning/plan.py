@@ -57,7 +57,8 @@ class Setting:
         dtype: of the cache.
         weights_dtype: of the weights, or of the rest if weights are quantised.
         scheme: how quantised weights are counted; ``None``: all have ``weights_dtype``.
-        weights_memory: bytes of all weights as the user gave them; ``None``: they are counted.
+        weights_memory: bytes of all weights as the user gave them, or as a GGUF file packs them; ``None``: they are
+            counted.
     """
 
     outline: Outline
@@ -194,10 +195,15 @@ class Setting:
         }
 
     @property
+    def is_packed(self) -> bool:
+        """Return whether the weights are counted as a GGUF file packs them."""
+        return self.weights_memory is not None and self.weights_memory == self.outline.file_bytes
+
+    @property
     def weights_format(self) -> str:
         """Return in words how the weights are stored."""
         if self.weights_memory is not None:
-            return "as given"
+            return "packed as in the file" if self.is_packed else "as given"
         rest = name_of(self.weights_dtype)
         return f"in {rest}" if self.scheme is None else f"in {self.scheme}; the rest in {rest}"
 
@@ -339,7 +345,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         dtype=kinds[0] if isinstance(kinds[0], torch.dtype) else own,
         weights_dtype=kinds[1] if isinstance(kinds[1], torch.dtype) else own,
         scheme=found.scheme if weights_dtype in (None, "auto") else None,
-        weights_memory=weights_memory,
+        weights_memory=found.file_bytes if weights_memory is None and kinds[1] == "auto" else weights_memory,
     )
     costs = setting.full(), setting.bounded()
     made = Plan(setting, *costs, memory=memory, rows=rows, bandwidth=bandwidth, host_rows=host_rows)
