@@ -346,10 +346,11 @@ DEVICE = Parameter(
 LOAD_IN = Parameter(
     name="load_in",
     kind=str,
-    help="Quantise the weights: int4 or int8 (on a CPU), fp8 (torchao; on CUDA int8, too), 4bit or 8bit (bitsandbytes, on CUDA).",
+    help="Quantise the weights: int4 or int8 (on a CPU), fp8 (torchao; on CUDA int8, too), 4bit or 8bit (bitsandbytes, "
+    "on CUDA). unpacked: leave no weights of a GGUF file packed.",
     group=MODEL,
     metavar="FORMAT",
-    words=("int4", "int8", "fp8", "4bit", "8bit"),
+    words=("int4", "int8", "fp8", "4bit", "8bit", "unpacked"),
     rare=True,
 )
 THREADS = Parameter(

@@ -78,14 +78,14 @@ def _rounded(fields: object) -> object:
 def test_weights_are_those_of_the_package(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf, "_CHUNK", 1000)  # several parts of a tensor
     path = gguf_files.write(tmp_path / "model.gguf", quantized=kind)
-    model, _ = load(path, "float32", "cpu")
+    model, _ = load(path, "float32", "cpu", load_in="unpacked")
     [tensor] = [tensor for tensor in package.GGUFReader(path).tensors if tensor.name == "blk.1.ffn_down.weight"]
     expected = package.dequantize(tensor.data, tensor.tensor_type).reshape(64, 96)
     assert np.array_equal(model.model.layers[1].mlp.down_proj.weight.detach().numpy(), expected)
 
 
 def test_what_is_unpacked_is_said(tmp_path, caplog):
-    model, _ = load(gguf_files.write(tmp_path / "model.gguf", quantized=Q.Q8_0), "bfloat16")
+    model, _ = load(gguf_files.write(tmp_path / "model.gguf", quantized=Q.Q8_0), load_in="unpacked")
     assert model.dtype == torch.bfloat16
     size = sum(parameter.nbytes for parameter in model.parameters())
     assert f"(16 Q8_0) are unpacked to bfloat16, and all weights take {size / 1e6:.0f} MB in memory" in caplog.text
@@ -101,7 +101,7 @@ packs = pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs t
 )
 def test_packed_tensors_stay_packed(name, tmp_path, caplog):
     path = gguf_files.write(tmp_path / "model.gguf", name, quantized=Q.Q8_0)
-    plain, model = load(path, "float32")[0], load(path)[0]
+    plain, model = load(path, "float32", load_in="unpacked")[0], load(path)[0]
     caplog.clear()
     weights = dict(model.named_parameters())
     packed = [name for name, weight in weights.items() if isinstance(weight, QuantizedTensor)]
@@ -413,7 +413,7 @@ def test_counts_that_exhaust_the_memory_are_refused_at_once(file):
 def test_a_packed_file_is_not_packed_once_more(file, monkeypatch):
     checkpoint = find(file)
     monkeypatch.setattr("kvkeep.models.quantized_weights.find_spec", lambda name: True)
-    with pytest.raises(InputError, match="is a GGUF file, which cannot be loaded in int8"):
+    with pytest.raises(InputError, match=r"is a GGUF file, which cannot be loaded in int8\. Its weights keep"):
         read_weights(checkpoint, load_in="int8")
     with pytest.raises(InputError, match="is a GGUF file, which cannot be split over processes"):
         read_weights(checkpoint, tp=True)

@@ -143,10 +143,17 @@ def test_weights_of_odd_widths_stay_plain(tmp_path: Path):
     assert logits(model).isfinite().all()
 
 
+def test_only_gguf_files_can_be_unpacked():
+    with pytest.raises(InputError, match=r"`load_in=unpacked` is for GGUF files, and this is none\. Leave it out"):
+        load(model_folders.folder(), load_in="unpacked")
+
+
 @kernel
 def test_a_packed_model_is_not_saved(wide: Path, tmp_path: Path):
+    model = load(wide, load_in="int4")[0]
+    assert model.config.to_dict() == load(wide)[0].config.to_dict()  # so that memories name other weights, not this
     with pytest.raises(ValueError, match="quantized with kvkeep and is not serializable"):
-        load(wide, load_in="int4")[0].save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path)
 
 
 @kernel
@@ -287,7 +294,7 @@ def test_the_bytes_of_a_tensor_are_those_of_its_parts():
 
 @pytest.mark.parametrize("form", ["int88", "", "INT8", "5bit", "x" * 5000])
 def test_unknown_formats(form: str):
-    with pytest.raises(InputError, match="Known: int4, int8, 4bit, 8bit, fp8") as caught:
+    with pytest.raises(InputError, match="Known: int4, int8, unpacked, 4bit, 8bit, fp8") as caught:
         load(model_folders.folder(), load_in=form)
     assert len(str(caught.value)) < 200
 

@@ -189,7 +189,7 @@ def test_the_bytes_of_a_packed_file_are_those_in_memory(tmp_path: Path, name: st
     made = plan(path, "h2o", budget=8)
     assert made.bounded.weight_bytes == weight_bytes(model) - buffers
     assert made.setting.weights_format == "packed as in the file"
-    unpacked = plan(path, "h2o", budget=8, dtype="bfloat16")
+    unpacked = plan(path, "h2o", budget=8, weights_dtype="bfloat16")
     assert unpacked.bounded.weight_bytes == 2 * sum(weight.numel() for weight in model.parameters())
     assert plan(path, "h2o", budget=8, weights_memory=1000).setting.weights_format == "as given"
 
@@ -201,6 +201,7 @@ def test_weights_that_are_quantised_here(tmp_path: Path):
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     real = weight_bytes(load(folder, load_in="fp8")[0])
     model_folders.edit_json(
-        folder / "config.json", quantization_config={"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}
+        folder / "config.json",
+        quantization_config={"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}},
     )
     assert plan(folder, context=100).bounded.weight_bytes == pytest.approx(real, rel=0.01)

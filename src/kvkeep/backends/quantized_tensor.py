@@ -235,7 +235,7 @@ class QuantizedTensor(Tensor):
 
 def _refuse() -> NoReturn:
     raise UnsupportedOperationError(
-        "Quantized weights cannot be changed or trained. Load the model without `load_in`; a GGUF file with a dtype."
+        "Quantized weights cannot be changed or trained. Load the model without `load_in`; a GGUF file with `unpacked`."
     )
 
 

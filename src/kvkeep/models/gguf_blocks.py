@@ -40,15 +40,15 @@ def _half(columns: _Array) -> _Array:
 
 def _nibbles(stored: _Array, width: int) -> _Array:
     """Return codes of 4 bits: of ``width`` bytes first all lower halves, then all upper ones."""
-    both = stored.reshape(len(stored), -1, 1, width) >> np.array([0, 4], np.uint8).reshape(2, 1)
-    return (both & 15).reshape(len(stored), -1)
+    codes: _Array = (stored.reshape(len(stored), -1, 1, width) >> np.array([0, 4], np.uint8).reshape(2, 1)) & 15
+    return codes.reshape(len(stored), -1)
 
 
 def _upper_bits(stored: _Array, bits: int, width: int) -> _Array:
     """Return the upper bits of codes, of which ``width`` bytes hold 8 / ``bits`` each: first all lowest ones."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
-    every: _Array = stored.reshape(len(stored), -1, 1, width) >> shifts
-    return (every & (2**bits - 1)).reshape(len(stored), -1)
+    codes: _Array = (stored.reshape(len(stored), -1, 1, width) >> shifts) & (2**bits - 1)
+    return codes.reshape(len(stored), -1)
 
 
 def _one_bit(stored: _Array) -> _Array:

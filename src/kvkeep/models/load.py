@@ -75,12 +75,12 @@ def load(
 
     Args:
         name_or_path: a hub name, a local folder, or a GGUF file.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``. Packed weights of a GGUF file stay
-            packed on a CPU under ``auto``, and are unpacked to any other.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or a name of torch, e.g. ``cuda:1``.
         allow_pickle: accept weights that are not safetensors; torch unpickles nothing but tensors.
         load_in: quantise weights while they are read: ``int4`` or ``int8`` (on a CPU in the native kernel), ``fp8``
-            (torchao; ``int8``, too, on CUDA), ``4bit`` or ``8bit`` (bitsandbytes, on CUDA).
+            (torchao; ``int8``, too, on CUDA), ``4bit`` or ``8bit`` (bitsandbytes, on CUDA). Packed weights of a GGUF
+            file stay packed on a CPU, unless this is ``unpacked``.
         tp: split the model over the processes that torchrun has started.
         adapters: LoRA adapters by name, each a folder of PEFT, see `Request`.
         fused: whether modules become calls of the native kernel, which decode steps on a CPU are faster with; ``None``:
@@ -158,22 +158,27 @@ def read_weights(
     """
     kind, place = parse_dtype(dtype), parse_device(device)
     from_gguf = is_gguf(checkpoint.name)
-    if from_gguf and (load_in is not None or tp):
-        asked = "be split over processes" if load_in is None else f"be loaded in {load_in}"
-        raise InputError(f"{checkpoint.name} is a GGUF file, which cannot {asked}. Give a folder with safetensors.")
+    if from_gguf and (load_in not in (None, quantized_weights.UNPACKED) or tp):
+        asked = "be split over processes" if tp else f"be loaded in {load_in}"
+        remedy = "Its weights keep the file's own format: leave that out, or give a folder with safetensors."
+        raise InputError(f"{checkpoint.name} is a GGUF file, which cannot {asked}. {remedy}")
     if adapters and tp:
         raise InputError("Adapters do not go together with a model that is split over processes. Leave one out.")
     how = split_options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
-        options = how or quantized_weights.options(load_in, checkpoint.config, place)
-        model = _read_gguf(checkpoint, kind, place) if from_gguf else _read(checkpoint, kind, place, options)
+        if from_gguf:
+            packed = load_in is None and quantized_weights.is_packable(place)
+            model = _read_gguf(checkpoint, kind, place, packed=packed)
+        else:
+            options = how or quantized_weights.options(load_in, checkpoint.config, place)
+            model = _read(checkpoint, kind, place, options)
     model.eval()
     if how:
         return attach(model)  # split layers are not fused: their hooks divide the weights
     with enough_memory(place):
         torch.nn.Module.to(model, place)
         # before modules are fused: what is fused reads the weights past adapters
-        add(model, adapters or {}, merge=merge and quantized_weights.method_of(model.config) is None)
+        add(model, adapters or {}, merge=merge and not quantized_weights.is_quantized(model))
         prepare(attach(model), fused)
     return model
 
@@ -202,15 +207,24 @@ def _read(
     return model
 
 
-def _read_gguf(checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device) -> PreTrainedModel:
-    """Load the model of a GGUF file. Without a dtype that is asked for, tensors stay packed where that is possible."""
+def _read_gguf(
+    checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device, *, packed: bool
+) -> PreTrainedModel:
+    """Load the model of a GGUF file.
+
+    Args:
+        checkpoint, kind, place: the file, the dtype and the device.
+        packed: whether weights stay packed where the native kernel reads their type.
+
+    Raises:
+        KVKeepError: see `read_weights`.
+    """
     file = gguf.read(checkpoint.name)
     dtype = kind if isinstance(kind, torch.dtype) else file.dtype
-    packed = kind == "auto" and file.is_packed and quantized_weights.is_packable(place)
     with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), quiet():
         skeleton = build_empty(checkpoint.name, checkpoint.config)
         weights = gguf_weights.state_dict(file, skeleton, dtype, packed=packed)
-        quantisation = quantized_weights.kept_packed() if packed else {}
+        quantisation = quantized_weights.kept_packed() if packed and file.is_packed else {}
         read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], type(skeleton).from_pretrained)
         model, report = read(
             None, config=checkpoint.config, state_dict=weights, dtype=dtype, output_loading_info=True, **quantisation
@@ -411,11 +425,11 @@ def load_with_tokenizer(
     Args:
         name_or_path: a hub name, a local folder, or a GGUF file; by default the embedded model.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or torch's, e.g. ``cuda:1``.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``, or torch's own. Packed weights of a
-            GGUF file stay packed on a CPU under ``auto``, and are unpacked to any other.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``, or torch's own.
         allow_pickle: accept weights that are not safetensors; torch then unpickles tensors only.
         load_in: quantise weights while they are read: ``int4`` or ``int8`` (on a CPU in the native kernel), ``fp8``
-            (torchao; ``int8``, too, on CUDA), ``4bit`` or ``8bit`` (bitsandbytes, on CUDA).
+            (torchao; ``int8``, too, on CUDA), ``4bit`` or ``8bit`` (bitsandbytes, on CUDA). Packed weights of a GGUF
+            file stay packed on a CPU, unless this is ``unpacked``.
         tp: split the model over the processes that torchrun has started, each of which calls this; see
             ``docs/tensor-parallel.md``.
         adapters: LoRA adapters by name, each a folder of PEFT (extra ``kvkeep[adapters]``). A request names one with

@@ -70,7 +70,10 @@ PACKED = {"int4": 4, "int8": 8}
 """Formats that the native kernel reads, with the bits of a weight of a linear layer. Embeddings, of which the output
 layer often is one, have 8: they lose most by fewer."""
 
-KNOWN = (*PACKED, *(name for name in FORMATS if name not in PACKED))
+UNPACKED = "unpacked"
+"""Leaves no weights of a GGUF file packed."""
+
+KNOWN = (*PACKED, UNPACKED, *(name for name in FORMATS if name not in PACKED))
 
 
 def is_packable(device: torch.device) -> bool:
@@ -90,7 +93,7 @@ def check_format(name: str | None, device: torch.device) -> None:
         close = closest(str(name), KNOWN)
         hint = f" Did you mean {close!r}?" if close else ""
         raise InputError(f"Weights cannot be loaded in {name!r:.40}.{hint} Known: {', '.join(KNOWN)}.")
-    if name in PACKED and is_packable(device):
+    if name == UNPACKED or (name in PACKED and is_packable(device)):
         return
     if name not in FORMATS:
         reason = why(device, torch.float32) if device.type == "cpu" else f"the model goes to {device}"
@@ -119,6 +122,8 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
     if name is None:
         return {}
     check_format(name, device)
+    if name == UNPACKED:
+        raise InputError(f"`load_in={name}` is for GGUF files, and this is none. Leave it out.")
     if (method := method_of(config)) is not None:
         raise InputError(f"The checkpoint is quantised already ({method:.40}); leave `load_in={name}` out.")
     if name in PACKED and is_packable(device):
@@ -161,6 +166,13 @@ class _Packing(HfQuantizer):
         config: Any = self.quantization_config
         return _Pack(config.bits)
 
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: object) -> PreTrainedModel:
+        # the checkpoint says nothing of it, and memories of the model compare its configuration
+        for part in (model.config, model.config.get_text_config(decoder=True)):
+            for name in ("quantization_config", "_is_quantized"):
+                vars(part).pop(name, None)
+        return model
+
     def is_serializable(self) -> bool:
         return False
 
@@ -190,11 +202,20 @@ def kept_packed() -> dict[str, Any]:
     return {"quantization_config": PackedConfig()}
 
 
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Return whether a model has quantised weights, which no adapter can be merged into."""
+    packed = any(isinstance(weight, QuantizedTensor) for weight in model.parameters())
+    return packed or method_of(model.config) is not None
+
+
 def describe(model: nn.Module) -> str:
     """Return in words how a model's weights are stored."""
     weights = list(model.parameters())
     bits = Counter(weight.bits for weight in weights if isinstance(weight, QuantizedTensor))
-    packed = ", ".join(f"{count} matrices of {width} bits" for width, count in sorted(bits.items()))
+    counts = [
+        f"{count} {'matrix' if count == 1 else 'matrices'} of {width} bits" for width, count in sorted(bits.items())
+    ]
+    packed = ", ".join(counts)
     rest = ", ".join(
         sorted({str(w.dtype).removeprefix("torch.") for w in weights if not isinstance(w, QuantizedTensor)})
     )

@@ -345,7 +345,9 @@ def plan(  # noqa: PLR0913  each decides about bytes
         dtype=kinds[0] if isinstance(kinds[0], torch.dtype) else own,
         weights_dtype=kinds[1] if isinstance(kinds[1], torch.dtype) else own,
         scheme=found.scheme if weights_dtype in (None, "auto") else None,
-        weights_memory=found.file_bytes if weights_memory is None and kinds[1] == "auto" else weights_memory,
+        weights_memory=found.file_bytes
+        if weights_memory is None and weights_dtype in (None, "auto")
+        else weights_memory,
     )
     costs = setting.full(), setting.bounded()
     made = Plan(setting, *costs, memory=memory, rows=rows, bandwidth=bandwidth, host_rows=host_rows)
