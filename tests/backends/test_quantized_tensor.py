@@ -1,7 +1,12 @@
 """Matrices of weights in 4 to 8 bits: what they stand for, and products with them."""
 
 import copy
+import ctypes
 import pickle
+import platform
+import shutil
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +14,7 @@ from torch import nn
 from torch.nn.functional import embedding, linear
 
 from kvkeep.backends import QuantizedTensor, layer_ops
-from kvkeep.backends.native import native
+from kvkeep.backends.native import build, native
 from kvkeep.backends.quantized_tensor import FORMATS
 from kvkeep.errors import UnsupportedOperationError
 
@@ -223,3 +228,28 @@ def test_a_module_moves_as_it_is():
 @pytest.mark.parametrize("shape", [(4, 48), (4,), (2, 3, 32), (4, 0)])
 def test_shapes_that_do_not_fit(shape):
     assert not QuantizedTensor.can_have(shape)
+
+
+@needs_the_kernel
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="compiles for x86-64")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
+def test_processors_without_products_of_bytes_compute_the_same(processor, tmp_path, monkeypatch):
+    source = tmp_path / "products.cpp"
+    source.write_text(
+        '#include "small.h"\n'
+        'extern "C" int64_t kvkeep_products(const Products *p) { return products_as<Float32>(*p); }\n'
+        'extern "C" int64_t kvkeep_unpack(const Unpack *u) { return unpack(*u); }\n'
+    )
+    flags = [*(flag for flag in build.FLAGS if flag != "-march=native"), f"-march={processor}", "-O1"]
+    command = ["g++", *flags, f"-I{build.HEADERS[0].parent}", str(source), "-o", str(tmp_path / "products.so")]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(tmp_path / "products.so"))
+    for bits, group in sorted(FORMATS):
+        weight, _ = matrix(35, 96, bits, group)
+        x = 10 * torch.randn(13, 96)
+        expected, numbers = linear(x, weight), weight.dequantize()
+        with monkeypatch.context() as patch:
+            patch.setattr(layer_ops, "native", lambda: SimpleNamespace(library=library))
+            patch.setattr("kvkeep.backends.quantized_tensor.library_for", lambda *_: library)
+            torch.testing.assert_close(linear(x, weight), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+            torch.testing.assert_close(weight.dequantize(), numbers)

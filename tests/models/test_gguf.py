@@ -597,7 +597,7 @@ def test_a_real_file_is_the_model_of_its_folder(name):
         assert file.tokenizer(text)["input_ids"] == folder.tokenizer(text)["input_ids"], text
     assert file.tokenizer.special_tokens_map.items() <= folder.tokenizer.special_tokens_map.items()
     assert file.tokenizer.chat_template == folder.tokenizer.chat_template
-    weights, others = read_weights(file), read_weights(folder)
+    weights, others = read_weights(file, load_in="unpacked"), read_weights(folder)
     assert weights.dtype == others.dtype == torch.bfloat16
     assert all(map(torch.equal, weights.state_dict().values(), others.state_dict().values()))  # also rounded once
     assert ends_of(others, folder.tokenizer) < ends_of(weights, file.tokenizer)
@@ -607,11 +607,16 @@ def test_a_real_file_is_the_model_of_its_folder(name):
 @pytest.mark.parametrize(("name", "ends"), [("smollm2", {0, 2}), ("gemma3", {1, 106})])
 def test_a_real_file_holds_the_numbers_that_the_package_reads(name, ends):
     file = real_folders.gguf_file(name)
-    model, tokenizer = load(file, "float32")
+    model, tokenizer = load(file, "float32", load_in="unpacked")
     assert ends_of(model, tokenizer) == ends
     tensors = {tensor.name: tensor for tensor in package.GGUFReader(file).tensors}
     stored = tensors["blk.3.ffn_down.weight"]
     expected = package.dequantize(stored.data, stored.tensor_type)
     assert np.array_equal(model.model.layers[3].mlp.down_proj.weight.detach().numpy(), expected)
+    packed = load(file, "float32")[0]
+    ids = torch.tensor(tokenizer(TEXTS[0] * 5)["input_ids"])[None]
+    with torch.inference_mode():
+        found, expected = (read(ids).logits.log_softmax(-1) for read in (packed, model))
+    assert float((found - expected).abs().max()) < 0.02  # scales of Q4_K and Q6_K are rounded to float16
     copied = copy.deepcopy(tokenizer)  # as servers do
     assert copied("12345")["input_ids"] == tokenizer("12345")["input_ids"]
