@@ -616,7 +616,7 @@ def test_a_real_file_holds_the_numbers_that_the_package_reads(name, ends):
     packed = load(file, "float32")[0]
     ids = torch.tensor(tokenizer(TEXTS[0] * 5)["input_ids"])[None]
     with torch.inference_mode():
-        found, expected = (read(ids).logits.log_softmax(-1) for read in (packed, model))
-    assert float((found - expected).abs().max()) < 0.02  # scales of Q4_K and Q6_K are rounded to float16
+        found, expected = (read(ids).logits for read in (packed, model))
+    assert float((found - expected).norm() / expected.norm()) < 2e-3  # scales of Q4_K and Q6_K are rounded to float16
     copied = copy.deepcopy(tokenizer)  # as servers do
     assert copied("12345")["input_ids"] == tokenizer("12345")["input_ids"]
