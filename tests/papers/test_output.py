@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from kvkeep import AttentionOptions
+from kvkeep.backends import QuantizedTensor
 from kvkeep.models.attention import OutputOf
 from kvkeep.models.packed_weights import PackedLinear
 from kvkeep.policies.restkv import ReSTKV
@@ -108,6 +109,15 @@ def test_packed_weights_are_read_as_well():
     before = output.lengths(x), output.sizes(x)
     module.o_proj = PackedLinear(module.o_proj, 2)
     torch.testing.assert_close((output.lengths(x), output.sizes(x)), before)
+
+
+def test_quantized_weights_are_read_as_well():
+    module = Attention(Case("restkv", 40, (1,), heads=2, group=8))
+    x, output = torch.randn(1, 2, 5, E, generator=torch.Generator().manual_seed(0)), OutputOf(module, 16)
+    module.o_proj.weight = nn.Parameter(QuantizedTensor.quantize(module.o_proj.weight, 8), False)
+    found = output.lengths(x), output.sizes(x)
+    module.o_proj.weight = nn.Parameter(module.o_proj.weight.dequantize())
+    torch.testing.assert_close((output.lengths(x), output.sizes(x)), found)
 
 
 def test_the_factor_follows_the_weights():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvkeep.backends import AttentionInputs, choose
+from kvkeep.backends import AttentionInputs, QuantizedTensor, choose
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.hf_layers import HandingLayer, handed_over, unwrap
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
@@ -228,7 +228,7 @@ def _readable(linear: nn.Module) -> bool:
     weight = _own(getattr(linear, "weight", None))
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
         return False
-    return getattr(weight, "__tensor_flatten__", None) is None
+    return isinstance(weight, QuantizedTensor) or getattr(weight, "__tensor_flatten__", None) is None
 
 
 def _own(weight: object) -> object:
