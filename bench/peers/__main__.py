@@ -23,7 +23,7 @@ WARMUP_REQUESTS, WARMUP_TOKENS = 2, 16
 PROCESSES = Path("/proc")
 
 
-def resident_bytes(name: str, process: int | str) -> int:
+def resident_bytes(name: str, process: int | str = "self") -> int:
     """``VmRSS``, what a process holds, or ``VmHWM``, its peak; without /proc the peak alone is known."""
     if not PROCESSES.exists():
         unit = 1 if sys.platform == "darwin" else 1024
@@ -33,7 +33,7 @@ def resident_bytes(name: str, process: int | str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def forget_peak(process: int | str) -> None:
+def forget_peak(process: int | str = "self") -> None:
     """Let the peak begin again from what is held now: loading the model may have needed more."""
     if PROCESSES.exists():
         (PROCESSES / str(process) / "clear_refs").write_text("5")
