@@ -139,6 +139,23 @@ def test_more_rows_are_multiplied_with_unpacked_weights(monkeypatch):
 
 
 @needs_the_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_where_torch_is_slow_they_are_unpacked_to_float32(dtype, monkeypatch):
+    weight, numbers = matrix(48, 64, 8, dtype=dtype)
+    monkeypatch.setattr(layer_ops, "most_rows_of_quantized", lambda: 4)
+    monkeypatch.setattr(layer_ops, "slow", lambda dtype: True)
+    x, bias = torch.randn(5, 64).to(dtype), torch.randn(48).to(dtype)
+    torch.testing.assert_close(linear(x, weight, bias), linear(x.float(), numbers, bias.float()).to(dtype))
+
+
+@pytest.mark.parametrize(("has_bytes", "has_tiles", "rows"), [(True, False, 128), (True, True, 32), (False, False, 16)])
+def test_how_many_rows_are_few_depends_on_the_processor(has_bytes, has_tiles, rows, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_bytes)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    assert layer_ops.most_rows_of_quantized.__wrapped__() == rows
+
+
+@needs_the_kernel
 def test_a_gated_layer_is_that_of_the_numbers():
     gate, up, down = (nn.Linear(*shape, bias=False) for shape in ((64, 96), (64, 96), (96, 64)))
     x = torch.randn(3, 1, 64)
