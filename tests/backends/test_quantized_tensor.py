@@ -237,8 +237,11 @@ def test_a_module_moves_as_it_is():
     before = layer.weight.packed
     layer.to("cpu")
     assert layer.weight.packed is before
+    place = layer.weight.place
     layer.bfloat16()
+    assert layer.weight.place != place
     assert layer.weight.dtype == torch.bfloat16
+    assert torch.ones(2).to(layer.weight).dtype == torch.bfloat16
     assert torch.equal(layer.weight.dequantize(), numbers.bfloat16())
 
 

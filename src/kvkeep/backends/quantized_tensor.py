@@ -44,6 +44,10 @@ class QuantizedTensor(Tensor):
         bits: of a code.
         group: weights that share scale and minimum, see `FORMATS`.
         dtype: of the numbers that the tensor stands for.
+
+    Attributes:
+        place: the address of the packed weights, and all that says how to read them. Unlike torch's attributes it costs
+            no call of `__torch_function__`.
     """
 
     packed: UInt8[Tensor, "blocks bytes"]
@@ -62,6 +66,7 @@ class QuantizedTensor(Tensor):
         self, packed: UInt8[Tensor, "blocks bytes"], shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype
     ) -> None:
         self.packed, self.bits, self.group = packed, bits, group
+        self.place = packed.data_ptr(), shape, bits, group, dtype
 
     @staticmethod
     def can_have(shape: Sequence[int]) -> bool:
@@ -222,7 +227,7 @@ class QuantizedTensor(Tensor):
             return args[0]._like(args[0].packed)
         if func is _aten.clone.default:
             return args[0]._like(args[0].packed.clone())
-        if func.overloadpacket in (_aten.to, _aten._to_copy):
+        if func.overloadpacket in (_aten.to, _aten._to_copy) and isinstance(args[0], QuantizedTensor):
             given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
             like = given.get("other")  # a tensor in place of device and dtype
             device, dtype = (given.get(name) if like is None else getattr(like, name) for name in ("device", "dtype"))
@@ -303,7 +308,7 @@ def _codes(stored: UInt8[Tensor, "blocks groups bytes"], bits: int) -> UInt8[Ten
         lower = words[:, :, : words.shape[2] - (upper > 0)]
         codes = torch.cat((lower & 15, lower >> 4), 2)
         if upper:
-            shifts = upper * torch.arange(codes.shape[2], dtype=torch.uint8).view(-1, 1, 1)
+            shifts = upper * torch.arange(codes.shape[2], dtype=torch.uint8, device=codes.device).view(-1, 1, 1)
             codes |= ((words[:, :, -1:] >> shifts) & (2**upper - 1)) << 4
         words = codes
     return words.permute(0, 3, 1, 2, 4)

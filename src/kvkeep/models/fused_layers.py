@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.backends import layer_ops
+from kvkeep.backends import QuantizedTensor, layer_ops
 from kvkeep.cache.hf_layers import CACHE_ARGUMENTS, PhasedCache, handed_over, taken_as, usual
 from kvkeep.models.attention import ATTENTION, is_known
 from kvkeep.models.fused_modules import (
@@ -182,11 +182,18 @@ class FusedCalls:
 
     def _places_now(self) -> list[object]:
         return [
-            (id(weight), weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+            (id(weight), _place(weight))
             for own in self._weighted
             for weight in own["_parameters"].values()
             if weight is not None
         ]
+
+
+def _place(weight: Tensor) -> object:
+    """Return where a weight lies, and how."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.place
+    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
 
 
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
