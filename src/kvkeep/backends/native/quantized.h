@@ -255,6 +255,20 @@ inline void quantized_products(const char *weight, int64_t bits, int64_t group, 
 
 // ---- weights as numbers ---------------------------------------------------------------------------------------------
 
+// Write four columns of a block to its rows, ALIKE floats from row to row.
+inline void put_columns(const Reals (&columns)[4], float *to) {
+#ifdef KVKEEP_WHOLE
+    const Ints words[4] = {(Ints)columns[0], (Ints)columns[1], (Ints)columns[2], (Ints)columns[3]};
+    Ints turned[4];
+    turn_quarters(words, turned);
+    for (int lane = 0; lane < LANES; lane++)
+        std::memcpy(to + lane * ALIKE, (const float *)&turned[lane % 4] + lane / 4 * 4, 4 * sizeof *to);
+#else
+    for (int lane = 0; lane < LANES; lane++)
+        for (int k = 0; k < 4; k++) to[lane * ALIKE + k] = columns[k][lane];
+#endif
+}
+
 // Unpack the rows of a block, of which n exist.
 template <class P>
 void unpack_block(const Unpack &u, const char *block, int64_t n, char *out) {
@@ -266,10 +280,9 @@ void unpack_block(const Unpack &u, const char *block, int64_t n, char *out) {
         const Reals scale = widen_lanes(P::scales(at)) * factors, minimum = widen_lanes(P::minimums(at)) * factors;
         for (int t = 0; t < P::STEPS; t++) {
             const Words step = P::step(at, t);
-            for (int k = 0; k < 4; k++) {
-                const Reals values = reals(step >> 8 * k & 255) * scale + minimum;
-                for (int lane = 0; lane < LANES; lane++) tile[lane * ALIKE + 4 * t + k] = values[lane];
-            }
+            Reals columns[4];
+            for (int k = 0; k < 4; k++) columns[k] = reals(step >> 8 * k & 255) * scale + minimum;
+            put_columns(columns, tile + 4 * t);
         }
         for (int64_t lane = 0; lane < n; lane++)
             narrow_all(u.type, tile + lane * ALIKE, P::WIDTH, out + (lane * u.width + i) * bytes);
