@@ -107,6 +107,24 @@ def test_a_completion_says_what_it_was_made_with(tmp_path):
     assert (one["options"], two.get("options")) == (options, None)
 
 
+def test_a_repetition_ends_the_lines_that_ask_for_it(tmp_path):
+    rule = {"max_pattern_size": 1, "min_count": 3}
+    lines = [
+        {"prompt": "Hello", "options": {"logit_bias": {"50": 100}, **own}}
+        for own in ({}, {"repetition_detection": rule})
+    ]
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    words = ["-i", source, "-o", target, "--budget", 20, "-n", 9]
+    assert run(*words, "--repetition-detection", "max_pattern_size=1,min_count=5").exit_code == 0
+    ended = {line: found[COMPLETION] for line, found in completions(target).items()}
+    assert [(ended[line]["finish_reason"], ended[line]["new_tokens"]) for line in (1, 2)] == [
+        ("repetition", 5),
+        ("repetition", 3),
+    ]
+    assert ended[1]["made_by"]["repetition_detection"]["min_count"] == 5
+    assert run(*words).exit_code == 2  # other settings
+
+
 @pytest.mark.parametrize(
     ("said", "known"),
     [([True, False], True), ([False, True], True), ([False, False], True), ("x", False), ([1, 0], False)],

@@ -324,6 +324,7 @@ def sampling_of(request: GenerationOptions) -> SamplingParams:
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         seed=request.seed,
+        repetition_detection=request.repetition_detection,
     )
 
 
@@ -381,11 +382,19 @@ def messages_of(request: GenerationOptions) -> list[dict[str, str]]:
 # The summary of a finished prompt, and notes on it.
 
 
+_ENDS = {
+    "stop": "the model ended its text",
+    "length": "stopped at --max-new-tokens",
+    "repetition": "stopped by --repetition-detection",
+}
+"""Why a text has ended, in words."""
+
+
 def summarise(job: PreparedRequest, result: Result) -> dict[str, str]:
     """Return the lines of the summary: name → text."""
     new = len(result.token_ids)
     speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
-    end = "the model ended its text" if result.finish_reason == "stop" else "stopped at --max-new-tokens"
+    end = _ENDS.get(result.finish_reason, "stopped")
     room = _budget(job, result) if job.policy.evicts else f"room for {console.count(job.budget, 'token')}"
     lost, read = _lost(result), result.prompt_tokens - result.cached_tokens
     after = f", after {console.count(result.cached_tokens, 'remembered token')}" if result.cached_tokens else ""

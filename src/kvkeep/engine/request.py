@@ -263,7 +263,7 @@ NAMES = cast(
 """Kinds as messages name them."""
 
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "repetition", "cancelled", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,8 +444,9 @@ class Result:
         token_ids: the new tokens, the end token included.
         text: the new tokens as text, without special tokens, a stop text, and the token that ended it, unless the
             request asks for them; empty without a tokenizer.
-        finish_reason: ``stop`` (the model or a stop text ended it), ``length``, ``cancelled``, or ``error`` (a step
-            failed; the tokens before it are there).
+        finish_reason: ``stop`` (the model, a stop text or `Session.stop` ended it), ``length``, ``repetition`` (it
+            repeated itself, see `SamplingParams`), ``cancelled``, or ``error`` (a step failed; the tokens before it
+            are there).
         prompt_tokens: length of the prompt.
         logprobs: one entry per new token, if asked for.
         queued_s: time from the request's arrival until it got a row.
