@@ -40,7 +40,7 @@ from kvkeep.models.load import embedded, find, process_group, quiet
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import parse, spec
+from kvkeep.policies.registry import label, parse, spec
 from kvkeep.result_files import in_full
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_policy, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
@@ -262,7 +262,7 @@ class PreparedRequest:
     @property
     def name(self) -> str:
         """Return the policy as the user would write it."""
-        return spec(self.policy)
+        return label(self.policy)
 
     @property
     def position_mode(self) -> str:
@@ -714,7 +714,7 @@ def _describe(job: PreparedRequest) -> dict[str, object]:
         **({"adapter": next(iter(job.request.adapter))} if job.request.adapter else {}),
         "dtype": job.writer.dtype,
         "device": job.writer.device,
-        "policy": job.name,
+        "policy": spec(job.policy),
         "budget": job.budget,
         "prefill_chunk": job.request.prefill_chunk,
         "layer_budget": job.request.layer_budget or job.policy.defaults.layer_budget,
