@@ -408,7 +408,7 @@ def test_notes_that_no_conversation_has(note, model, tmp_path):
         (["--system", " "], "--system is empty"),
         (["--policy", "h3o"], "Did you mean 'h2o'?"),
         (["--budget", "0"], "--budget 0"),
-        (["--budget", "10%"], "is a share of no known length"),
+        (["--budget", "10%"], "is a share, and a conversation has no known length"),
         (["-n", "0"], "--max-new-tokens 0"),
     ],
     ids=str,

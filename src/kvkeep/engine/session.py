@@ -250,6 +250,18 @@ class Session:
         """Continue the conversation, and return the whole answer. Arguments and errors are those of `send`."""
         return last_result(self.send(asked, sampling))
 
+    def stop(self) -> bool:
+        """Let the running turn end with its next token. What was said until then is the turn's answer, and is kept.
+
+        The call never waits, so a handler of Ctrl-C may make it. Return whether there is an answer that has begun;
+        otherwise nothing is changed.
+        """
+        running = self._running
+        if running is None or not running.token_ids:
+            return False
+        running.stopped = True
+        return True
+
     def asend(self, asked: Asked, sampling: SamplingParams | None = None) -> AsyncEvents:
         """Continue the conversation from a coroutine: ``async for event in session.asend("a text")``. See `send`."""
         return AsyncEvents(lambda box: self._enqueue(asked, sampling, box), self._host.dispatcher.leave)
