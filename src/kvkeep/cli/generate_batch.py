@@ -466,7 +466,7 @@ class _Job:
         """Print the policy, the budget, and the rows that hold the lines."""
         console.progress(
             f"{label(self.request.policy)}, budget {budget}: {each}{console.count(rows, 'row')} of "
-            f"{console.show_bytes(row_bytes)}"
+            f"{console.show_bytes(row_bytes)}; a line without a temperature gets {self.request.temperature:g}"
         )
 
 
