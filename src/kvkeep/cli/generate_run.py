@@ -531,13 +531,13 @@ def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[i
     )
 
 
-def show(bounded: Side, full: Side, difference: TextDifference) -> None:
-    """Print both texts and the figures."""
+def show(bounded: Side, full: Side, difference: TextDifference, lost: str) -> None:
+    """Print both texts, the figures, and in words what the bounded cache has lost, if anything is known of that."""
     screen = console.out()
     screen.print(_texts(screen, bounded, full))
     screen.print(_figures(bounded, full))
     screen.print()
-    screen.print(console.facts(_verdict(bounded, full, difference)))
+    screen.print(console.facts(_verdict(bounded, full, difference) | ({"lost": lost} if lost else {})))
 
 
 def _texts(screen: Console, bounded: Side, full: Side) -> RenderableType:
@@ -702,8 +702,9 @@ def _serve_comparison(job: PreparedRequest) -> None:
         return
     left = Side(job.name, f"budget {bounded.budget}", bounded, bounded.memory_usage.allocated_bytes)
     right = Side("full cache", "keeps everything", full, full_bytes)
-    show(left, right, difference)
-    if job.policy.evicts and (reason := nothing_evicted(job, bounded)):
+    reason = nothing_evicted(job, bounded)
+    show(left, right, difference, "" if reason else _lost(bounded))
+    if job.policy.evicts and reason:
         console.note(f"{reason}.")
     remark(job, bounded)
 
