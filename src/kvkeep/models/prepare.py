@@ -79,8 +79,8 @@ def fuse_modules(model: nn.Module) -> int:
     and trained, and hooks that come later are called.
 
     Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
-    or in another dtype, quantised or packed ones, parts of compiled modules, and each whose outputs on random numbers
-    are not those of the kernel.
+    or in another dtype, packed ones and those that another package has quantised, parts of compiled modules, and each
+    whose outputs on random numbers are not those of the kernel.
     """
     modules = [module for module in open_modules(model) if is_still(module) and not isinstance(module, _MIXINS)]
     trials: Trials = {}

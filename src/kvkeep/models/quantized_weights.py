@@ -137,6 +137,8 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
 # Weights that the native kernel reads packed, in the terms of transformers.
 
 METHOD = "kvkeep"
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Names of layers that choose experts: they are small, and an error of theirs sends a token to another expert."""
 
 
 @register_quantization_config(METHOD)
@@ -160,6 +162,8 @@ class _Packing(HfQuantizer):
         name, _dot, own = param_name.rpartition(".")
         weight = getattr(module := model.get_submodule(name), own, None)
         is_matrix = own == "weight" and isinstance(module, nn.Linear | nn.Embedding)
+        if name.rpartition(".")[2] in _ROUTERS:
+            return False
         return is_matrix and isinstance(weight, Tensor) and QuantizedTensor.can_have(weight.shape)
 
     def get_quantize_ops(self) -> ConversionOps:
