@@ -16,6 +16,7 @@ WANTED = {
         "README.md",
         "LICENSE",
         "pyproject.toml",
+        "hatch_build.py",
         "src/kvkeep/py.typed",
         "conftest.py",
         "docs/index.md",

@@ -31,6 +31,8 @@ def env(
     json: Json = False,
 ) -> None:
     """Show versions, devices, memory and policies, as a bug report needs them; and with MODEL, how it would run."""
+    if missing := _missing_kernel():
+        console.note(missing)
     prepared = None if model is None else _prepared(model)
     facts: dict[str, Any] = {
         "kvkeep": __version__,
@@ -45,6 +47,15 @@ def env(
         console.write_json(facts)
     else:
         console.out().print(console.facts({name.replace("_", " "): _show(name, fact) for name, fact in facts.items()}))
+
+
+def _missing_kernel() -> str | None:
+    """Return a sentence on the native kernel if this machine lacks it; ``None`` if it is there."""
+    import torch
+
+    from kvkeep.backends import missing_kernel
+
+    return missing_kernel(torch.device("cpu"))
 
 
 def _prepared(name: str) -> str:

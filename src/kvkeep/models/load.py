@@ -7,6 +7,7 @@ expensive rest. `load` does both.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from kvkeep.backends import missing_kernel
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
@@ -157,6 +159,8 @@ def read_weights(
             are no processes to split the model over.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
+    if missing := missing_kernel(place):
+        _warn_once(missing)
     from_gguf = is_gguf(checkpoint.name)
     if from_gguf and (load_in is not None or tp):
         asked = "be split over processes" if load_in is None else f"be loaded in {load_in}"
@@ -176,6 +180,11 @@ def read_weights(
         add(model, adapters or {}, merge=merge and quantized_weights.method_of(model.config) is None)
         prepare(attach(model), fused)
     return model
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning("%s", message)
 
 
 def _read(

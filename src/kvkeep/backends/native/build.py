@@ -1,6 +1,10 @@
-"""Compiles the kernel for this machine at first use, keeps it in the user's cache directory, and loads it.
+"""Loads the kernel: from the wheel that was installed, or compiled for this machine at first use.
 
-Nothing here raises on a machine that cannot compile: there the package runs on torch alone, and `native().detail` says
+A wheel for a platform has a library for each level of processors, and the best one that this processor runs is loaded.
+Where the package has none (an editable install, a system without such a wheel) the kernel is compiled and kept in the
+user's cache directory.
+
+Nothing here raises on a machine that can do neither: there the package runs on torch alone, and `native().detail` says
 why. A compiler that fails or hangs is not tried again for an hour, by any process.
 """
 
@@ -21,17 +25,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-COMPILERS = ("g++", "clang++", "c++")
+from kvkeep.backends.native import levels
+from kvkeep.backends.native.levels import COMPILERS, HEADERS, SOURCES
+
 NAMES = (
     *("attend", "prefill", "step", "write", "expire", "count_over", "evict"),
     *("products", "gated", "norm", "before", "behind", "model_step"),
 )
 FUNCTIONS = tuple(f"kvkeep_{name}" for name in NAMES)
 
-# without -ffast-math: see the head of vectors.h
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+FLAGS = (*levels.FLAGS, "-march=native", "-shared")
 
 _PATIENCE_S = 5
 """Seconds of waiting for the compiler after which the user is told; it takes about as long on a usual machine."""
@@ -64,13 +67,28 @@ class _UnavailableError(Exception):
 
 @functools.cache
 def native() -> Native:
-    """Return the kernel. The first call on a machine compiles it, which takes some seconds."""
+    """Return the kernel. Where the package brings none, the first call on a machine compiles it in some seconds."""
     try:
-        return _load()
+        return _packaged() or _load()
     # a RuntimeError: the user has no home folder
     except (_UnavailableError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.info("The native kernel is not available, torch does the work: %s", error)
         return Native(None, str(error))
+
+
+def _packaged() -> Native | None:
+    """Return the best kernel of the wheel that this processor runs; ``None`` if the package brings none.
+
+    Who can write there can change the package itself, so unlike the cache directory it is trusted.
+    """
+    for level in levels.runnable(platform.machine(), levels.features()):
+        path = levels.FOLDER / level.library
+        if not path.exists():
+            continue
+        if (library := _bound(path)) is not None:
+            return Native(library, str(path))
+        _log.warning("The kernel %s cannot be loaded, so a slower one takes its place. Install kvkeep again.", path)
+    return None
 
 
 def _load() -> Native:
@@ -171,7 +189,7 @@ def _key(compiler: str) -> str:
 def _inputs(compiler: bytes) -> bytes:
     """Return everything that the compiled program depends on."""
     sources = (path.read_bytes() for path in [*SOURCES, *HEADERS])
-    return b"\0".join((*sources, compiler, " ".join(FLAGS).encode(), _processor().encode()))
+    return b"\0".join((*sources, compiler, " ".join(FLAGS).encode(), levels.processor().encode()))
 
 
 def _run(compiler: str, arguments: list[str]) -> bytes:
@@ -220,16 +238,6 @@ def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes
         raise _UnavailableError(f"{compiler} did not end within {_TIMEOUT_S} s") from error
 
 
-def _processor() -> str:
-    """Return the description of the processor that ``-march=native`` depends on."""
-    names = ("model name", "flags", "Features", "CPU part")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join([platform.machine(), *(line for line in lines if line.startswith(names))])
-
-
 def _compile(compiler: str, folder: Path, key: str) -> Path:
     """Compile into a temporary folder, move the library to its place as a whole, and return its path."""
     _log.info("Compiling the native kernel with %s; this takes some seconds, once.", compiler)
@@ -248,8 +256,14 @@ def _opened(path: Path) -> ctypes.CDLL | None:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
         return None
-    if path.stem.rpartition("-")[2] != _digest(path.read_bytes()):
-        return None
+    return _bound(path) if path.stem.rpartition("-")[2] == _digest(path.read_bytes()) else None
+
+
+def _bound(path: Path) -> ctypes.CDLL | None:
+    """Load a library and declare its functions; return ``None`` if it is no library of this kernel.
+
+    A library of a wheel takes the functions of OpenMP from the runtime that torch has loaded.
+    """
     try:
         library = ctypes.CDLL(str(path))
         functions = [library[name] for name in FUNCTIONS]
