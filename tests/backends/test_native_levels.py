@@ -7,7 +7,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -125,7 +124,7 @@ def test_a_wheel_runs_its_kernel_in_a_new_environment_without_a_compiler(wheel, 
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*pip, str(wheel)], check=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    (packages / "dependencies.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
     environment = {"PATH": str(python.parent), "HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
 
     def run(*words):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, SnapshotError
 from kvkeep.result_files import in_full
 
 STANDARD_INPUT = STANDARD_OUTPUT = "-"
@@ -53,6 +53,20 @@ def not_empty(text: str, source: str, purpose: str) -> str:
     if not text.strip():
         raise InputError(f"{source} is empty. {purpose}")
     return text
+
+
+def check_exists(file: str) -> None:
+    """Refuse the name of a memory's file that cannot be looked up, as the reader of such files would.
+
+    Raises:
+        SnapshotError: there is no such file.
+    """
+    try:
+        os.stat(in_full(file))
+    except OSError as error:
+        raise SnapshotError(f"{in_full(file)!s:.200} cannot be read: {error.strerror}.") from error
+    except ValueError:  # a zero byte in the path, which the reader explains
+        return
 
 
 @contextmanager

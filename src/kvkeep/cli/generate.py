@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvkeep import parameters
 from kvkeep.cli import distributed, options, shell_completion
-from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, not_empty, place, read_text
+from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, check_exists, not_empty, place, read_text
 from kvkeep.cli.options import (
     ADAPTER,
     BUDGET,
@@ -23,6 +23,7 @@ from kvkeep.cli.options import (
     TEMPERATURE,
     CacheOptions,
     argument,
+    check_policy,
     described,
     option,
     parse_bytes,
@@ -212,6 +213,17 @@ class GenerationOptions(CacheOptions):
     min_p: float | None = option(described(parameters.MIN_P))
     repetition_penalty: float = option(described(parameters.REPETITION_PENALTY))
     seed: int = option(described(parameters.SEED))
+
+    def check_values(self) -> None:
+        """Refuse a memory or a model that does not exist, a policy, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        if self.memory is not None:
+            check_exists(self.memory)
+        super().check_values()
+        check_policy(self.policy)
 
 
 @dataclass(frozen=True, kw_only=True)

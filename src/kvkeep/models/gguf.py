@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
+from kvkeep.models.folder import GGUF_SUFFIX
 
-SUFFIX = ".gguf"
+SUFFIX = GGUF_SUFFIX
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _HEADER, _LENGTH = struct.Struct("<4sIQQ"), struct.Struct("<Q")

@@ -41,7 +41,6 @@ from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limi
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import (
     cached_if_unreachable,
-    check_folder,
     check_index,
     check_numbers,
     check_shape,
@@ -52,6 +51,7 @@ from kvkeep.models.files import (
     no_conversion_service,
     part_of,
 )
+from kvkeep.models.folder import check_folder
 from kvkeep.models.fused_modules import PromptHook
 from kvkeep.models.generation_config import check_generation_config
 from kvkeep.models.prepare import prepare
