@@ -111,7 +111,7 @@ def test_env_says_which_and_why(machine, monkeypatch, value, name, detail):
     assert detail in found["detail"]
 
 
-MISSING = "There is no native kernel, so torch computes in its place"
+MISSING = "There is no native kernel for this CPU, so torch computes in its place"
 
 
 def test_without_a_kernel_a_line_says_so_and_what_to_do(machine, monkeypatch):

@@ -1,4 +1,4 @@
-"""How long a command takes to begin: what it refuses or knows without a model imports neither torch nor transformers."""
+"""How a command begins: what it refuses or knows without a model imports neither torch nor transformers."""
 
 import gc
 import subprocess

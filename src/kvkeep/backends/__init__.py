@@ -81,9 +81,9 @@ def missing_kernel(device: torch.device) -> str | None:
     if device.type != "cpu" or os.environ.get(SWITCH) or native().library is not None:
         return None
     return (
-        f"There is no native kernel, so torch computes in its place and each token takes several times as long: "
-        f"{native().detail}. Install a C++ compiler such as g++, with which the kernel is compiled at first use, or a "
-        f"wheel of kvkeep for this system, which brings it. {SWITCH}=torch silences this line."
+        "There is no native kernel for this CPU, so torch computes in its place and each token takes several times as "
+        f"long: {native().detail}. Install a C++ compiler such as g++, with which the kernel is compiled at first use, "
+        f"or a wheel of kvkeep for this system, which brings it. {SWITCH}=torch silences this line."
     )
 
 
