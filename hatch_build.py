@@ -39,15 +39,15 @@ class KernelBuild(BuildHookInterface):
             self.app.display_warning("No C++ compiler was found, so the wheel has no native kernel.")
             return
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = list(
-                pool.map(lambda level: compiled(compiler, kernel, level, self._scratch / level.library), levels)
-            )
-        for level, failure in zip(levels, made, strict=True):
+            failures = list(pool.map(lambda level: compiled(compiler, kernel, level, self._scratch), levels))
+        for level, failure in zip(levels, failures, strict=True):
             if failure is None:
-                build_data["force_include"][str(self._scratch / level.library)] = f"{PACKAGE}/{level.library}"
+                library = self._scratch / f"{level.name}.so"
+                name = kernel["library_name"](level.name, library.read_bytes())
+                build_data["force_include"][str(library)] = f"{PACKAGE}/{name}"
             else:
                 self.app.display_warning(f"The wheel has no kernel for {level.name}: {failure}")
-        if not all(made):
+        if not all(failures):
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"
 
@@ -56,13 +56,14 @@ class KernelBuild(BuildHookInterface):
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def compiled(compiler: str, kernel: dict[str, Any], level: Any, library: Path) -> str | None:
-    """Compile the library of a level; return why that failed, or ``None``.
+def compiled(compiler: str, kernel: dict[str, Any], level: Any, folder: Path) -> str | None:
+    """Compile the library of a level into a folder, under the level's name; return why that failed, or ``None``.
 
     It is linked without a runtime of OpenMP: it takes the functions of the one that torch has loaded, since two pools
     of threads would hinder each other, and not every machine has a second one.
     """
-    flags, (source,), objects = kernel["FLAGS"], kernel["SOURCES"], library.with_suffix(".o")
+    flags, (source,) = kernel["FLAGS"], kernel["SOURCES"]
+    objects, library = folder / f"{level.name}.o", folder / f"{level.name}.so"
     for command in (
         [compiler, *flags, *level.flags, "-c", str(source), "-o", str(objects)],
         [compiler, "-shared", str(objects), "-Wl,--strip-all", "-o", str(library)],

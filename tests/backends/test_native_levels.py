@@ -67,15 +67,22 @@ def package(tmp_path, monkeypatch):
     An empty file cannot be loaded.
     """
     opened = []
+
+    def load(path):
+        opened.append(path.name.partition(".")[0])
+        if not path.read_bytes():
+            raise OSError("file too short")
+        return ANY
+
     monkeypatch.setattr(levels, "FOLDER", tmp_path)
     monkeypatch.setattr(levels, "features", lambda: V3)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(build, "_bound", lambda path: opened.append(path.name) or (ANY if path.read_bytes() else None))
+    monkeypatch.setattr(build, "_bound", load)
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def make(**contents):
         for name, content in contents.items():
-            (tmp_path / f"kernel-{name.replace('_', '-')}.so").write_bytes(content)
+            (tmp_path / levels.library_name(name.replace("_", "-"), content)).write_bytes(content)
         return build.native.__wrapped__(), opened
 
     return make
@@ -83,20 +90,32 @@ def package(tmp_path, monkeypatch):
 
 def test_the_library_of_the_best_level_is_loaded(package):
     found, opened = package(x86_64_v4=b"fastest", x86_64_v3=b"fast", x86_64=b"plain")
-    assert (found.library, Path(found.detail).name) == (ANY, "kernel-x86-64-v3.so")
-    assert opened == ["kernel-x86-64-v3.so"]
+    assert (found.library, Path(found.detail).name) == (ANY, levels.library_name("x86-64-v3", b"fast"))
+    assert opened == ["kernel-x86-64-v3"]
 
 
 def test_a_library_that_cannot_be_loaded_is_replaced_by_the_next_one_with_a_warning(package, caplog):
     found, opened = package(x86_64_v3=b"", x86_64=b"plain")
     assert found.library is ANY
-    assert opened == ["kernel-x86-64-v3.so", "kernel-x86-64.so"]
-    assert "kernel-x86-64-v3.so cannot be loaded" in caplog.text
+    assert opened == ["kernel-x86-64-v3", "kernel-x86-64"]
+    assert "cannot be loaded, and a slower one takes its place: file too short." in caplog.text
 
 
 def test_without_a_library_that_can_be_loaded_the_kernel_is_compiled(package):
     found, _ = package(x86_64_v3=b"", x86_64=b"")
     assert found.detail.startswith("no C++ compiler was found")
+
+
+def test_a_library_that_was_cut_off_is_not_loaded(tmp_path):
+    """Loading it would end the process."""
+    whole = b"a library of the kernel"
+    path = tmp_path / levels.library_name("x86-64", whole)
+    path.write_bytes(whole[:10])
+    with pytest.raises(OSError, match="it is damaged"):
+        build._bound(path)
+    path.write_bytes(whole)
+    with pytest.raises(OSError, match=r"file too short|invalid ELF header|no suitable image"):
+        build._bound(path)
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +130,9 @@ def wheel(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_wheel_has_a_library_for_every_level_and_names_its_platform(wheel):
-    wanted = {level.library for level in levels.LEVELS if level.machine == platform.machine()}
-    assert {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")} == wanted
+    wanted = {f"kernel-{level.name}" for level in levels.LEVELS if level.machine == platform.machine()}
+    names = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
+    assert {name.partition(".")[0] for name in names} == wanted
     assert wheel.name.endswith(f"_{platform.machine()}.whl" if wanted else "-py3-none-any.whl")
     assert "-py3-none-" in wheel.name
 
@@ -149,13 +169,14 @@ NUMBERS = [f"backends/test_native{name}.py" for name in ("", "_prefill", "_narro
 def test_every_level_computes_what_the_reference_computes(level, wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    for path in (tmp_path / "kvkeep" / "backends" / "native").glob("*.so"):
-        if path.name != level.library:
-            path.unlink()
+    folder = tmp_path / "kvkeep" / "backends" / "native"
+    (library,) = levels.libraries(level.name, folder)
+    for path in {*folder.glob("*.so")} - {library}:
+        path.unlink()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     code = "from kvkeep.backends.native import native; print(native().detail)"
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == str(tmp_path / "kvkeep" / "backends" / "native" / level.library)
+    assert said.stdout.strip() == str(library)
     tests = [ROOT / "tests" / name for name in (*NUMBERS, "conformance/test_backends.py")]
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, tests)]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

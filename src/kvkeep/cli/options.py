@@ -297,9 +297,7 @@ def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
         raise InputError("--gguf is empty. Give the name of a file, or leave it out.")
     if model is None:
         return {**given, "model": file}
-    from kvkeep.models.files import with_gguf_file  # imports torch
-
-    return {**given, "model": with_gguf_file(model, file)}
+    return {**given, "model": folder.with_gguf_file(model, file)}
 
 
 def _is_path(name: str) -> bool:

@@ -26,7 +26,6 @@ from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import gguf
 from kvkeep.models.device import is_out_of_memory
 from kvkeep.models.folder import ADAPTER_CONFIG, PICKLES, SAFE, existing, hub_parts, refusal, refuse_adapter
-from kvkeep.result_files import in_full
 
 # Requests to the hub: whether it answers, asked before transformers retries for every file, and one never made.
 
@@ -147,12 +146,6 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     with explained(name, "Its name cannot be used"):
         validate_repo_id(repository)
     return str(_gguf_of_hub(repository, file)) if file else name
-
-
-def with_gguf_file(name_or_path: str | os.PathLike[str], file: str) -> str:
-    """Return the name of a GGUF file in a folder or a hub repository, as `locate` takes it."""
-    name = os.fspath(name_or_path)
-    return str(Path(name) / file) if in_full(name).is_dir() else f"{name}:{file}"
 
 
 def is_gguf(name: str) -> bool:

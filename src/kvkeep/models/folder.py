@@ -6,6 +6,7 @@ A folder cannot be trusted: its files may be pipes that never end. Nothing here 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,6 +57,12 @@ def hub_parts(name: str) -> tuple[str, str]:
     """Return the repository of a hub name, and the GGUF file that stands behind a colon; empty if there is none."""
     repository, _, file = name.partition(":")
     return (repository, file) if file and repository.count("/") == 1 else (name, "")
+
+
+def with_gguf_file(name_or_path: str | os.PathLike[str], file: str) -> str:
+    """Return the name of a GGUF file in a folder or a hub repository, as `kvkeep.models.files.locate` takes it."""
+    name = os.fspath(name_or_path)
+    return str(Path(name) / file) if in_full(name).is_dir() else f"{name}:{file}"
 
 
 def check_folder(folder: Path, allow_pickle: bool, *, weights: bool = True) -> None:

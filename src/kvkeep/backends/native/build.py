@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
@@ -82,12 +81,11 @@ def _packaged() -> Native | None:
     Who can write there can change the package itself, so unlike the cache directory it is trusted.
     """
     for level in levels.runnable(platform.machine(), levels.features()):
-        path = levels.FOLDER / level.library
-        if not path.exists():
-            continue
-        if (library := _bound(path)) is not None:
-            return Native(library, str(path))
-        _log.warning("The kernel %s cannot be loaded, so a slower one takes its place. Install kvkeep again.", path)
+        for path in levels.libraries(level.name):
+            try:
+                return Native(_bound(path), str(path))
+            except (OSError, AttributeError) as error:
+                _log.warning("The kernel %s cannot be loaded, and a slower one takes its place: %s.", path, error)
     return None
 
 
@@ -105,7 +103,7 @@ def _load() -> Native:
 
 def _found_or_made(compiler: str, folder: Path) -> Native:
     key = _key(compiler)
-    for path in sorted(folder.glob(f"kernel-{key}-*.so")):
+    for path in levels.libraries(key, folder):
         if (library := _opened(path)) is not None:
             return Native(library, str(path))
         _log.info("The compiled kernel %s is damaged, or somebody else's; compiling again.", path)
@@ -178,12 +176,12 @@ def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
 def _attempt(compiler: str) -> str:
     """Return the name of an attempt: these sources and flags with this compiler, which is not run to find the name."""
     status = os.stat(compiler)
-    return _digest(_inputs(f"{compiler} {status.st_mtime_ns} {status.st_size}".encode()))
+    return levels.digest(_inputs(f"{compiler} {status.st_mtime_ns} {status.st_size}".encode()))
 
 
 def _key(compiler: str) -> str:
     """Return the name of the program that this compiler makes of the sources for this processor."""
-    return _digest(_inputs(_run(compiler, ["--version"])))
+    return levels.digest(_inputs(_run(compiler, ["--version"])))
 
 
 def _inputs(compiler: bytes) -> bytes:
@@ -244,35 +242,34 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / "kernel.so"
         _run(compiler, [*FLAGS, *map(str, SOURCES), "-o", str(built)])
-        path = folder / f"kernel-{key}-{_digest(built.read_bytes())}.so"
+        path = folder / levels.library_name(key, built.read_bytes())
         built.replace(path)
     return path
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """Load a library; return ``None`` unless it belongs to this user, its content matches its name, and it has all
-    functions.
-    """
+    """Load a library of the cache; return ``None`` unless it belongs to this user and can be loaded, see `_bound`."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
         return None
-    return _bound(path) if path.stem.rpartition("-")[2] == _digest(path.read_bytes()) else None
+    try:
+        return _bound(path)
+    except (OSError, AttributeError):
+        return None
 
 
-def _bound(path: Path) -> ctypes.CDLL | None:
-    """Load a library and declare its functions; return ``None`` if it is no library of this kernel.
+def _bound(path: Path) -> ctypes.CDLL:
+    """Load a library and declare its functions.
 
     A library of a wheel takes the functions of OpenMP from the runtime that torch has loaded.
+
+    Raises:
+        OSError: the file is not whole, is no library, or needs something that is not there.
+        AttributeError: it lacks a function of the kernel.
     """
-    try:
-        library = ctypes.CDLL(str(path))
-        functions = [library[name] for name in FUNCTIONS]
-    except (OSError, AttributeError):  # it is no library, or lacks a function
-        return None
-    for function in functions:
+    if levels.library_name(path.name.removeprefix("kernel-").partition(".")[0], path.read_bytes()) != path.name:
+        raise OSError("it is damaged")  # a file that was cut off would end the process
+    library = ctypes.CDLL(str(path))
+    for function in [library[name] for name in FUNCTIONS]:
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return library
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

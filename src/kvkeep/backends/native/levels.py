@@ -7,6 +7,7 @@ kvkeep's dependencies, so this file imports the standard library only.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class Level(NamedTuple):
     """Instructions that a library is compiled for.
 
     Attributes:
-        name: of the level, in the name of the library's file.
+        name: of the level, in the name of the library's file, see `library_name`.
         machine: the architecture, as `platform.machine` names it.
         flags: of GCC and Clang.
         features: of the processor, as ``/proc/cpuinfo`` names them; a processor that has them all runs the library.
@@ -36,11 +37,6 @@ class Level(NamedTuple):
     machine: str
     flags: tuple[str, ...]
     features: frozenset[str]
-
-    @property
-    def library(self) -> str:
-        """Return the name of the library's file."""
-        return f"kernel-{self.name}.so"
 
 
 # the levels of the x86-64 psABI; /proc/cpuinfo calls sse3 pni, and lzcnt abm
@@ -63,6 +59,26 @@ LEVELS = (
     Level("aarch64", "aarch64", (), frozenset()),
 )
 """All levels, the best of each architecture first. The macros that the headers test tell them apart."""
+
+
+def library_name(program: str, content: bytes) -> str:
+    """Return the name of a library's file, which tells whether the file is whole.
+
+    Args:
+        program: a level, or whatever else the library was compiled for; without a dot.
+        content: of the file.
+    """
+    return f"kernel-{program}.{digest(content)}.so"
+
+
+def libraries(program: str, folder: Path | None = None) -> list[Path]:
+    """Return the files of a library; none if there is no such file. The folder is the package's own by default."""
+    return sorted((FOLDER if folder is None else folder).glob(f"kernel-{program}.*.so"))
+
+
+def digest(content: bytes) -> str:
+    """Return the digest of a file's content, or of whatever a name should tell apart."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def runnable(machine: str, features: frozenset[str]) -> list[Level]:
