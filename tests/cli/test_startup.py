@@ -19,6 +19,9 @@ LIGHT = [
     ["generate", "no-such-model.gguf", "-p", "Hi"],
     ["generate", "--memory", "no-such.kvkeep", "-p", "Hi"],
     ["generate", "-p", "Hi", "-f", "no-such.txt"],
+    ["generate", "text.txt", "-p", "Hi"],
+    ["generate", "empty", "-p", "Hi"],
+    ["generate", "empty", "--gguf", "no-such.gguf", "-p", "Hi"],
     ["chat", NO_MODEL],
     ["chat", "--memory", "no-such.kvkeep"],
     ["remember", NO_MODEL, "-f", "text.txt", "-o", "text.kvkeep"],
@@ -27,6 +30,7 @@ LIGHT = [
     ["calibrate", NO_MODEL, "--text", "text.txt", "-o", "heads.json"],
     ["serve", NO_MODEL],
     ["plan", NO_MODEL],
+    ["plan", "empty"],
     ["memory", "no-such.kvkeep"],
     ["env", NO_MODEL],
 ]
@@ -62,6 +66,7 @@ for words in {commands!r}:
     ids=["without torch", "without transformers"],
 )
 def test_commands_import_no_more_than_they_need(commands, packages, tmp_path):
+    (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("a text")
     (tmp_path / "memory.kvkeep").write_text("no memory")
     script = SCRIPT.format(commands=commands, packages=packages)

@@ -127,7 +127,7 @@ class PlanningOptions(CommandOptions):
             KVKeepError: one of them cannot be used.
         """
         if self.model is not None:
-            folder.existing(self.model)
+            folder.check(self.model, config_file=True)
         check_policy(self.policy)
 
     def arguments(self) -> dict[str, Any]:

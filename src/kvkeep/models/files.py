@@ -25,7 +25,16 @@ from transformers.utils.hub import cached_file
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import gguf
 from kvkeep.models.device import is_out_of_memory
-from kvkeep.models.folder import ADAPTER_CONFIG, PICKLES, SAFE, existing, hub_parts, refusal, refuse_adapter
+from kvkeep.models.folder import (
+    ADAPTER_CONFIG,
+    PICKLES,
+    SAFE,
+    existing,
+    hub_parts,
+    is_gguf_file,
+    refusal,
+    refuse_adapter,
+)
 
 # Requests to the hub: whether it answers, asked before transformers retries for every file, and one never made.
 
@@ -141,7 +150,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
             raise ModelFileError(f"{path} is no regular file but a pipe or a device. Give the path of a GGUF file.")
         with explained(name, "Its files cannot be looked up"):
             found = (gguf.in_folder(path) or path) if path.is_dir() else path
-            return str(gguf.parts_of(found)[0])
+            return str(found if found.is_dir() else gguf.parts_of(found)[0])
     repository, file = hub_parts(name)
     with explained(name, "Its name cannot be used"):
         validate_repo_id(repository)
@@ -150,7 +159,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
 
 def is_gguf(name: str) -> bool:
     """Return whether the name of a model is a GGUF file's path."""
-    return Path(name).is_file() and gguf.is_gguf(Path(name))
+    return Path(name).is_file() and is_gguf_file(Path(name))
 
 
 def _gguf_of_hub(repository: str, wanted: str) -> Path:

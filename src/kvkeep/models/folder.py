@@ -13,25 +13,58 @@ from typing import NoReturn
 from kvkeep.errors import ModelFileError
 from kvkeep.result_files import in_full
 
-GGUF_SUFFIX = ".gguf"
+GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
+"""The end of a GGUF file's name, and its first bytes."""
+
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"
 
 
-def check(name: str) -> None:
-    """Refuse the name of a model that does not exist, and a folder that is no model; a name of the hub passes.
+def check(name: str, *, config_file: bool = False) -> None:
+    """Refuse the name of a model that does not exist, and a file or folder that is no model; a hub name passes.
+
+    Args:
+        name: a path, or a hub name.
+        config_file: whether the model may be a file that is no GGUF file, but its configuration.
 
     Raises:
-        ModelFileError: the name or the folder is refused.
+        ModelFileError: the name, the file or the folder is refused.
     """
     path = existing(name)
-    try:
-        is_folder = path is not None and path.is_dir() and not any(path.glob(f"*{GGUF_SUFFIX}"))
-        if path is not None and is_folder:
-            check_folder(path, allow_pickle=True, weights=False)
-    except OSError:  # whoever reads the folder says what is wrong with it
+    if path is None:
         return
+    if not config_file:
+        check_file(path)
+    try:
+        is_folder = path.is_dir() and not any(path.glob(f"*{GGUF_SUFFIX}"))
+    except OSError:  # whoever reads the folder says why that fails
+        return
+    if is_folder:
+        check_folder(path, allow_pickle=True, weights=False)
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that is no GGUF file; do nothing for a folder.
+
+    Raises:
+        ModelFileError: the file is refused.
+    """
+    if path.is_file() and not is_gguf_file(path):
+        raise ModelFileError(
+            f"{path} is a file and no GGUF file; give the folder that holds config.json, weights and tokenizer."
+        )
+
+
+def is_gguf_file(path: Path) -> bool:
+    """Return whether a path is a GGUF file by its name, or by its first bytes."""
+    if path.suffix.lower() == GGUF_SUFFIX:
+        return path.is_file()
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
 
 
 def existing(name: str) -> Path | None:

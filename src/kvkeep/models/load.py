@@ -51,7 +51,7 @@ from kvkeep.models.files import (
     no_conversion_service,
     part_of,
 )
-from kvkeep.models.folder import check_folder
+from kvkeep.models.folder import check_file, check_folder
 from kvkeep.models.fused_modules import PromptHook
 from kvkeep.models.generation_config import check_generation_config
 from kvkeep.models.prepare import prepare
@@ -114,10 +114,7 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
         KVKeepError: see `load`.
     """
     name = locate(name_or_path)
-    if Path(name).is_file() and not is_gguf(name):
-        raise ModelFileError(
-            f"{name} is a file and no GGUF file; give the folder that holds config.json, weights and tokenizer."
-        )
+    check_file(Path(name))
     if Path(name).is_dir():
         with explained(name, "Its files cannot be looked up"):
             check_folder(Path(name), allow_pickle, weights=weights)
