@@ -366,6 +366,10 @@ class GenerateOptions(GenerationOptions):
         Raises:
             InputError: options exclude each other, or the prompt cannot be read.
         """
+        if self.config is not None and self.memory is not None:
+            raise InputError(
+                "--config and --memory were both given, and a memory has settings of its own. Leave one out."
+            )
         model, file = standard_input(self.model, self.source, self.prompt_words, self.prompt_file)
         self._check_batch(file)
         self._check_system()
