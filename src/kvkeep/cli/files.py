@@ -44,6 +44,19 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
     return not_empty(text.removesuffix("\n").removesuffix("\r"), source, purpose)
 
 
+def check_text(file: str | None, *, kind: str) -> None:
+    """Refuse a text file that does not exist, as `read_text` would. Standard input and ``None`` pass.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    try:
+        if file not in (None, "", STANDARD_INPUT):
+            os.stat(in_full(file))
+    except OSError as error:
+        raise InputError(f"The {kind} {file} cannot be read: {error.strerror}.") from error
+
+
 def not_empty(text: str, source: str, purpose: str) -> str:
     """Return a text, after a check that it is not empty.
 

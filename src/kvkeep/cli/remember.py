@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.cli.files import place, target
+from kvkeep.cli.files import check_text, place, target
 from kvkeep.cli.options import (
     ADAPTER,
     BUDGET,
@@ -64,11 +64,12 @@ class RememberOptions(CacheOptions):
     json: bool = option(JSON)
 
     def check_values(self) -> None:
-        """Refuse a model or a policy that does not exist, and names of dtypes and devices.
+        """Refuse a text, a model or a policy that does not exist, and names of dtypes and devices.
 
         Raises:
             KVKeepError: one of them cannot be used.
         """
+        check_text(self.text, kind="text")
         super().check_values()
         check_policy(self.policy)
 
