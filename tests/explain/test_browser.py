@@ -36,6 +36,11 @@ def shades(page, policy):
     )
 
 
+def test_carriage_returns_are_no_boxes(opened):
+    shown = opened().evaluate("['a\\r\\nb', '\\r', '\\x01'].map(kvkeep.visible)")
+    assert shown == ["a\nb", "\u2190", "\u2401"]
+
+
 def test_the_slider_moves_all_texts(opened):
     page = opened()
     ends = {run.policy: shades(page, run.policy) for run in record().runs}

@@ -17,7 +17,17 @@ from kvkeep.errors import InputError, PolicyError
 from kvkeep.models import folder
 from kvkeep.version import __version__
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "typer", "rich")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "huggingface_hub",
+    "typer",
+    "rich",
+    "prompt_toolkit",
+)
 
 
 @one_line_errors

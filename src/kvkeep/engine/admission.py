@@ -34,7 +34,7 @@ from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, end, spans
 from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import spec
+from kvkeep.policies.registry import label
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
 
@@ -269,7 +269,7 @@ class Identity:
             adapter: the adapter that runs.
         """
         try:
-            policy = spec(layout.policy)
+            policy = label(layout.policy)
         except PolicyError:  # it is not registered
             policy = str(layout.policy)
         return Fingerprint(

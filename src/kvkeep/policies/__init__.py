@@ -14,14 +14,14 @@ ENTRY_POINT_GROUP = "kvkeep.policies"
 NO_POLICIES = ("base", "registry")
 """Modules of this package that hold no policy."""
 
-DEFAULT = "snapkv:decode=score,window=8,kernel=13,recent=64"
+DEFAULT = "snapkv:default"
 """The policy of every cache, engine, plan and command that names none.
 
 Few late rows and wide pooling find what a question at the end of a prompt asks for. Generated tokens compete with the
 chosen ones, and the newest 64 stay, which long answers need. ``docs/choose-a-policy.md`` has the figures.
 """
 
-LATER = "keydiff:recent=8,sinks=4"
+LATER = "keydiff:later"
 """The policy of remembered texts and of conversations, whose questions come after the text was cut to the budget."""
 
 

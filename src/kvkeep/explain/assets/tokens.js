@@ -17,6 +17,8 @@
 
   kvkeep.visible = function (text) {
     return text
+      .replace(/\r\n/g, "\n")
+      .replace(/\r/g, "\u2190") // an arrow, since few fonts have more than a box for a carriage return
       .replace(CONTROL, (letter) => String.fromCharCode(0x2400 + letter.charCodeAt(0)))
       .replace(OTHER, code)
       .replace(BIDI, code)
