@@ -10,6 +10,7 @@ from typing import Any
 from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
+from kvkeep.cli.loading import with_source
 from kvkeep.cli.memory import turns_of
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
@@ -31,6 +32,7 @@ class ChatSession:
         folder: the folder of saved conversations, for forks.
         place: where it is saved.
         sampling: how the tokens of answers are chosen.
+        source: the model, as a command takes it, for the conversation's file; ``None`` for the embedded model.
         system: a system message for the first turn.
         memory: the memory with which it begins or goes on.
 
@@ -51,11 +53,12 @@ class ChatSession:
         place: ChatPlace,
         *,
         sampling: SamplingParams,
+        source: str | None = None,
         system: str | None = None,
         memory: Snapshot | None = None,
     ) -> None:
         self.engine, self.folder, self.place = engine, folder, place
-        self._sampling, self._system = sampling, system
+        self._sampling, self._source, self._system = sampling, source, system
         noted = 0 if memory is None else memory.note.get("sequence", 0)
         sequence = whole_within("The sequence in the file's note", noted, -(2**63), 2**63 - 1)
         self._adapter = next(iter(engine.adapters), None)  # if it could not be merged into the weights
@@ -207,7 +210,7 @@ class ChatSession:
         try:
             session = self.session.fork()[0]
             if self.state is not None:
-                new.save(self.state, self._before)
+                new.save(with_source(self.state, self._source), self._before)
         except BaseException:
             new.leave()
             raise
@@ -227,7 +230,7 @@ class ChatSession:
         if self.state is None:
             self.place.clear()
         else:
-            self.place.save(self.state, self._before, replaced=self._on_disk)
+            self.place.save(with_source(self.state, self._source), self._before, replaced=self._on_disk)
         self._is_saved, self._on_disk = True, self.state
 
     def close(self) -> None:
