@@ -185,7 +185,9 @@ class Heartbeat:
             if self._ended.wait(wait_s):
                 return
             with suppress(IndexError, OSError, ValueError):  # nothing to tell, or nobody to read it
-                err().print(Text(printable(self._works[-1]())), soft_wrap=True)
+                # not by rich, which would close standard output where nobody reads standard error
+                sys.stderr.write(f"{printable(self._works[-1]())}\n")
+                sys.stderr.flush()
 
 
 def error(message: str) -> None:

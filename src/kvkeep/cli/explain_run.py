@@ -5,6 +5,8 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 from rich.cells import cell_len
 from rich.console import Console
@@ -89,8 +91,12 @@ def serve(request: ExplainOptions) -> None:
 
 
 def _serve(request: ExplainOptions) -> None:
-    policies = split_policies(request.policies)
-    options = {"prefill_chunk": request.prefill_chunk, "max_new_tokens": request.max_new_tokens}
+    policies = None if request.policies is None else split_policies(request.policies)
+    options: dict[str, Any] = {
+        "case": request.case,
+        "prefill_chunk": request.prefill_chunk,
+        "max_new_tokens": request.max_new_tokens,
+    }
     check(policies, request.budget, **options)
     if request.plots is not None:
         explanation.check(request.plots, overwrite=request.overwrite)
@@ -147,18 +153,31 @@ def _report(request: ExplainOptions, found: Explanation) -> None:
 
 def _sum(found: Explanation) -> None:
     """Print a table of each policy's answer, its agreement with the full cache's, and its bytes."""
-    figures = console.table("", "answer", "agrees", "memory", "compression")
+    figures = console.table("", "answer", "agrees", "parts at", "memory", "compression")
     for run in found.runs:
         end = run.ledger.answered
         figures.add_row(
             run.policy,
             console.printable("".join(run.answer).strip()),
             f"{run.agreement:.0%}",
+            _parting(found, run),
             console.show_bytes(end.allocated_bytes),
             console.show_factor(end.full_bytes / end.allocated_bytes),
         )
     full = max(run.ledger.answered.full_bytes for run in found.runs)
     figures.add_row(
-        "full cache", console.printable("".join(found.answer).strip()), "", console.show_bytes(full), "1.0×"
+        "full cache", console.printable("".join(found.answer).strip()), "", "", console.show_bytes(full), "1.0×"
     )
     console.out().print(figures)
+
+
+def _parting(found: Explanation, run: PolicyRun) -> str:
+    """Return in words where an answer parts from the full cache's: its token there, and the full cache's."""
+    if run.parting is None:
+        return "–"
+    ours, theirs = run.answer[run.parting :][:1], found.answer[run.parting :][:1]
+    return f"token {run.parting + 1}: {_quoted(ours)}, not {_quoted(theirs)}"
+
+
+def _quoted(token: list[str]) -> str:
+    return console.visible(repr(token[0])) if token else "an end"
