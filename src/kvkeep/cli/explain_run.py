@@ -153,30 +153,30 @@ def _report(request: ExplainOptions, found: Explanation) -> None:
 
 def _sum(found: Explanation) -> None:
     """Print a table of each policy's answer, its agreement with the full cache's, and its bytes."""
-    figures = console.table("", "answer", "agrees", "parts at", "memory", "compression")
+    figures = console.table("", "answer", "agrees", "memory", "compression")
     for run in found.runs:
         end = run.ledger.answered
         figures.add_row(
             run.policy,
             console.printable("".join(run.answer).strip()),
             f"{run.agreement:.0%}",
-            _parting(found, run),
             console.show_bytes(end.allocated_bytes),
             console.show_factor(end.full_bytes / end.allocated_bytes),
         )
     full = max(run.ledger.answered.full_bytes for run in found.runs)
     figures.add_row(
-        "full cache", console.printable("".join(found.answer).strip()), "", "", console.show_bytes(full), "1.0×"
+        "full cache", console.printable("".join(found.answer).strip()), "", console.show_bytes(full), "1.0×"
     )
     console.out().print(figures)
+    for run in found.runs:
+        if run.parting is not None:
+            console.out().print(f"\n{run.policy} parts from the full cache at {_parting(found, run.parting, run)}.")
 
 
-def _parting(found: Explanation, run: PolicyRun) -> str:
+def _parting(found: Explanation, place: int, run: PolicyRun) -> str:
     """Return in words where an answer parts from the full cache's: its token there, and the full cache's."""
-    if run.parting is None:
-        return "–"
-    ours, theirs = run.answer[run.parting :][:1], found.answer[run.parting :][:1]
-    return f"token {run.parting + 1}: {_quoted(ours)}, not {_quoted(theirs)}"
+    ours, theirs = run.answer[place:][:1], found.answer[place:][:1]
+    return f"token {place + 1}, {_quoted(ours)} in place of {_quoted(theirs)}"
 
 
 def _quoted(token: list[str]) -> str:
