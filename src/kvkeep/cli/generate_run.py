@@ -6,6 +6,7 @@ Importing this module imports torch and transformers.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -705,17 +706,13 @@ def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object
     result, prompt_tokens = None, 0 if isinstance(asked.prompt, str) or asked.prompt is None else len(asked.prompt)
     with ExitStack() as held:
         _show_reading(held, engine, prompt_tokens)
-        writing = ProgressBar(
-            *("text", "bar", "percent", "bare left"),
-            text="writing",
-            note="",
-            total=asked.sampling.max_new_tokens,
-            is_shown=not sys.stdout.isatty(),  # where the text itself is no progress
-        )
+        most = asked.sampling.max_new_tokens
+        writing = ProgressBar("text", "bar", "percent", "bare left", text="writing", total=most)
         for number, event in enumerate(engine.stream(asked)):
             if number == 0:
                 held.close()  # the prompt is read
-                held.enter_context(writing)
+                if on_text is _ignore or not _is_text_seen():
+                    held.enter_context(writing)
             writing.advance(1)
             if event.text:
                 on_text(event.text)
@@ -725,6 +722,14 @@ def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object
         new = console.count(len(result.token_ids), "new token")
         raise KVKeepError(f"The text ends after {new}, since a step failed. {result.error}")
     return result
+
+
+def _is_text_seen() -> bool:
+    """Return whether text on standard output is seen where progress would be: on a terminal, or in one file with it."""
+    try:
+        return sys.stdout.isatty() or os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):  # a stream without a file
+        return False
 
 
 def _show_reading(held: ExitStack, engine: Engine, tokens: int) -> None:
