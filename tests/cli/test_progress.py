@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvkeep.cli import console, progress
+from kvkeep.cli import console, generate_run, progress
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,19 @@ def test_nothing_is_printed_outside_of_a_command_and_after_one(capsys):
         pass
     capsys.readouterr()
     assert beats(capsys, 0.15) == []
+
+
+def test_text_and_progress_are_not_mixed_in_one_file(tmp_path, monkeypatch):
+    with (
+        (tmp_path / "a").open("w") as one,
+        (tmp_path / "b").open("w") as other,
+        open(one.fileno(), "w", closefd=False) as same,
+    ):
+        monkeypatch.setattr(sys, "stdout", one)
+        monkeypatch.setattr(sys, "stderr", other)
+        assert not generate_run._is_text_seen()
+        monkeypatch.setattr(sys, "stderr", same)
+        assert generate_run._is_text_seen()
 
 
 def test_a_reader_that_is_gone_ends_nothing():

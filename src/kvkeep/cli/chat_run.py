@@ -15,6 +15,7 @@ from types import ModuleType
 import typer
 
 from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET
 from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
@@ -33,7 +34,6 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, quiet
 from kvkeep.models.tokenization import check_system
-from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.registry import parse
 
 # The commands of a conversation: lines that begin with a slash.

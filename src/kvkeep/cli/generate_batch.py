@@ -19,6 +19,7 @@ from kvkeep import budget as budgets
 from kvkeep.batch.input import InputLine, digest, read_lines, reason_of
 from kvkeep.batch.output import LAYOUT, OutputFile
 from kvkeep.batch.survey import Judge, Survey, TokenCounts, foreign, problem, remove_bad, write_bad
+from kvkeep.cache.layer_layout import default_budget
 from kvkeep.cli import console, distributed
 from kvkeep.cli.cluster import ended_with_its_cluster, interruptible
 from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again
@@ -41,7 +42,6 @@ from kvkeep.models.load import join_processes, process_group, quiet
 from kvkeep.models.prepare import weight_layout
 from kvkeep.models.tokenization import Writer
 from kvkeep.parameters import MAX_TOKENS
-from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse as parse_policy
 from kvkeep.policies.registry import spec

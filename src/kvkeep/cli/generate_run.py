@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvkeep import budget as budgets
 from kvkeep import engine as engines
-from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.layer_layout import Layout, default_budget
 from kvkeep.cli import console
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.generate import GenerateOptions, GenerationOptions, word_of_prompt
@@ -42,7 +42,6 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, process_group, quiet, watched
 from kvkeep.pins import Spans
-from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec
 from kvkeep.result_files import in_full

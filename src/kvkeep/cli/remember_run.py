@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from kvkeep import budget as budgets
-from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, with_source, writer_of
@@ -29,7 +29,6 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet, watched
 from kvkeep.models.tokenization import Opening, Writer, check_length, noted, opened
-from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse, spec
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.attention_probe import keeps_states
-from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.layer_layout import Layout, default_budget
 from kvkeep.errors import InputError, PolicyError, UnsupportedModelError
 from kvkeep.explain import runs
 from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
@@ -23,7 +23,6 @@ from kvkeep.models.generation_config import ends_of
 from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.support import unwrapped
 from kvkeep.models.tokenization import SEPARATOR, check_length, encode, opened
-from kvkeep.planning.plan import default_budget
 from kvkeep.policies import DEFAULT, LATER
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
