@@ -111,7 +111,7 @@ def python(code: str, model: str) -> str:
     """Return a piece of a page's Python with the model in the place of the page's, and with small numbers."""
     for hub_name in HUB_NAMES:
         code = code.replace(f'"{hub_name}"', repr(model))
-    code = code.replace("kvkeep.load()", f"kvkeep.load({model!r})")
+    code = code.replace("kvkeep.load()", f"kvkeep.load({model!r})").replace('model="embedded"', f"model={model!r}")
     for long, short in SHORTER.items():
         code = code.replace(long, short)
     return code

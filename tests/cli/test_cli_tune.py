@@ -190,6 +190,16 @@ def test_a_quick_search_has_a_folder_of_its_own_and_few_documents(tmp_path, answ
     assert len(answers) <= 12
 
 
+def test_a_single_document_is_a_table_too(tmp_path, answers):
+    few = ("--context", 400, "--facts", 4, "--limit", 1, "--policies", "leverage", "--budgets", "12,20", "--no-plots")
+    said = tune(*few, "-o", tmp_path / "out", "--json").stdout
+    found = json.loads(said, parse_constant=pytest.fail)  # NaN is no JSON
+    assert (found["promises"], found["chosen"]["at_least"]) == (False, None)
+    tomllib.loads((tmp_path / "out" / "kvkeep.toml").read_text())
+    said = " ".join(tune(*few, "-o", tmp_path / "out").stdout.split())
+    assert "4 questions cannot promise 0.98: it takes 200 questions about 50 texts" in said
+
+
 def test_a_weak_model_is_noted(mine, tmp_path, monkeypatch):
     monkeypatch.setattr(
         measure.Answers, "run", lambda self, writer, arm, budget, units: ["01"[unit % 2] for unit in units]

@@ -20,7 +20,7 @@ from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
 from kvkeep.cli.chat_sessions import ChatSession
-from kvkeep.cli.generate_run import SavedMemory, engine_for, find_model, sampling_of, with_memory_settings
+from kvkeep.cli.generate_run import SavedMemory, engine_for, find_model, sampling_of, title_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
 from kvkeep.cli.options import adapter_words
@@ -32,7 +32,7 @@ from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, quiet
+from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import check_system
 from kvkeep.policies.registry import parse
 
@@ -245,7 +245,7 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
     check_folders(request.adapter)
-    console.progress(f"loading {request.model or embedded()} …")
+    console.progress(f"loading {title_of(request.model)} …")
     checkpoint = find_model(request, memory)
     if request.system is not None:
         check_system(checkpoint, request.system)

@@ -161,7 +161,7 @@ class Heartbeat:
         self._running.reset(self._before)
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout=1)  # it may wait for a reader of a full pipe, for ever
 
     @classmethod
     @contextmanager

@@ -116,7 +116,7 @@ class SavedMemory:
         if not named:
             raise SnapshotError(
                 f"No MODEL was given, and {self.file} was made with {made.model}. That is not "
-                f"{_title(self.source)}, or has changed. Give the MODEL that it was made with."
+                f"{title_of(self.source)}, or has changed. Give the MODEL that it was made with."
             )
         raise SnapshotError(
             f"{self.file} is a memory of the model {made.model}, and {checkpoint.name} has another configuration. "
@@ -143,8 +143,8 @@ def find_model(request: GenerationOptions, memory: SavedMemory | None) -> Checkp
     name = request.model or embedded()
     if memory is not None and not request.names_model and request.allow_pickle:
         raise InputError(
-            f"--allow-pickle is for a model that you name, and {memory.file} names {_title(request.model)}. Give that "
-            "as the MODEL if you trust its files."
+            f"--allow-pickle is for a model that you name, and {memory.file} names {title_of(request.model)}. Give "
+            "that as the MODEL if you trust its files."
         )
     try:
         checkpoint = find(name, allow_pickle=request.allow_pickle)
@@ -152,7 +152,7 @@ def find_model(request: GenerationOptions, memory: SavedMemory | None) -> Checkp
         if memory is None or request.names_model:
             raise
         raise ModelFileError(
-            f"No MODEL was given, and {memory.file} was made with {_title(request.model)}. {error} Give the MODEL by "
+            f"No MODEL was given, and {memory.file} was made with {title_of(request.model)}. {error} Give the MODEL by "
             "the name that it has now."
         ) from error
     if memory is not None:
@@ -160,7 +160,7 @@ def find_model(request: GenerationOptions, memory: SavedMemory | None) -> Checkp
     return checkpoint
 
 
-def _title(model: str | None) -> str:
+def title_of(model: str | None) -> str:
     """Return the name of a model for a message."""
     return model or "the embedded model"
 
@@ -348,7 +348,7 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     checked_guard(request.guard)
     check_weights(request)
     check_folders(request.adapter)
-    console.progress(f"loading {request.model or embedded()} …")
+    console.progress(f"loading {title_of(request.model)} …")
     checkpoint = find_model(request, memory)
     prompt = _encode(checkpoint, request) if memory is None else request.prompt
     pins = system_spans(checkpoint, messages_of(request)) if request.pin_system else ()

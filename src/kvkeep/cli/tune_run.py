@@ -27,7 +27,7 @@ from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.weight_hash import fingerprint
-from kvkeep.result_files import as_text, command
+from kvkeep.result_files import as_text, command, finite
 from kvkeep.version import __version__
 
 _PURPOSE = "Give some text to plant facts in, or leave --text out for the package's own."
@@ -140,7 +140,7 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
         _write(request, plan, result, records)
     if request.json:
         told = {"output": str(request.output), "config": None if chosen is None else str(request.output / config.NAME)}
-        console.write_json({**told, "case": plan.case, **report.everything(result, plan.full_bytes)})
+        console.write_json(finite({**told, "case": plan.case, **report.everything(result, plan.full_bytes)}))
     else:
         _print(plan, result)
     if chosen is None:
