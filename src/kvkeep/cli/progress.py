@@ -100,17 +100,16 @@ class ProgressBar:
     def describe(self) -> str:
         """Return how far the work is, as one line of text: what it is, how much is done, and the time left."""
         task = next(task for task in self._drawn.tasks if task.id == self._line)
-        said = [task.fields["note"]] if task.fields["note"] else []
+        said, spent_s = [task.fields["note"]] if task.fields["note"] else [], time.monotonic() - self._begun_s
         if task.total and task.completed:
             if "count" in self._parts:
                 said.append(f"{task.completed:g} of {task.total:g}")
             elif "percent" in self._parts:
                 said.append(f"{task.completed / task.total:.0%}")
-            if "left" in self._parts or "bare left" in self._parts:
-                spent_s = time.monotonic() - self._begun_s
+            if task.completed < task.total and {"left", "bare left"} & {*self._parts}:
                 said.append(console.show_time_left(spent_s * (task.total - task.completed) / task.completed))
         if not said:
-            said = [f"{console.show_seconds(time.monotonic() - self._begun_s)} so far"]
+            said = ["just begun" if spent_s < 1 else f"{spent_s:.0f} s so far"]
         return f"{task.description or 'working'}: {', '.join(said)}"
 
     def begin(self, text: str, total: int | float = 1.0) -> None:
