@@ -9,7 +9,8 @@ OLDEST_TRANSFORMERS ?= transformers==5.5.0
 # only beside the oldest transformers: so that quantised weights are tested, and their absence as well
 TORCHAO ?= torchao==0.18.0
 KVPRESS ?= kvpress==0.5.5
-LLAMA_CPP ?= llama-cpp-python==0.3.36
+LLAMA_CPP ?= 3.22.1
+OPENVINO ?= openvino-genai==2026.4.1.0
 # of the slow tests: 3/14 is the third of fourteen shares
 SHARE ?= 1/1
 # a process per core; each begins with its half of the files and then takes work from the other
@@ -160,7 +161,7 @@ fix: .venv/.installed  ## format and repair what can be repaired
 bench: .venv/.installed  ## every benchmark for CPUs in its short form, one after the other (docs/benchmarks.md)
 	@set -e; for file in $(filter-out bench/gpu%.py bench/real.py,$(wildcard bench/*.py)) "bench/latency.py --history"; do echo "== $$file"; $(BIN)/python $$file; done
 
-peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed  ## environments for the peers of the benchmarks
+peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed .venv-peer-openvino/.installed  ## environments for the peers of the benchmarks
 
 .venv-peer-kvpress/.installed:
 	$(PYTHON) -m venv .venv-peer-kvpress
@@ -168,11 +169,16 @@ peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed  ## environ
 	.venv-peer-kvpress/bin/pip install --quiet "$(KVPRESS)"
 	@touch $@
 
-# compiled on this machine: needs a C++ compiler, takes minutes
+# node and llama.cpp's binaries for this system alone: all that the package offers are 700 MB
+.venv-peer-llama_cpp/.installed: PLATFORM = $(shell node -p 'process.platform.replace("darwin", "mac") + "-" + process.arch')
 .venv-peer-llama_cpp/.installed:
-	$(PYTHON) -m venv .venv-peer-llama_cpp
-	.venv-peer-llama_cpp/bin/pip install --quiet "$(TORCH)"
-	.venv-peer-llama_cpp/bin/pip install --quiet gguf safetensors "$(LLAMA_CPP)"
+	npm install --prefix .venv-peer-llama_cpp --silent --ignore-scripts --omit=optional node-llama-cpp@$(LLAMA_CPP)
+	npm install --prefix .venv-peer-llama_cpp --silent --ignore-scripts --omit=optional --no-save @node-llama-cpp/$(PLATFORM)@$(LLAMA_CPP)
+	@touch $@
+
+.venv-peer-openvino/.installed:
+	$(PYTHON) -m venv .venv-peer-openvino
+	.venv-peer-openvino/bin/pip install --quiet "$(OPENVINO)"
 	@touch $@
 
 clean:  ## remove the environments and caches

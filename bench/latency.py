@@ -6,7 +6,7 @@
 
 All prompts of a cell come at the same moment. kvkeep reads them in chunks, the oldest prompt first, and rows that have
 their first token go on in between, as in generate_batch; transformers' generate reads them as one batch. Systems run in
-turn, each in a process of its own; kvpress and llama.cpp take one prompt, so they are asked with one row only. A repeat
+turn, each in a process of its own; kvpress takes one prompt, so it is asked with one row only. A repeat
 gives one number per column; the table shows the median over repeats, and the quartiles. A history is one prompt through
 one row, on the embedded model, or with --speed-model on the model of the other tables.
 """
@@ -66,8 +66,7 @@ def systems(rows: int, context: int, options: argparse.Namespace) -> list[System
         System("generate_batch", "transformers_batch", pages),
     ]
     press = {"press": "SnapKVPress", "budget": options.budget, "attention": "sdpa"}
-    single = [System("kvpress SnapKV", "kvpress", press), System("llama.cpp", "llama_cpp", chunk)]
-    return found if rows > 1 else [*found, *single]
+    return found if rows > 1 else [*found, System("kvpress SnapKV", "kvpress", press)]
 
 
 def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> dict:
@@ -182,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=positive, nargs="+", help="prompt tokens; 32768 is possible, too")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--budget", type=positive, default=1024)
-    parser.add_argument("--chunk", type=positive, default=512, help="prompt tokens per step of kvkeep and llama.cpp")
+    parser.add_argument("--chunk", type=positive, default=512, help="prompt tokens per step of kvkeep")
     parser.add_argument("--decode-every", type=positive, help="as in kvkeep.Engine; by default its default")
     parser.add_argument("--new", type=positive, default=32, help="tokens that are generated")
     parser.add_argument("--repeats", type=positive, help="runs of each system, in turn; by default 1, with --full 5")

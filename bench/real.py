@@ -2,29 +2,34 @@
 
     make real
     python bench/real.py ~/.cache/kvkeep-real-models/smollm2 ~/.cache/kvkeep-real-models/gemma3
+    python bench/real.py ~/.cache/kvkeep-real-models/smollm2.gguf      # beside llama.cpp and OpenVINO GenAI, too
     python bench/real.py MODEL --rows 1 8 32 --contexts 500 2000 8000 --repeats 5
 
 The prompts are pieces of kvkeep's own documentation, so that tokens are those of a text. Every system loads the same
-folder in the dtype of its weights, is given no option that a user would not know, and runs in a process of its own;
-systems run in turn. Peak is the memory of a process in a run, the model included. All rows' prompts come at the same
-moment.
+folder in the dtype of its weights, or the same GGUF file, is given no option that a user would not know, and runs in a
+process of its own; systems run in turn. All rows' prompts come at the same moment, so a row's time per token contains
+the reading of prompts that came later in the queue; a run ends with the last token of the last row. Peak is the memory
+of a process in a run, the model included. `make peers` installs the other systems.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from lib import counted, finish, kernel, positive, show
-from lib.cells import System, alternating, asked, leaving_out, ran, skipped
-from transformers import AutoConfig, AutoTokenizer
+from lib.cells import System, alternating, asked, leaving_out, middle, ran, skipped
 
+import kvkeep
+from kvkeep.models.checkpoint import Tokenizer
+from kvkeep.models.load import quiet
 from kvkeep.policies import DEFAULT
 
 BASE = "transformers"
-COLUMNS = ["system", "first token s", "ms per token", "tokens/s, all rows", f"per token vs {BASE}", "peak MB"]
+COLUMNS = ["system", "first token s", "ms per token", "run s", f"token, run vs {BASE}", "peak MB"]
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -37,57 +42,77 @@ def systems(rows: int, context: int, options: argparse.Namespace) -> list[System
         System("kvkeep 20%", "kvkeep", {**ours, "budget": max(1, whole // 5)}),
         System("kvkeep full", "kvkeep", {"policy": "full", "budget": whole, "chunk": None}),
         System(BASE, "transformers", {"rows": rows}),
+        System("llama.cpp", "llama_cpp", {}),
+        System("OpenVINO GenAI", "openvino", {}),
+        System("the same, evicting", "openvino", {"budget": min(options.budget, whole)}),
     ]
 
 
-def pieces(model: str, rows: int, context: int) -> list[list[int]]:
+def pieces(tokenizer: Tokenizer, rows: int, context: int) -> list[list[int]]:
     """Tokens of a text, a piece of it for each row."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")))
+    ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) < rows * context:
         raise SystemExit(f"The documentation has {len(ids)} tokens, too few for {rows} rows of {context}.")
     return [ids[row * context : (row + 1) * context] for row in range(rows)]
 
 
-def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> dict:
+def cell(model: str, loaded: LoadedModel, rows: int, context: int, options: argparse.Namespace) -> dict:
     """One table, and its numbers."""
-    config = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
-    dtype = str(config.dtype).removeprefix("torch.")
     work = {
         "model": model,
-        "dtype": dtype,
+        "dtype": loaded.dtype,
         "threads": options.threads,
-        "vocabulary": config.vocab_size,
+        "vocabulary": loaded.vocabulary,
         "requests": rows,
         "prompt_tokens": context,
         "new_tokens": options.new,
-        "texts": pieces(model, rows, context),
+        "texts": pieces(loaded.tokenizer, rows, context),
     }
     found = alternating(asked(systems(rows, context, options), options), work, options.repeats)
+    times = {name: (median(map(of_run, runs)), middle(runs, "seconds")) for name, runs in ran(found).items()}
     lines = []
-    per_token = {name: statistics.median(map(of_run, runs)) for name, runs in ran(found).items()}
     for name, runs in ran(found).items():
-        first = statistics.median(statistics.median(run["first_s"]) for run in runs)
-        peak = statistics.median(run["held_bytes"] + run["peak_bytes"] for run in runs) / 2**20
-        speed = 1000 * rows / per_token[name]
-        ratio = f"{per_token[BASE] / per_token[name]:.2f}x faster" if BASE in per_token else ""
-        lines.append([name, f"{first:.2f}", f"{per_token[name]:.1f}", f"{speed:.0f}", ratio, f"{peak:.0f}"])
-    title = (
-        f"{Path(model).name}, {dtype}: {counted(rows)} x {context} tokens + {options.new} new, {options.repeats} runs"
-    )
+        first = median(median(run["first_s"]) for run in runs)
+        peak = median(run["held_bytes"] + run["peak_bytes"] for run in runs) / 2**20
+        token, whole = times[name]
+        lines.append([name, f"{first:.2f}", f"{token:.1f}", f"{whole:.1f}", beside_base(times, name), f"{peak:.0f}"])
+    name = Path(model).name
+    title = f"{name}, {loaded.dtype}: {counted(rows)} x {context} tokens + {options.new} new, runs: {options.repeats}"
     show(title, COLUMNS, lines, skipped(found))
-    return {"model": Path(model).name, "dtype": dtype, "rows": rows, "context": context, "systems": found}
+    return {"model": name, "dtype": loaded.dtype, "rows": rows, "context": context, "systems": found}
+
+
+def beside_base(times: dict[str, tuple[float, float]], name: str) -> str:
+    """How many times faster than the base: a token, and the run."""
+    if BASE not in times:
+        return ""
+    return ", ".join(f"{base / own:.2f}x" for base, own in zip(times[BASE], times[name], strict=True))
 
 
 def of_run(run: dict) -> float:
     """The median time per token of a run, in ms."""
-    return 1000 * statistics.median(run["tpot_s"])
+    return 1000 * median(run["tpot_s"])
+
+
+class LoadedModel(NamedTuple):
+    """What is asked of a model before the systems load it themselves."""
+
+    tokenizer: Tokenizer
+    dtype: str
+    vocabulary: int
+
+
+def loaded(path: str) -> LoadedModel:
+    """Read a model, and forget its weights."""
+    with quiet():
+        model, tokenizer = kvkeep.load(path)
+    return LoadedModel(tokenizer, str(model.dtype).removeprefix("torch."), model.config.get_text_config().vocab_size)
 
 
 def main() -> None:
     parser = leaving_out(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="folders of pretrained models")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="folders of pretrained models, or GGUF files")
     parser.add_argument("--rows", type=positive, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=positive, nargs="+", default=[500, 2000], help="prompt tokens")
     parser.add_argument("--budget", type=positive, default=512, help="slots of the first line")
@@ -99,8 +124,9 @@ def main() -> None:
         parser.error("time per token needs at least two new tokens: --new is 2 or more")
     print(f"threads: {options.threads}, kvkeep's kernel: {kernel()}")
     cells = [
-        cell(model, rows, context, options)
+        cell(model, found, rows, context, options)
         for model in options.models
+        for found in [loaded(model)]
         for rows in options.rows
         for context in options.contexts
     ]

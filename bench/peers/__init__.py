@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-PEERS = ("kvkeep", "transformers", "transformers_batch", "kvpress", "llama_cpp")
+PEERS = ("kvkeep", "transformers", "transformers_batch", "kvpress", "llama_cpp", "openvino")
 
 Prompt = list[int]
 
@@ -27,7 +27,7 @@ class Work:
     """What a system is asked to do.
 
     Attributes:
-        model: folder with the configuration and the weights.
+        model: folder with the configuration and the weights, or a GGUF file.
         dtype: ``float32`` or ``bfloat16``, of weights, keys and values.
         threads: how many it may use.
         vocabulary: prompts are drawn from so many tokens.
@@ -68,6 +68,7 @@ class Outcome:
         tokens: the new tokens of every request that was finished.
         first_s: per request, from the start of the run to its first token; empty where it cannot be seen.
         tpot_s: per request, time per further token.
+        process: the process that holds the model; ``None``: this one.
     """
 
     rows: int
@@ -75,6 +76,7 @@ class Outcome:
     tokens: Sequence[Sequence[int]]
     first_s: Sequence[float] = ()
     tpot_s: Sequence[float] = ()
+    process: int | None = None
 
 
 Run = Callable[[list[Prompt], int], Outcome]

@@ -17,25 +17,26 @@ from pathlib import Path
 
 from peers import PEERS, Unavailable, Work
 
-PACKAGES = ("kvkeep", "torch", "transformers", "kvpress", "llama-cpp-python")
+PACKAGES = ("kvkeep", "torch", "transformers", "kvpress", "openvino-genai")
 
 WARMUP_REQUESTS, WARMUP_TOKENS = 2, 16
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+PROCESSES = Path("/proc")
 
 
-def resident_bytes(name: str) -> int:
-    """``VmRSS``, what the process holds, or ``VmHWM``, its peak; without /proc the peak alone is known."""
-    if not STATUS.exists():
+def resident_bytes(name: str, process: int | str = "self") -> int:
+    """``VmRSS``, what a process holds, or ``VmHWM``, its peak; without /proc the peak alone is known."""
+    if not PROCESSES.exists():
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name + ":"))
+    lines = (PROCESSES / str(process) / "status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(name + ":"))
     return int(line.split()[1]) * 1024
 
 
-def forget_peak() -> None:
+def forget_peak(process: int | str = "self") -> None:
     """Let the peak begin again from what is held now: loading the model may have needed more."""
-    if CLEAR.exists():
-        CLEAR.write_text("5")
+    if PROCESSES.exists():
+        (PROCESSES / str(process) / "clear_refs").write_text("5")
 
 
 def versions() -> Iterator[tuple[str, str]]:
@@ -50,9 +51,9 @@ def measure(name: str, work: Work) -> dict[str, object]:
     try:
         run = importlib.import_module(f"peers.{name}").load(work)
         prompts = work.prompts()
-        run([prompt[:WARMUP_TOKENS] for prompt in prompts[:WARMUP_REQUESTS]], 2)
-        forget_peak()
-        before = resident_bytes("VmRSS")
+        process = run([prompt[:WARMUP_TOKENS] for prompt in prompts[:WARMUP_REQUESTS]], 2).process or "self"
+        forget_peak(process)
+        before = resident_bytes("VmRSS", process)
         done = run(prompts, work.new_tokens)
     except Unavailable as reason:
         return {"skipped": str(reason)}
@@ -67,7 +68,7 @@ def measure(name: str, work: Work) -> dict[str, object]:
         "first_s": list(done.first_s),
         "tpot_s": list(done.tpot_s),
         "held_bytes": before,
-        "peak_bytes": max(0, resident_bytes("VmHWM") - before),
+        "peak_bytes": max(0, resident_bytes("VmHWM", process) - before),
         "sample": list(done.tokens[0][:32]),
     }
 

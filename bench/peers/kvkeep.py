@@ -22,7 +22,10 @@ from peers import Outcome, Prompt, Run, Unavailable, Work
 
 def load(work: Work) -> Run:
     torch.set_num_threads(work.threads)
-    model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).eval()
+    if work.model.endswith(".gguf"):
+        model, _ = kvkeep.load(work.model)
+    else:  # models for speed have no tokenizer, without which kvkeep loads none
+        model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).eval()
     prepare_for_rows(model, work.requests)
     options = work.options
 

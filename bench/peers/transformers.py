@@ -1,11 +1,13 @@
 """transformers: ``generate`` in batches of equal prompts, and its caches, filled without feeding a prompt.
 
-Options: ``rows`` (the batch), ``chunk`` (``prefill_chunk_size``, ``None``: whole prompts).
+Options: ``rows`` (the batch), ``chunk`` (``prefill_chunk_size``, ``None``: whole prompts). Of a GGUF file it makes a
+model of unpacked weights.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -33,7 +35,10 @@ class Clock(StoppingCriteria):
 
 def load(work: Work) -> Run:
     torch.set_num_threads(work.threads)
-    model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).eval()
+    place = Path(work.model)
+    source = {"gguf_file": place.name} if place.suffix == ".gguf" else {}
+    folder = place.parent if source else place
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, work.dtype), **source).eval()
     rows, chunk = work.options["rows"], work.options.get("chunk")
     chunked = {} if chunk is None else {"prefill_chunk_size": chunk}
 

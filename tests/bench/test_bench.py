@@ -78,7 +78,7 @@ def here(monkeypatch):
     """Peers run in this process; continuous batching, which starts threads, and kvpress are not there."""
     cells, child = import_module("lib.cells"), import_module("peers.__main__")
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "openvino", None)
 
     def measure(system, work):
         if system.peer == "transformers_batch":
@@ -134,7 +134,9 @@ def test_real(monkeypatch, capsys, here):
     *lines, last = capsys.readouterr().out.splitlines()
     (cell,) = json.loads(last)["cells"]
     assert max(map(len, lines)) <= 100
-    assert [*cell["systems"]] == ["kvkeep 8", "kvkeep 20%", "kvkeep full", "transformers"]
+    ours = ["kvkeep 8", "kvkeep 20%", "kvkeep full"]
+    assert [*cell["systems"]] == [*ours, "transformers", "llama.cpp", "OpenVINO GenAI", "the same, evicting"]
+    assert "skipped" in cell["systems"]["OpenVINO GenAI"][0]
     full, theirs = (cell["systems"][name][0]["sample"] for name in ("kvkeep full", "transformers"))
     assert full == theirs
 
@@ -369,8 +371,7 @@ def test_latency(monkeypatch, capsys, here):
     words = ["--rows", "1", "2", "--contexts", "12", "--new", "3", "--budget", "16", "--chunk", "5"]
     text, data = run("latency", monkeypatch, capsys, *words)
     one, two = data["cells"]
-    assert "skipped" in one["systems"]["llama.cpp"][0]
-    assert set(one["systems"]) - set(two["systems"]) == {"kvpress SnapKV", "llama.cpp"}  # they take one prompt
+    assert set(one["systems"]) - set(two["systems"]) == {"kvpress SnapKV"}  # it takes one prompt
     assert "generate_batch: not in this test" in text
     for cell in (one, two):
         (ours,), (dense,), (theirs,) = (cell["systems"][k] for k in ("kvkeep h2o 16", "kvkeep full", "transformers"))
