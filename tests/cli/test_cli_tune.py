@@ -187,7 +187,29 @@ def test_a_quick_search_has_a_folder_of_its_own_and_few_documents(tmp_path, answ
     assert "cannot promise" in " ".join(result.stdout.split())
     assert Config.read(tmp_path / "tuned-quick" / "kvkeep.toml").policy in ("leverage", "tova")
     assert {unit for _, _, units in answers for unit in units} == set(range(4))
-    assert len(answers) <= 12
+    assert len(answers) <= 16
+
+
+def test_a_first_look_in_which_nothing_reaches_the_target_is_no_error(tmp_path, answers):
+    few = (
+        "--quick",
+        "--policies",
+        "tova",
+        "--context",
+        500,
+        "--budgets",
+        "12,20",
+        "--no-plots",
+        "-o",
+        tmp_path / "out",
+    )
+    result = tune(*few)
+    assert "below it" in result.stdout
+    assert "No budget keeps 0.98 of the full cache's quality. The best was tova at 20" in " ".join(
+        result.stderr.split()
+    )
+    assert json.loads(tune(*few, "--json").stdout)["config"] is None
+    assert not (tmp_path / "out" / "kvkeep.toml").exists()
 
 
 def test_a_single_document_is_a_table_too(tmp_path, answers):

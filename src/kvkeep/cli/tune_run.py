@@ -130,7 +130,7 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
     """Print the table, draw the curve, write the settings, and print the answer.
 
     Raises:
-        InputError: no budget reaches the target.
+        InputError: no budget reaches the target, and the documents would have sufficed to show it.
     """
     drawn = _draw(request, plan, result)
     if (note := report.weakness(result)) is not None:
@@ -143,9 +143,11 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
         console.write_json(finite({**told, "case": plan.case, **report.everything(result, plan.full_bytes)}))
     else:
         _print(plan, result)
-    if chosen is None:
+    if chosen is None and result.promises:
         raise InputError(report.failure(result))
-    if not request.json:
+    if chosen is None:
+        console.note(report.failure(result))
+    elif not request.json:
         console.out().print(console.with_flags(report.answer(result, plan.full_bytes)), soft_wrap=False)
         file = request.output / config.NAME
         shown = {"settings": str(file), **({"curve": str(drawn)} if drawn else {})}

@@ -456,7 +456,8 @@ def sizes_of(measure: Measure, target: float, limits: Limits = LIMITS) -> Sizes:
     # as many documents as have the questions that are asked for, rounded up
     documents = int(-(-(limits.given or limits.questions) // measure.per_unit))
     if not limits.apart:
-        return _together(documents if measure.count is None else min(documents, measure.count))
+        documents = documents if measure.count is None else min(documents, measure.count)
+        return Sizes((documents,), (0, documents))  # so few that every policy can be measured on all
     searched = max(1, round(min(_SEARCHED, limits.given or _SEARCHED) / measure.per_unit))
     if measure.count is None:
         return _split(searched, searched + documents)
