@@ -89,6 +89,7 @@ ONE_ROOM = {
     "pyarrow": {"scale"},
     "typer": {"cli"},
     "rich": {"cli"},
+    "prompt_toolkit": {"cli"},
 }
 
 

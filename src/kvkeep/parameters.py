@@ -32,6 +32,7 @@ class Parameter:
         excludes_least: whether the least value itself is outside.
         metavar: stands for the value on the pages of help.
         words: values that a shell proposes.
+        takes_flag: whether true and false, for a rule of kvkeep's own and for none, may stand for the value.
         rare: whether few people need it, so that a page of help shows it on demand only.
     """
 
@@ -45,11 +46,14 @@ class Parameter:
     excludes_least: bool = False
     metavar: str | None = None
     words: tuple[str, ...] = ()
+    takes_flag: bool = False
     rare: bool = False
 
     @property
     def json_types(self) -> tuple[type, ...]:
         """Return the types that the parameter's value may have in JSON."""
+        if self.takes_flag:
+            return (bool, self.kind)
         return (int, float) if self.kind is float else (self.kind,)
 
     def allows(self, number: int | float) -> bool:
@@ -162,6 +166,19 @@ SEED = Parameter(
     most=2**63 - 1,
     metavar="N",
 )
+REPETITION_DETECTION = Parameter(
+    name="repetition_detection",
+    kind=dict,
+    help="End a text that repeats itself: on, off, or a rule such as "
+    "max_pattern_size=64,min_count=4,min_repeated_tokens=100.",
+    group=SAMPLING,
+    metavar="RULE",
+    words=("on", "off"),
+    takes_flag=True,
+    rare=True,
+)
+REPETITION_RULE = {"max_pattern_size": 256, "min_count": 3, "min_repeated_tokens": 200}
+"""The rule that ``on`` and ``true`` stand for. Tables of zeros, empty cells and rulers are mostly shorter."""
 STOP_TOKEN_IDS = Parameter(
     name="stop_token_ids", kind=list, help="More tokens that end the text.", group=SAMPLING, default=()
 )
@@ -233,6 +250,7 @@ SAMPLING_PARAMETERS = {
         FREQUENCY_PENALTY,
         LOGIT_BIAS,
         SEED,
+        REPETITION_DETECTION,
     )
 }
 """How tokens are chosen, and how many: the fields of `kvkeep.engine.sampling_params.SamplingParams`."""

@@ -22,6 +22,11 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.errors import InputError
 from kvkeep.models import fused_modules
 from kvkeep.policies import DEFAULT
+from kvkeep.policies.registry import parse as parse_policy
+from kvkeep.policies.registry import spec
+
+POLICY = spec(parse_policy(DEFAULT))
+"""The default policy, as files have it."""
 
 
 @pytest.fixture
@@ -72,7 +77,7 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path)
         (("--budget", 23), "written with budget=24, and this job has budget=23"),
         (("--temperature", 0.5), "written with the default temperature, and this job has temperature=0.5"),
         (("--max-new-tokens", 7), "max_new_tokens=7"),
-        (("--policy", "tova"), f'policy="{DEFAULT}", and this job has policy="tova"'),
+        (("--policy", "tova"), f'policy="{POLICY}", and this job has policy="tova"'),
         (("--prefill-chunk", 4), "prefill_chunk=4"),
         (("--positions", "slot"), 'positions="slot"'),
         (("--layer-budget", "ramp:0.1"), 'layer_budget="ramp:0.1"'),
@@ -82,7 +87,7 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path)
 )
 def test_a_job_does_not_go_on_with_other_settings(ten, tmp_path, options, words):
     target = tmp_path / "out.jsonl"
-    made_by = {"format": 3, "model": "embedded", "policy": DEFAULT, "budget": 24}
+    made_by = {"format": 3, "model": "embedded", "policy": POLICY, "budget": 24}
     write(target, {"id": 0, COMPLETION: {"line": 1, "digest": "x", "made_by": made_by}})
     before = target.read_bytes()
     given = {"--budget": 24, **dict([options if len(options) == 2 else (options[0], "")])}
@@ -97,7 +102,7 @@ def test_a_completion_says_what_it_was_made_with(tmp_path):
     target = tmp_path / "out.jsonl"
     assert run("-i", source, "-o", target, "--budget", 20, "--seed", 3, "-n", 4).exit_code == 0
     one, two = (completions(target)[line][COMPLETION] for line in (1, 2))
-    settings = {"format": 3, "model": "embedded", "policy": DEFAULT, "budget": 20, "seed": 3, "max_new_tokens": 4}
+    settings = {"format": 3, "model": "embedded", "policy": POLICY, "budget": 20, "seed": 3, "max_new_tokens": 4}
     layout = one["made_by"].pop("weight_layout")
     assert [type(one) for one in layout] == [bool, bool]
     assert two["made_by"].pop("weight_layout") == layout
@@ -105,6 +110,24 @@ def test_a_completion_says_what_it_was_made_with(tmp_path):
     assert (len(weights), two["made_by"].pop("weights")) == (16, weights)
     assert one["made_by"] == two["made_by"] == settings
     assert (one["options"], two.get("options")) == (options, None)
+
+
+def test_a_repetition_ends_the_lines_that_ask_for_it(tmp_path):
+    rule = {"max_pattern_size": 1, "min_count": 3}
+    lines = [
+        {"prompt": "Hello", "options": {"logit_bias": {"50": 100}, **own}}
+        for own in ({}, {"repetition_detection": rule})
+    ]
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    words = ["-i", source, "-o", target, "--budget", 20, "-n", 9]
+    assert run(*words, "--repetition-detection", "max_pattern_size=1,min_count=5").exit_code == 0
+    ended = {line: found[COMPLETION] for line, found in completions(target).items()}
+    assert [(ended[line]["finish_reason"], ended[line]["new_tokens"]) for line in (1, 2)] == [
+        ("repetition", 5),
+        ("repetition", 3),
+    ]
+    assert ended[1]["made_by"]["repetition_detection"]["min_count"] == 5
+    assert run(*words).exit_code == 2  # other settings
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""``kvkeep chat`` on a terminal: Ctrl-C stops an answer, the arrow keys bring lines back, Ctrl-D ends."""
+"""``kvkeep chat`` on a terminal: Ctrl-C stops an answer, a paste is one message, keys wait for an answer's end."""
 
 from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -17,6 +18,9 @@ import pytest
 import kvkeep
 
 LONG, SHORT = "20000", "3"
+STEERING = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
+"""What tells a terminal where to write."""
+PROMPT = "> "
 
 
 class Terminal:
@@ -26,6 +30,7 @@ class Terminal:
         self._leader, follower = pty.openpty()
         env = {**os.environ, "KVKEEP_SESSIONS": str(folder), "COLUMNS": "80", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
         env |= {"PYTHONPATH": os.pathsep.join(sys.path), "KVKEEP_BACKEND": "torch"}
+        env |= {"XDG_CACHE_HOME": str(folder.parent / "cache")}
         command = [sys.executable, "-m", "kvkeep", "chat", str(model), *words]
         self.process = subprocess.Popen(
             command,
@@ -37,7 +42,7 @@ class Terminal:
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would stay ignored
         )
         os.close(follower)
-        self.said = ""
+        self.said = self._rest = ""
 
     def see(self, text, timeout_s=120):
         """Read until a text is there, and return what was read with it."""
@@ -45,16 +50,24 @@ class Terminal:
         while text not in self.said:
             assert time.monotonic() < end, (text, self.said)
             if select.select([self._leader], [], [], 1.0)[0]:
-                self.said += os.read(self._leader, 4096).decode(errors="replace")
+                self._take(os.read(self._leader, 4096).decode(errors="replace"))
         before, _, self.said = self.said.partition(text)
         return before + text
+
+    def _take(self, text):
+        """Add what was read, as it looks. The prompt is written in two parts."""
+        text = self._rest + text
+        end = text.rfind("\x1b")
+        end = len(text) if end < 0 or STEERING.match(text, end) else end
+        self.said += STEERING.sub("", text[:end].replace(">\x08\x1b[2C", PROMPT)).replace("\x08", "")
+        self._rest = text[end:]
 
     def type(self, text):
         os.write(self._leader, text.encode())
 
     def interrupt(self):
-        """Press Ctrl-C, as the terminal passes it on."""
-        self.process.send_signal(signal.SIGINT)
+        """Press Ctrl-C, which a terminal passes on to all processes of the group."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def interrupt_until(self, text):
         """Press Ctrl-C, and read until a text is there. A signal between the prompt and the wait for keys is taken up
@@ -96,18 +109,32 @@ def model(tmp_path_factory):
 @pytest.mark.slow
 def test_keys(model, tmp_path):
     terminal = Terminal(model, tmp_path, "-n", LONG, "-s", "one")
-    assert "one, new" in terminal.see("Ctrl-D ends")
+    greeting = terminal.see("Ctrl-D ends")
+    assert "one, new" in greeting
+    assert "temperature   0: the likeliest token, always" in greeting
     terminal.see("> ")
     terminal.interrupt_until("Ctrl-D or /quit ends the conversation")
     terminal.see("> ")
     terminal.type("the quick fox\r")
-    terminal.see("the quick fox\r\n")
-    time.sleep(0.5)
+    terminal.see("the quick fox\r")
+    terminal.see("brown")
+    terminal.type("/memory\r")  # waits for the answer's end
     terminal.interrupt()
-    terminal.see("stopped; the conversation is as it was before this message")
+    said = terminal.see("stopped; the conversation keeps the answer so far")
+    assert "/memory" not in said
+    terminal.see("1 turn")
     terminal.see("> ")
     terminal.type("/rewind\r")
-    terminal.see("No turn can be taken back")
+    terminal.see("took back 1 turn")
+    terminal.type("/memory\r")
+    terminal.see("none yet")
+    terminal.see("> ")
+    terminal.type("the quick fox\r")
+    terminal.see("brown")  # answered as before
+    terminal.interrupt()
+    terminal.see("> ")
+    terminal.type("/rewind\r")
+    terminal.see("took back 1 turn")
     terminal.type("/memory\r")
     terminal.see("none yet")
     terminal.see("> ")
@@ -117,6 +144,20 @@ def test_keys(model, tmp_path):
     time.sleep(1)
     assert terminal.end() == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_paste_is_one_message(model, tmp_path):
+    terminal = Terminal(model, tmp_path, "-n", SHORT, "-s", "one")
+    terminal.see("> ")
+    lines = [f"line {number}" for number in range(24)]
+    terminal.type(f"\x1b[200~{os.linesep.join(lines)}\x1b[201~ why\r")
+    terminal.see("[pasted: 24 lines] why")
+    terminal.see("stopped after 3 tokens")
+    assert terminal.end() == 0
+    found = kvkeep.Snapshot.load(tmp_path / "one" / "memory.kvkeep")
+    assert [one["role"] for one in found.note["messages"]] == ["user", "assistant"]
+    assert found.note["messages"][0]["content"] == "\n".join([*lines[:-1], f"{lines[-1]} why"])
 
 
 @pytest.mark.slow
@@ -147,7 +188,7 @@ def test_ctrl_c_at_any_moment_keeps_the_conversation_whole(model, tmp_path):
     terminal.see("> ")
     for i in range(12):
         terminal.type(f"turn {i}\r")
-        terminal.see(f"turn {i}\r\n")
+        terminal.see(f"turn {i}\r")
         time.sleep(0.03 * i)
         terminal.interrupt()
         terminal.see("> ")

@@ -135,6 +135,12 @@ def test_a_conversation_without_a_name_gets_one(model):
     assert len(list(ChatFolder.of(None).names())) == 2
 
 
+def test_piped_messages_are_not_in_the_history(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chat(model, "-n", 2, said=["the fox"])
+    assert not (tmp_path / "cache").exists()
+
+
 def test_nothing_is_left_of_a_conversation_without_an_answer(model, tmp_path):
     assert chat(model, "-s", "one", said=["/help"]).stderr == ""
     assert list((tmp_path / "sessions").iterdir()) == []
@@ -428,7 +434,7 @@ def test_notes_that_no_conversation_has(note, model, tmp_path):
         (["--system", " "], "--system is empty"),
         (["--policy", "h3o"], "Did you mean 'h2o'?"),
         (["--budget", "0"], "--budget 0"),
-        (["--budget", "10%"], "is a share of no known length"),
+        (["--budget", "10%"], "is a share, and a conversation has no known length"),
         (["-n", "0"], "--max-new-tokens 0"),
     ],
     ids=str,

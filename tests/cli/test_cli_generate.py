@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -233,6 +234,14 @@ def test_chat_template_is_applied_unless_raw(chat_model: Path):
 def test_compare_with_a_budget_that_suffices():
     result = generate("-p", PROMPT, "-n", 4, "--compare")
     assert "none; all 4 tokens are equal" in result.stdout
+    assert "of the attention" not in result.stdout
+
+
+def test_compare_says_what_was_lost(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    said = generate("-p", PROMPT, "-b", 4, "-n", 6, "--policy", "h2o", "--compare").stdout.splitlines()
+    (line,) = [line for line in said if line.startswith("lost")]
+    assert re.search(r"% of the attention at the prompt's end, \S+ % in each new token's step", line)
 
 
 def test_compare_finds_the_first_difference():

@@ -44,7 +44,15 @@ def test_list_begins_with_three_to_start_from(monkeypatch: pytest.MonkeyPatch, w
     assert lines[2].endswith(DEFAULT)
     assert lines[7] == ""
     for policy in policies.STARTS.values():
-        assert kvkeep.spec(kvkeep.parse(policy)) == policy
+        assert registry.label(kvkeep.parse(policy)) == policy
+
+
+def test_show_says_what_a_short_name_stands_for():
+    shown = invoke("policies", "show", DEFAULT).stdout
+    assert f"{DEFAULT} stands for snapkv:decode=score,window=8,kernel=13,recent=64, the default of prompts" in shown
+    assert "stands for" not in invoke("policies", "show", "snapkv").stdout
+    asked = json.loads(invoke("policies", "show", "keydiff:later", "--json").stdout)["asked"]
+    assert asked == {"name": "keydiff:later", "options": "keydiff:recent=8,sinks=4"}
 
 
 @pytest.mark.parametrize("command", ["generate", "plan", "eval"])

@@ -124,13 +124,12 @@ def test_what_is_no_prompt_is_refused_in_one_sentence(asked, said, no_checked_an
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (7, "int is no list of requests"),
+        (7, r"int is no list of requests; .* Request\(messages"),
         (None, "NoneType is no list"),
         (b"text", "bytes is no list"),
         (CHAT[0], "dict is no list"),
-        (CHAT, r"put a conversation into a request: Request\(messages"),
+        (CHAT, r"is a single message.* Give the list of its messages, or Request\(messages"),
         ([1, 2, 3], r"1 is no text and no kvkeep.Request; .* Request\(prompt=ids\)"),
-        ([[1, 2, 3]], "no text and no kvkeep.Request"),
         (torch.tensor([1, 2]), "no text and no kvkeep.Request"),
         (["a", None], "None is no text"),
         (["a", " "], "empty text"),
@@ -141,6 +140,26 @@ def test_what_is_no_request_is_refused_in_one_sentence(asked, said, engine, no_c
     with pytest.raises(InputError, match=said):
         engine.generate(asked)
     assert not engine.busy
+
+
+@pytest.mark.parametrize("second", [Request(prompt=(4, 5)), "a text", [CHAT], {"temperature": 1}])
+def test_two_requests_without_a_list_are_refused(second, engine, no_checked_annotations):
+    for take in (engine.generate, engine.stream, lambda *both: list(engine.run(*both)), engine.add):
+        with pytest.raises(InputError, match=r"given as one list: engine\.generate\(\[first, second\]\)"):
+            list(take(Request(prompt=(1, 2)), second))
+    assert not engine.busy
+
+
+def test_a_list_may_have_texts_conversations_and_token_ids(engine, no_checked_annotations):
+    mixed = ["a text", CHAT, tuple(CHAT), (5, 6, 7), [5, 6, 7], torch.tensor([5, 6, 7]), Request(messages=CHAT)]
+    found = {place: result.prompt_tokens for place, result in engine.run(mixed, SHORT)}
+    chat = found.pop(1)
+    assert (found.pop(2), found.pop(6)) == (chat, chat)
+    assert [found.pop(place) for place in (3, 4, 5)] == [3, 3, 3]
+    assert list(found) == [0]
+    (result,) = engine.generate([CHAT], SHORT)
+    *_, last = engine.stream(CHAT, SHORT)
+    assert last.result.token_ids == result.token_ids
 
 
 @pytest.mark.parametrize("asked", ["Hello", Request(messages=CHAT), Request(prompt="Hello", raw=True)])

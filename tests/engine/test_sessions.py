@@ -70,6 +70,24 @@ def test_a_session_goes_on_where_it_was(policy, chunk):
         assert found == answers(TURNS, policy=policy, budget=budget, chunk=chunk)
 
 
+@pytest.mark.parametrize("heard", [1, 2])
+def test_an_answer_that_is_stopped_ends_with_its_next_token_and_is_kept(heard):
+    engine = engine_of()
+    whole, session = (engine.session().ask(TURNS[0], short()), engine.session())
+    assert not session.stop()
+    events = session.send(TURNS[0], short())
+    found = [next(events) for _ in range(heard)]
+    assert session.stop()
+    found += events
+    assert ids(found) == whole.token_ids[: heard + 1]
+    assert found[-1].result.finish_reason == "stop"
+    assert session.token_ids == TURNS[0] + ids(found)
+    assert not session.stop()
+    other = engine.session()
+    other.ask(TURNS[0], kvkeep.SamplingParams(max_new_tokens=heard + 1))
+    assert session.ask(TURNS[1], short()).token_ids == other.ask(TURNS[1], short()).token_ids
+
+
 def test_a_turn_says_what_was_read_again_and_what_was_not():
     engine = engine_of()
     session = engine.session()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -95,6 +96,16 @@ def test_a_system_that_sets_no_limit_answers_all_the_same(monkeypatch: pytest.Mo
     monkeypatch.setattr(resource, "setrlimit", refuse)
     limits_of.limit_memory(10**6)
     assert answer("a") == {"text": "a"}
+
+
+def test_ctrl_c_on_a_terminal_does_not_end_the_process():
+    """A terminal interrupts all processes of the group that it shows."""
+    process = SandboxProcess(Path(sandbox_render.__file__), 2**28)
+    line = json.dumps({"messages": MESSAGES, "chat_template": "{{ messages[0].content }}"})
+    assert process.ask(line, 30.0) == {"text": "Grüße"}
+    assert process._process is not None
+    assert os.getpgid(process._process.pid) != os.getpgid(0)
+    process.end()
 
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch):

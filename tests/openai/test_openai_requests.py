@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from kvkeep.batch.input import InputLine, parse
 from kvkeep.engine.detokenizer import TokenTexts
 from kvkeep.engine.request import Logprob
-from kvkeep.engine.sampling_params import SamplingParams
+from kvkeep.engine.sampling_params import RepetitionDetectionParams, SamplingParams
 from kvkeep.errors import InputError
 from kvkeep.models.load import embedded, find
 from kvkeep.openai.messages import ParameterError, ToolUse
 from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
 from kvkeep.openai.responses import answer, error
+from kvkeep.parameters import REPETITION_RULE
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, top_p=0.8, seed=4)
@@ -52,6 +53,12 @@ def request_of(url=CHAT, number=1, defaults=DEFAULTS, **body):
         ({"top_p": 1, "top_k": -1, "min_p": 0}, {"top_p": None}),
         ({"seed": 11}, {"seed": 11}),
         ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"repetition_detection": False}, {"repetition_detection": None}),
+        ({"repetition_detection": True}, {"repetition_detection": RepetitionDetectionParams(**REPETITION_RULE)}),
+        (
+            {"repetition_detection": {"max_pattern_size": 9, "min_count": 3}},
+            {"repetition_detection": RepetitionDetectionParams(max_pattern_size=9, min_count=3)},
+        ),
         ({"presence_penalty": 1, "frequency_penalty": -0.5}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}),
         ({"logit_bias": {"5": 1, "3": -100}}, {"logit_bias": ((3, -100.0), (5, 1.0))}),
         ({"temperature": None, "top_p": None, "seed": None, "max_tokens": None}, {}),
@@ -215,6 +222,9 @@ REFUSED = [
     ({"guard": "x"}, "guard", "not a number"),
     ({"guard": True}, "guard", "not a number"),
     ({"presence_penalty": 2.5}, "presence_penalty", "outside -2"),
+    ({"repetition_detection": "on"}, "repetition_detection", "an object"),
+    ({"repetition_detection": {"max_pattern_size": 9}}, "repetition_detection", "min_count=0 is no repetition"),
+    ({"repetition_detection": {"size": 9}}, "repetition_detection", "there is no 'size'"),
     ({"frequency_penalty": -3}, "frequency_penalty", "outside -2"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "in place of a token id"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),

@@ -14,7 +14,8 @@ from kvkeep.cli.eval import EvalOptions
 from kvkeep.cli.main import app
 from kvkeep.cli.plan import PlanOptions
 from kvkeep.planning.plan import plan
-from kvkeep.policies import DEFAULT
+from kvkeep.policies import DEFAULT, LATER
+from kvkeep.policies.registry import label
 
 
 @pytest.mark.parametrize("place", [kvkeep.BoundedCache, kvkeep.Engine, plan, PlanOptions])
@@ -35,8 +36,14 @@ def test_an_evaluation_measures_the_default():
     assert inspect.signature(EvalOptions).parameters["policies"].default.endswith(f",{DEFAULT}")
 
 
-def test_the_default_is_written_as_kvkeep_writes_it():
-    assert kvkeep.spec(kvkeep.parse(DEFAULT)) == DEFAULT
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(DEFAULT, "snapkv:decode=score,window=8,kernel=13,recent=64"), (LATER, "keydiff:recent=8,sinks=4")],
+)
+def test_people_read_a_short_name_and_files_have_the_options(name, options):
+    assert kvkeep.spec(kvkeep.parse(name)) == options
+    assert label(kvkeep.parse(name)) == label(options) == str(kvkeep.parse(options)) == name
+    assert len(name) <= 16
 
 
 def test_its_name_is_known_without_torch():
@@ -113,7 +120,7 @@ def test_it_answers_the_question_at_the_end_of_a_prompt(tmp_path):
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     right = {row["policy"]: row["score"]["right"] for row in json.loads(done.stdout)["rows"]}
-    assert right[DEFAULT] >= 7 > 4 >= right["h2o"]
+    assert right[kvkeep.spec(kvkeep.parse(DEFAULT))] >= 7 > 4 >= right["h2o"]
 
 
 @pytest.mark.slow

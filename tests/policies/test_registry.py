@@ -110,6 +110,14 @@ def test_every_preset_has_another_meaning_than_the_plain_name():
     assert named >= {"snapkv:late", "adakv:late", "pyramidkv:late", "keydiff:document"}
     for text in named:
         assert kvkeep.parse(text) != kvkeep.parse(text.partition(":")[0])
+        assert registry.label(kvkeep.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["h2o", "h2o:recent=32", "snapkv:window=8", "unknown:recent=3", "h2o:wrong=3", "no_such:Class"]
+)
+def test_other_policies_are_read_as_they_are_written(text):
+    assert registry.label(text) == text
 
 
 def test_a_policy_that_is_not_registered_has_no_name():

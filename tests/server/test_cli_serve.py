@@ -17,6 +17,7 @@ from kvkeep.cli import serve as command
 from kvkeep.cli.main import app
 from kvkeep.cli.serve import ServeOptions
 from kvkeep.errors import pip_install
+from kvkeep.server.errors import RefusalError
 from kvkeep.server.run import ServerAddress
 from kvkeep.server.settings import ServerSettings
 
@@ -174,6 +175,7 @@ def test_sigterm_drains_and_no_text_is_logged(tmp_path):
     log = err.read_text()
     assert re.search(r"127.0.0.1 everybody POST /v1/completions 200 \d", log)
     assert "secret" not in log
+    assert "a request without a temperature gets OpenAI's, 1, where kvkeep generate takes 0" in " ".join(log.split())
     assert "Traceback" not in log
     assert (tmp_path / "sessions" / "everybody--kept.kvkeep").exists()
 
@@ -205,6 +207,25 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
     finally:
         process.kill()
         process.join(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("/models/smollm2/", "smollm2"),
+        ("org/smollm2", "smollm2"),
+        ("C:\\m\\smollm2", "smollm2"),
+        ("mine", "mine"),
+        ("/", "/"),
+    ],
+)
+def test_a_model_answers_to_the_last_part_of_its_name(name, short):
+    settings = ServerSettings(name=name, adapters=("sql",))
+    for known in (name, short):
+        assert (settings.adapter_of(known), settings.adapter_of(f"{known}:sql")) == (None, "sql")
+    for unknown in (f"{short}:other", "models", "", f"x{short}"):
+        with pytest.raises(RefusalError):
+            settings.adapter_of(unknown)
 
 
 def test_the_command_and_the_library_have_the_same_defaults():

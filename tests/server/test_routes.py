@@ -114,6 +114,10 @@ def test_stop_bias_and_penalties(server):
     assert (stopped["text"], stopped["finish_reason"]) == (plain["text"].partition(word)[0], "stop")
     (token,) = server.post("/tokenize", {"prompt": " dog"}).json()["tokens"][-1:]
     assert server.complete(logit_bias={str(token): 100}).json()["choices"][0]["text"] == " dog" * 4
+    loop = {"logit_bias": {str(token): 100}, "repetition_detection": {"max_pattern_size": 3, "min_count": 3}}
+    for answer in (server.complete(**loop, max_tokens=9), server.chat(**loop, max_tokens=9)):
+        choice, count = answer.json()["choices"][0], answer.json()["usage"]["completion_tokens"]
+        assert (choice["finish_reason"], count) == ("repetition", 3)
     changed = server.complete(max_tokens=12, frequency_penalty=2, presence_penalty=2).json()["choices"][0]["text"]
     want = alone(
         "Once upon a time", raw=True, max_new_tokens=12, frequency_penalty=2.0, presence_penalty=2.0, temperature=0.0

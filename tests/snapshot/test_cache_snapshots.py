@@ -313,6 +313,12 @@ def test_reset_after_a_restore_begins_anew():
     assert torch.equal(feed(model(), again, tokens, 0, 25), want)
 
 
+def test_a_snapshot_names_the_options_of_a_preset_since_files_outlive_its_meaning():
+    session = Engine(model(), policy="keydiff:later", budget=20, rows=1).session()
+    session.ask(Request(prompt=range(3, 30), sampling=SamplingParams(max_new_tokens=2)))
+    assert session.snapshot().fingerprint.policy == "keydiff:recent=8,sinks=4"
+
+
 @pytest.mark.parametrize("fed", [False, True])
 def test_reset_gives_a_cache_its_own_pins_and_budget_back(fed):
     """A restored row brings its pins, and the budget that a guard of an engine has chosen."""

@@ -235,7 +235,7 @@ def _check(name: str, value: object) -> None:
     """
     if name not in _TYPES:
         raise InputError(f'there is no option "{name}"; there are {", ".join(sorted(_TYPES))}')
-    if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] != (bool,)):
+    if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and bool not in _TYPES[name]):
         raise InputError(f"its option {name}={json.dumps(value)} is no {_TYPES[name][-1].__name__}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise InputError(f"its option {name} is too large a number")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvkeep.cli import shell_completion
@@ -13,6 +14,7 @@ from kvkeep.cli.options import (
     MAX_NEW_TOKENS,
     NO_DEFAULT,
     POLICY,
+    REPETITION_DETECTION,
     check_one_adapter,
     option,
     parse_system,
@@ -81,6 +83,7 @@ class ChatOptions(GenerationOptions):
     )
     budget: int | None = option(BUDGET, help=f"{BUDGET.help} Default: 1024; under full 8192.", read=parse_budget)
     max_new_tokens: int = option(MAX_NEW_TOKENS, default=str(CHAT_MAX_NEW_TOKENS.default))
+    repetition_detection: bool | Mapping[str, int] = option(REPETITION_DETECTION, default="on", rare=False)
     json: bool = option(JSON, help="With --list: print one JSON object.")
 
     def checked(self) -> ChatOptions:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import difflib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from types import ModuleType
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -34,7 +33,10 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import check_system
-from kvkeep.policies.registry import parse
+from kvkeep.policies.registry import label, parse
+
+if TYPE_CHECKING:
+    from kvkeep.cli.chat_input import TypedMessages
 
 # The commands of a conversation: lines that begin with a slash.
 
@@ -43,9 +45,9 @@ class Quit(Exception):  # noqa: N818  no error
     """The user ends the conversation."""
 
 
-def is_command(line: str) -> bool:
-    """Return whether a line is a command. A message that begins with a slash has a space before it."""
-    return line.startswith("/")
+def is_command(message: str) -> bool:
+    """Return whether a message is a command: one line that begins with a slash, without a space before it."""
+    return message.startswith("/") and "\n" not in message
 
 
 def run(line: str, talk: ChatSession) -> None:
@@ -83,7 +85,11 @@ def _help(talk: ChatSession) -> None:
                 "1 of an earlier run",
                 "/fork [NAME]": "go on under another name; the conversation so far stays as it is",
                 "/quit": "end; Ctrl-D does the same",
-                "Ctrl-C": "stop an answer",
+                "Ctrl-C": "stop an answer, of which the conversation keeps what was said; clear what was typed",
+                "Alt-Enter": "begin a new line of the message; a paste is one message, too",
+                '"""': "on a line of its own: begin a message of several lines, and end it",
+                "arrow keys": "earlier messages",
+                "while it answers": "what is typed waits for the answer's end, and is then at the prompt",
             }
         )
     )
@@ -99,7 +105,7 @@ def _show_memory(talk: ChatSession) -> None:
     full = console.show_bytes(full_bytes(state))
     rows = {
         "conversation": f"{talk.place.name}, {console.count(talk.turns, 'turn')}",
-        "policy": f"{talk.session.policy}, budget {talk.session.budget}",
+        "policy": f"{label(talk.session.policy)}, budget {talk.session.budget}",
         "tokens": f"{state.seen} seen, {held:.4g} held per layer and head on average",
         "size": f"{console.show_bytes(state.nbytes)}; a full cache would take {full}",
     }
@@ -135,63 +141,24 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-# The user's lines: from a line editor on a terminal, otherwise from standard input.
-
-PROMPT = "> "
-_MOST_SAID = 500  # lines that the arrow keys bring back
-
-
-class Lines:
-    """The lines that a user types or pipes in.
-
-    Args:
-        said: earlier lines, which the arrow keys bring back.
+class PipedMessages:
+    """The lines of standard input, each a message.
 
     Attributes:
         on_terminal: whether a user types them.
     """
 
-    def __init__(self, said: Sequence[str] = ()) -> None:
-        self.on_terminal = sys.stdin.isatty()
-        self._said, self._number = said, 0
-        self._editor: ModuleType | None = None
+    on_terminal = False
 
-    def __enter__(self) -> Lines:
-        if self.on_terminal:
-            with suppress(ImportError):  # Windows
-                import readline
-
-                self._editor = readline
-                for line in self._said[-_MOST_SAID:]:
-                    readline.add_history(" ".join(line.split()))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._editor is not None:
-            self._editor.clear_history()
+    def __init__(self) -> None:
+        self._number = 0
 
     def read(self) -> str | None:
         """Return the next line, perhaps an empty one; ``None`` at the end of the input.
 
         Raises:
-            InputError: standard input is not UTF-8 text, and nobody can type another line.
+            InputError: the line is not UTF-8 text.
         """
-        return self._typed() if self.on_terminal else self._piped()
-
-    def _typed(self) -> str | None:
-        try:
-            return input(PROMPT)
-        except EOFError:
-            print()
-            return None
-        except KeyboardInterrupt:
-            print()
-            console.note("Ctrl-D or /quit ends the conversation")
-        except UnicodeDecodeError:
-            console.error("That line is not UTF-8 text; it was not sent.")
-        return ""
-
-    def _piped(self) -> str | None:
         raw = sys.stdin.buffer.readline()
         self._number += 1
         try:
@@ -289,37 +256,46 @@ def _hold(talk: ChatSession) -> None:
     Raises:
         KVKeepError: a message cannot be answered, and there is no terminal on which to try another one.
     """
-    with Lines(talk.said()) as lines:
-        if lines.on_terminal:
-            console.err().print(console.facts(talk.greeting()))
-        while _answer_next(lines, talk):
+    if not sys.stdin.isatty():
+        messages = PipedMessages()
+        while _answer_next(messages, talk):
+            pass
+        return
+    from kvkeep.cli.chat_input import TypedMessages, history_file
+
+    console.err().print(console.facts(talk.greeting()))
+    typed = TypedMessages(history_file())
+    with typed.keys_held_back():
+        while _answer_next(typed, talk):
             pass
 
 
-def _answer_next(lines: Lines, talk: ChatSession) -> bool:
-    """Read a line and do what it asks for; return ``False`` once the conversation ends.
+def _answer_next(messages: PipedMessages | TypedMessages, talk: ChatSession) -> bool:
+    """Read a message and do what it asks for; return ``False`` once the conversation ends.
 
-    On a terminal, errors and Ctrl-C end only this line.
+    On a terminal, errors and Ctrl-C end only this message.
 
     Raises:
-        KVKeepError: the line cannot be answered, and there is no terminal on which to try something else.
+        KVKeepError: the message cannot be answered, and there is no terminal on which to try something else.
     """
     try:
-        line = lines.read()
-        if line is None:
+        message = messages.read()
+        if message is None:
             return False
-        if is_command(line):
-            run(line, talk)
-        elif line.strip():
-            talk.answer(line.strip(), stoppable=lines.on_terminal)
+        if is_command(message):
+            run(message, talk)
+        elif message.strip():
+            # the first of several lines keeps its indentation
+            text = message.rstrip().lstrip("\n") if "\n" in message else message.strip()
+            talk.answer(text, stoppable=messages.on_terminal)
     except Quit:
         return False
     except KeyboardInterrupt:
-        if not lines.on_terminal:
+        if not messages.on_terminal:
             raise
         console.note("Ctrl-D or /quit ends the conversation")
     except KVKeepError as error:
-        if not lines.on_terminal:
+        if not messages.on_terminal:
             raise
         console.error(str(error))
     return True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from kvkeep.cli import console
@@ -18,8 +20,49 @@ from kvkeep.engine.request import Request, Result
 from kvkeep.engine.sampling_params import SamplingParams, whole_within
 from kvkeep.engine.session import MOST_STATE_BYTES, MOST_TURNS_BACK, Session, TurnStates
 from kvkeep.errors import InputError, KVKeepError
+from kvkeep.policies.registry import label
 from kvkeep.snapshot.file_format import described_layers, fingerprint_of, opened, read_header
 from kvkeep.snapshot.snapshot import Snapshot
+
+_ENDS = {
+    "length": "stopped after {} tokens, the most that --max-new-tokens allows",
+    "repetition": "stopped after {} tokens, since the answer repeats itself; --repetition-detection off lets it go on",
+}
+"""Notes on answers that the model has not ended, by the reason of their end."""
+
+
+def _temperature(number: float) -> str:
+    """Return a temperature and what it means."""
+    return f"{number:g}; tokens are drawn" if number else "0: the likeliest token, always; -t 0.8 draws"
+
+
+class _StopOnInterrupt:
+    """A context in which Ctrl-C stops the answer of a session, once it has begun. Before, it interrupts.
+
+    Args:
+        session: the session.
+
+    Attributes:
+        stopped: whether the answer was stopped.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self.stopped = session, False
+        self._before: Any = None
+
+    def __enter__(self) -> _StopOnInterrupt:
+        self._before = signal.signal(signal.SIGINT, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _stop(self, number: int, frame: object) -> None:
+        if self._session.stop():
+            self.stopped = True
+        elif not self.stopped:  # otherwise a second Ctrl-C, which may come after the last token
+            raise KeyboardInterrupt
+
 
 # A conversation in progress: its session, and the place where it is saved.
 
@@ -83,10 +126,6 @@ class ChatSession:
         """Return the memory before the last turn; ``None`` if it is not known, or was empty."""
         return self._states[-2] if self._states.turns else None
 
-    def said(self) -> list[str]:
-        """Return the user's earlier messages, for the line editor."""
-        return [message["content"] for message in self.session.messages if message["role"] == "user"]
-
     def greeting(self) -> dict[str, str]:
         """Return a description of the conversation, and how to find out more: name → text."""
         tokens = "" if self.state is None else console.count(self.state.seen, "token")
@@ -96,7 +135,8 @@ class ChatSession:
             what = f"{self.place.name}, new" + (f", after {tokens} of memory" if tokens else "")
         return {
             "conversation": what,
-            "policy": f"{self.session.policy}, budget {self.session.budget}",
+            "policy": f"{label(self.session.policy)}, budget {self.session.budget}",
+            "temperature": _temperature(self._sampling.temperature),
             "help": "/help; Ctrl-C stops an answer, Ctrl-D ends",
         }
 
@@ -105,27 +145,42 @@ class ChatSession:
 
         Args:
             message: the user's message.
-            stoppable: whether Ctrl-C stops the answer alone.
+            stoppable: whether Ctrl-C stops the answer alone, and the conversation keeps what was said until then.
 
         Raises:
             KVKeepError: the message cannot be answered, or the conversation cannot be saved.
         """
-        try:
-            result = self._stream(message)
-        except KeyboardInterrupt:
-            with Uninterrupted():  # the interrupt may have come at the end of the last step, after the turn's end
-                done = self._take_over()
-            if not stoppable:
-                raise
-            if not done:
-                console.note("stopped; the conversation is as it was before this message")
-            return
+        with _StopOnInterrupt(self.session) if stoppable else nullcontext() as stopping:
+            try:
+                result = self._answer(message)
+            except KeyboardInterrupt:
+                with Uninterrupted():
+                    has_ended = self._take_over()  # the interrupt may have come after the turn's end
+                if not stoppable:
+                    raise
+                if not has_ended:
+                    console.note(
+                        "stopped before the answer began; the conversation is as it was before this message, which the "
+                        "up arrow brings back"
+                    )
+                return
+            if stopping is not None and stopping.stopped:
+                console.note("stopped; the conversation keeps the answer so far, and /rewind takes it back")
+            elif result.finish_reason in _ENDS:
+                console.note(_ENDS[result.finish_reason].format(len(result.token_ids)))
+
+    def _answer(self, message: str) -> Result:
+        """Send a message, print the answer, and save the conversation.
+
+        Raises:
+            KVKeepError: the message cannot be answered, or the conversation cannot be saved.
+        """
+        result = self._stream(message)
         if result.finish_reason == "error":
             raise KVKeepError(f"The answer ends here, and the conversation is as it was before. {result.error}")
         with Uninterrupted():
             self._take_over()
-        if result.finish_reason == "length":
-            console.note(f"stopped after {len(result.token_ids)} tokens, the most that --max-new-tokens allows")
+        return result
 
     def _take_over(self) -> bool:
         """Store and save the session's memory if a turn has ended since the last call; return whether one has.
@@ -146,7 +201,7 @@ class ChatSession:
     def _stream(self, message: str) -> Result:
         result: Result | None = None
         begun = False
-        with console.streamed_text() as write:
+        with console.streamed_text(wraps=True) as write:
             for event in self.session.send(self._request(message)):
                 if piece := event.text if begun else event.text.lstrip():  # answers often begin with white space
                     write(piece)

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import traceback
@@ -19,6 +20,7 @@ from contextvars import ContextVar
 from typing import ParamSpec, get_type_hints
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -43,6 +45,8 @@ BEATS_S = (10.0, 20.0, 30.0, 60.0)
 
 _LONGEST = 300
 """Characters of a word in a message; the middle of a longer word is left out."""
+_TAB = 8
+"""Columns of a tab on a terminal."""
 _OUT_OF_MEMORY = "This machine has too little memory for that. Give it less to do at once, or free some memory."
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))  # all but tab and line break
 _ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
@@ -214,20 +218,83 @@ def write_text(text: str) -> None:
 
 
 @contextmanager
-def streamed_text() -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints pieces of text. At the end the last line is ended, also after an error."""
+def streamed_text(*, wraps: bool = False) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints pieces of text. At the end the last line is ended, also after an error.
+
+    Args:
+        wraps: whether a terminal gets line breaks between words.
+    """
     last = "\n"
+    wrap = _WordWrap() if wraps and sys.stdout.isatty() else None
 
     def write(piece: str) -> None:
         nonlocal last
-        write_text(piece)
-        last = piece
+        if piece := piece if wrap is None else wrap.add(printable(piece)):
+            write_text(piece)
+            last = piece
 
     try:
         yield write
     finally:
+        if wrap is not None and (rest := wrap.end()):
+            write_text(rest)
+            last = rest
         if not last.endswith("\n"):
             write_text("\n")
+
+
+class _WordWrap:
+    """Breaks a growing text between words at a terminal's edge. A word is held back until its end."""
+
+    def __init__(self) -> None:
+        self._column = 0
+        self._spaces = self._word = ""
+        self._has_begun = False  # whether a part of the word was shown already, since it is longer than a line
+
+    def add(self, piece: str) -> str:
+        """Return what can be shown with one more piece."""
+        return "".join(map(self._take, piece))
+
+    def end(self) -> str:
+        """Return the rest."""
+        return self._hand_out()
+
+    def _take(self, character: str) -> str:
+        if character == "\n":
+            shown = self._hand_out() + character
+            self._column, self._spaces, self._has_begun = 0, "", False
+        elif character in " \t":
+            shown = self._hand_out() if self._word else ""
+            self._spaces, self._has_begun = self._spaces + character, False
+        else:  # a line may be broken before and after a wide character, such as 語
+            is_wide = cell_len(character) > 1
+            shown = self._hand_out() if is_wide and self._word else ""
+            self._word += character
+            is_long = not is_wide and self._width(self._word) > self._edge
+            if is_wide or is_long:
+                shown += self._hand_out()
+                self._has_begun = is_long
+        return shown
+
+    def _hand_out(self) -> str:
+        """Return the word and the spaces before it, or a line break in place of these."""
+        spaces, word = self._spaces, self._word
+        if not word:
+            return ""
+        self._spaces = self._word = ""
+        after = self._column + self._width(spaces) + self._width(word)
+        if after > self._edge and self._column and not self._has_begun:
+            spaces, after = "\n", self._width(word)
+        self._column = (after - 1) % self._edge + 1 if after else 0  # the terminal breaks a word that is too long
+        return spaces + word
+
+    @property
+    def _edge(self) -> int:
+        """Return the number of the terminal's columns."""
+        return max(1, shutil.get_terminal_size().columns)
+
+    def _width(self, text: str) -> int:
+        return cell_len(text.expandtabs(_TAB))
 
 
 def printable(text: str) -> str:

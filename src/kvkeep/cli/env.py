@@ -15,7 +15,17 @@ from kvkeep.cli.options import Json
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.version import __version__
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "typer", "rich")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "huggingface_hub",
+    "typer",
+    "rich",
+    "prompt_toolkit",
+)
 
 
 @one_line_errors

@@ -150,12 +150,26 @@ def data_folder() -> Path:
     Raises:
         InputError: there is no such folder, because the user has no home.
     """
-    variable, below = {
+    return _user_folder("XDG_DATA_HOME", ".local/share", "Library/Application Support")
+
+
+def cache_folder() -> Path:
+    """Return the folder in which the system keeps what a user's programs can make again.
+
+    Raises:
+        InputError: there is no such folder, because the user has no home.
+    """
+    return _user_folder("XDG_CACHE_HOME", ".cache", "Library/Caches")
+
+
+def _user_folder(variable: str, below: str, below_on_mac: str) -> Path:
+    """Return the folder that a variable names, or the one below the user's home."""
+    named, below = {
         "win32": ("LOCALAPPDATA", "AppData/Local"),
-        "darwin": (None, "Library/Application Support"),
-    }.get(sys.platform, ("XDG_DATA_HOME", ".local/share"))
-    if variable and os.path.isabs(named := os.environ.get(variable, "")):
-        return Path(named)
+        "darwin": (None, below_on_mac),
+    }.get(sys.platform, (variable, below))
+    if named and os.path.isabs(folder := os.environ.get(named, "")):
+        return Path(folder)
     try:
         return Path("~").expanduser() / below
     except RuntimeError as error:

@@ -20,6 +20,7 @@ from kvkeep.cli.options import (
     NO_DEFAULT,
     POLICY,
     RAY_ADDRESS,
+    REPETITION_DETECTION,
     TEMPERATURE,
     CacheOptions,
     argument,
@@ -214,6 +215,7 @@ class GenerationOptions(CacheOptions):
     min_p: float | None = option(described(parameters.MIN_P))
     repetition_penalty: float = option(described(parameters.REPETITION_PENALTY))
     seed: int = option(described(parameters.SEED))
+    repetition_detection: bool | Mapping[str, int] = option(REPETITION_DETECTION)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,8 @@ from kvkeep.models.prepare import weight_layout
 from kvkeep.models.tokenization import Writer
 from kvkeep.parameters import MAX_TOKENS
 from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import label, spec
 from kvkeep.policies.registry import parse as parse_policy
-from kvkeep.policies.registry import spec
 from kvkeep.scale import remote_files
 from kvkeep.scale.cluster import check_ray
 from kvkeep.scale.remote_files import Destination, is_foreign_output
@@ -463,8 +463,8 @@ class _Job:
     def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
         """Print the policy, the budget, and the rows that hold the lines."""
         console.progress(
-            f"{spec(parse_policy(self.request.policy))}, budget {budget}: {each}{console.count(rows, 'row')} of "
-            f"{console.show_bytes(row_bytes)}"
+            f"{label(self.request.policy)}, budget {budget}: {each}{console.count(rows, 'row')} of "
+            f"{console.show_bytes(row_bytes)}; a line without a temperature gets {self.request.temperature:g}"
         )
 
 

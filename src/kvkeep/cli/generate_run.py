@@ -43,7 +43,7 @@ from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, process_group, quiet, watched
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import parse, spec
+from kvkeep.policies.registry import label, parse, spec
 from kvkeep.result_files import in_full
 from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_policy, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
@@ -320,7 +320,7 @@ class PreparedRequest:
     @property
     def name(self) -> str:
         """Return the policy as the user would write it."""
-        return spec(self.policy)
+        return label(self.policy)
 
     @property
     def position_mode(self) -> str:
@@ -379,6 +379,7 @@ def sampling_of(request: GenerationOptions) -> SamplingParams:
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         seed=request.seed,
+        repetition_detection=request.repetition_detection,
     )
 
 
@@ -436,11 +437,19 @@ def messages_of(request: GenerationOptions) -> list[dict[str, str]]:
 # The summary of a finished prompt, and notes on it.
 
 
+_ENDS = {
+    "stop": "the model ended its text",
+    "length": "stopped at --max-new-tokens",
+    "repetition": "stopped by --repetition-detection",
+}
+"""Why a text has ended, in words."""
+
+
 def summarise(job: PreparedRequest, result: Result) -> dict[str, str]:
     """Return the lines of the summary: name → text."""
     new = len(result.token_ids)
     speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
-    end = "the model ended its text" if result.finish_reason == "stop" else "stopped at --max-new-tokens"
+    end = _ENDS.get(result.finish_reason, "stopped")
     room = _budget(job, result) if job.policy.evicts else f"room for {console.count(job.budget, 'token')}"
     lost, read = _lost(result), result.prompt_tokens - result.cached_tokens
     after = f", after {console.count(result.cached_tokens, 'remembered token')}" if result.cached_tokens else ""
@@ -577,13 +586,13 @@ def measure(bounded: Sequence[int], full: Sequence[int], show_token: Callable[[i
     )
 
 
-def show(bounded: Side, full: Side, difference: TextDifference) -> None:
-    """Print both texts and the figures."""
+def show(bounded: Side, full: Side, difference: TextDifference, lost: str) -> None:
+    """Print both texts, the figures, and in words what the bounded cache has lost, if anything is known of that."""
     screen = console.out()
     screen.print(_texts(screen, bounded, full))
     screen.print(_figures(bounded, full))
     screen.print()
-    screen.print(console.facts(_verdict(bounded, full, difference)))
+    screen.print(console.facts(_verdict(bounded, full, difference) | ({"lost": lost} if lost else {})))
 
 
 def _texts(screen: Console, bounded: Side, full: Side) -> RenderableType:
@@ -782,8 +791,9 @@ def _serve_comparison(job: PreparedRequest) -> None:
         return
     left = Side(job.name, f"budget {bounded.budget}", bounded, bounded.memory_usage.allocated_bytes)
     right = Side("full cache", "keeps everything", full, full_bytes)
-    show(left, right, difference)
-    if job.policy.evicts and (reason := nothing_evicted(job, bounded)):
+    reason = nothing_evicted(job, bounded)
+    show(left, right, difference, "" if reason else _lost(bounded))
+    if job.policy.evicts and reason:
         console.note(f"{reason}.")
     remark(job, bounded)
 
@@ -794,7 +804,7 @@ def _describe(job: PreparedRequest) -> dict[str, object]:
         **({"adapter": next(iter(job.request.adapter))} if job.request.adapter else {}),
         "dtype": job.writer.dtype,
         "device": job.writer.device,
-        "policy": job.name,
+        "policy": spec(job.policy),
         "budget": job.budget,
         "prefill_chunk": job.request.prefill_chunk,
         "layer_budget": job.request.layer_budget or job.policy.defaults.layer_budget,

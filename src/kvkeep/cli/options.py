@@ -483,6 +483,23 @@ def parse_budgets(text: str | None, option: str) -> tuple[float | int, ...]:
     return () if text is None else tuple(parse_budget(item, option) for item in items(text, option))
 
 
+def parse_repetition_detection(text: str, option: str) -> bool | Mapping[str, int]:
+    """Return the rule by which a repetitive text ends; ``True`` and ``False`` for ``on`` and ``off``.
+
+    Raises:
+        InputError: the text is no rule.
+    """
+    if text in ("on", "off"):
+        return text == "on"
+    pairs = [item.partition("=")[::2] for item in items(text, option)]
+    if not all(name.strip() and value.strip().isdecimal() for name, value in pairs):
+        raise InputError(
+            f"{option} {text!r:.80} is no rule; give on, off, or numbers such as "
+            f"{','.join(f'{name}={value}' for name, value in parameters.REPETITION_RULE.items())}."
+        )
+    return {name.strip(): int(value[:20]) for name, value in pairs}
+
+
 def described(parameter: Parameter, **changes: Any) -> Option:
     """Return the option of a parameter.
 
@@ -564,6 +581,7 @@ KV_BITS = described(parameters.KV_BITS, read=parse_kv_bits)
 POSITIONS = described(parameters.POSITIONS, read=parse_positions)
 MAX_NEW_TOKENS = described(parameters.MAX_NEW_TOKENS, flags=("-n",), default="256", read=parse_tokens)
 TEMPERATURE = described(parameters.TEMPERATURE, flags=("-t",))
+REPETITION_DETECTION = described(parameters.REPETITION_DETECTION, default="off", read=parse_repetition_detection)
 MAX_ROWS = Option(
     help="Sequences that run at once. Default: 16, or what fits.", default=None, metavar="N", group=MEMORY
 )

@@ -19,7 +19,7 @@ from kvkeep.models.load import quiet
 from kvkeep.planning.bandwidth import BUFFER_BYTES, Bandwidth, measure_bandwidth, measure_products
 from kvkeep.planning.cost import Cost
 from kvkeep.planning.plan import Plan, Setting, name_of, plan
-from kvkeep.policies.registry import spec
+from kvkeep.policies.registry import label, spec
 
 # What ``kvkeep plan --measure`` finds out about a device: the speed of its memory, and of products with weights.
 
@@ -218,7 +218,7 @@ def _head(made: Plan, found: MeasuredDevice | None) -> dict[str, str]:
         f"{setting.weights_format}",
         "cache": f"{console.count(len(shape.layers), 'layer')}, {show_bytes(setting.token_bytes)} "
         f"per token in {name_of(setting.dtype)}",
-        "policy": f"{spec(setting.policy)}, budget {setting.budget}{_spread(made)}{_bits(setting)}",
+        "policy": f"{label(setting.policy)}, budget {setting.budget}{_spread(made)}{_bits(setting)}",
         "rows": f"{setting.context} tokens each, {_reading(setting)}",
     }
     if made.memory is not None:

@@ -19,7 +19,7 @@ from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.help import Command, Group
 from kvkeep.cli.options import Json
-from kvkeep.policies import DEFAULT
+from kvkeep.policies import DEFAULT, LATER
 
 _SECTIONS = ("Source", "Differs", "Fails when")
 
@@ -40,6 +40,13 @@ KINDS = {
     "to compare with": ("full", "topk_dynamic", "random"),
 }
 """What policies decide by → their names. Policies of other packages are listed last."""
+
+
+_ROLES = {
+    DEFAULT: ", the default of prompts",
+    LATER: ", the default of remembered texts and conversations, whose questions come later",
+}
+"""Policies that commands take where none is named."""
 
 
 class _ListByDefault(Group):
@@ -103,17 +110,21 @@ def show_policy(
     name: Annotated[
         str,
         typer.Argument(
-            help="Name of the policy, e.g. snapkv.", metavar="NAME", autocompletion=shell_completion.policies
+            help="Name of the policy, perhaps with a preset or options, e.g. snapkv:default.",
+            metavar="NAME",
+            autocompletion=shell_completion.policies,
         ),
     ],
     json: Json = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    from kvkeep.policies.registry import class_of, parse, split
+    from kvkeep.policies.registry import class_of, label, parse, spec, split
 
-    parse(name)  # an unknown name gets a suggestion, a wrong option its reason
-    name, _ = split(name)
-    entry = _describe(name, class_of(name))
+    asked = parse(name)  # an unknown name gets a suggestion, a wrong option its reason
+    kind, options = split(name)
+    entry = _describe(kind, class_of(kind))
+    if options.strip():
+        entry["asked"] = {"name": label(asked), "options": spec(asked)}
     if json:
         console.write_json(entry)
     else:
@@ -168,6 +179,10 @@ def _print(entry: dict[str, Any]) -> None:
     screen = console.out()
     screen.print(Text.assemble((entry["name"], "bold"), "  ", entry["summary"]))
     screen.print()
+    if asked := entry.get("asked"):
+        short = "" if asked["name"] == asked["options"] else f"{asked['name']} stands for "
+        screen.print(Text(f"{short}{asked['options']}{_ROLES.get(asked['name'], '')}", "bold"), soft_wrap=True)
+        screen.print()
     sections = {title: entry.get(title.lower().replace(" ", "_")) for title in _SECTIONS}
     screen.print(console.facts({title: body for title, body in sections.items() if body}))
     screen.print()

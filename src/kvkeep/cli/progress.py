@@ -243,7 +243,9 @@ def eval_progress(cells: int) -> Iterator[EvalBar]:
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.task} {cell.budget} {cell.policy}"
+    from kvkeep.policies.registry import label  # imports torch
+
+    return f"{cell.task} {cell.budget} {label(cell.policy)}"
 
 
 # The progress bar of a batch job, which moves with tokens.

@@ -30,7 +30,7 @@ from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet, watched
 from kvkeep.models.tokenization import Opening, Writer, check_length, noted, opened
 from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import parse, spec
+from kvkeep.policies.registry import label, parse, spec
 
 ROOM = 2048
 """Tokens of questions and answers for which a policy that keeps everything has room by default."""
@@ -165,7 +165,7 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
         console.facts(
             {
                 "text": f"{console.count(len(text.ids), 'token')} read in {console.show_seconds(seconds)}",
-                "policy": f"{spec(text.policy)}, budget {text.budget}; {writer.dtype} on {writer.device}",
+                "policy": f"{label(text.policy)}, budget {text.budget}; {writer.dtype} on {writer.device}",
                 "memory": f"{console.show_bytes(size)} in {request.output}; {full} in a full cache, {kept}",
             }
         )

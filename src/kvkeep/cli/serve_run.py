@@ -329,6 +329,7 @@ def _answer(place: ServerAddress, socket: Any, request: ServeOptions) -> Answeri
         def ready() -> None:
             size = f"{console.count(rows, 'conversation')} of {console.show_bytes(row_bytes)} at once{more}"
             console.err().print(f"{name} at {place.url(port)}/v1: {size}. Ctrl-C ends.", soft_wrap=True)
+            console.note("a request without a temperature gets OpenAI's, 1, where kvkeep generate takes 0")
 
         server = HttpServer(app, place, ready)
         settle()

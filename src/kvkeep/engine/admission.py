@@ -24,7 +24,7 @@ from kvkeep.engine.prompt_encoding import ConversationHistory, PromptEncoder
 from kvkeep.engine.request import Request, checked_guard, usable
 from kvkeep.engine.sampling_params import Biases, SamplingParams
 from kvkeep.engine.sequence import Sequence
-from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
+from kvkeep.errors import BudgetError, CapacityError, InputError, show_bytes
 from kvkeep.models.adapters import adapters_of, merged_into
 from kvkeep.models.checkpoint import Model, Tokenizer, position_limit
 from kvkeep.models.device import device_of
@@ -34,8 +34,7 @@ from kvkeep.models.support import placeholders
 from kvkeep.models.weight_hash import fingerprint
 from kvkeep.pins import Spans, end, spans
 from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import spec
-from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, policy_named, rule
+from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config, name_of_policy, policy_named, rule
 from kvkeep.snapshot.snapshot import Snapshot
 
 # Room for a request's tokens in its budget, and for one row in bytes.
@@ -268,14 +267,10 @@ class Identity:
             budget: tokens kept per layer and head.
             adapter: the adapter that runs.
         """
-        try:
-            policy = spec(layout.policy)
-        except PolicyError:  # it is not registered
-            policy = str(layout.policy)
         return Fingerprint(
             model=name_of_config(self.model.config),
             config=self._config,
-            policy=policy,
+            policy=name_of_policy(layout.policy),
             budget=budget,
             layer_budget=rule(layout.layer_budget),
             head_budget=layout.head_budget,

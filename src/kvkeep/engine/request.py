@@ -263,7 +263,7 @@ NAMES = cast(
 """Kinds as messages name them."""
 
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "repetition", "cancelled", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,8 +444,9 @@ class Result:
         token_ids: the new tokens, the end token included.
         text: the new tokens as text, without special tokens, a stop text, and the token that ended it, unless the
             request asks for them; empty without a tokenizer.
-        finish_reason: ``stop`` (the model or a stop text ended it), ``length``, ``cancelled``, or ``error`` (a step
-            failed; the tokens before it are there).
+        finish_reason: ``stop`` (the model, a stop text or `Session.stop` ended it), ``length``, ``repetition`` (it
+            repeated itself, see `SamplingParams`), ``cancelled``, or ``error`` (a step failed; the tokens before it
+            are there).
         prompt_tokens: length of the prompt.
         logprobs: one entry per new token, if asked for.
         queued_s: time from the request's arrival until it got a row.
@@ -515,33 +516,41 @@ def last_result(events: Iterable[Event]) -> Result:
 
 # The arguments of the engine's callers: requests, texts that become requests, and policies.
 
-Asked: TypeAlias = "Request | str"
-"""A request, or a text that becomes one."""
+Asked: TypeAlias = "Request | str | Sequence[int] | Sequence[Mapping[str, Any]]"
+"""A request, or what becomes one: a text, token ids, or the messages of a conversation."""
 
 
-Turn: TypeAlias = "Request | str | Sequence[int] | Sequence[Mapping[str, str]]"
-"""A request, a text, token ids or messages."""
-
-
-def request_of(asked: object, sampling: SamplingParams | None = None) -> Request:
-    """Return a request as it is, or make one of a text.
+def request_of(asked: Any, sampling: SamplingParams | None = None) -> Request:
+    """Return a request as it is, or make one of a text, token ids or messages.
 
     Args:
-        asked: a request or a text.
-        sampling: how tokens are chosen for a text; requests have their own.
+        asked: a request, or what becomes one.
+        sampling: how tokens are chosen, for all but requests, which have their own.
 
     Raises:
-        InputError: ``asked`` is neither a request nor a text.
+        InputError: ``asked`` is none of these, or ``sampling`` is no `SamplingParams`.
     """
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise InputError(
+            f"The second argument is how tokens are chosen, and {type(sampling).__name__} is no kvkeep.SamplingParams. "
+            "Several requests are given as one list: engine.generate([first, second])."
+        )
     if isinstance(asked, Request):
         return asked
-    if isinstance(asked, str):
-        return Request(prompt=asked, sampling=SamplingParams() if sampling is None else sampling)
+    chosen = SamplingParams() if sampling is None else sampling
     if isinstance(asked, Mapping):
-        remedy = "put a conversation into a request: Request(messages=[...])."
-    else:
-        remedy = "give a text, or put token ids into a request: Request(prompt=ids)."
-    raise InputError(f"{asked!r:.80} is no text and no kvkeep.Request; {remedy}")
+        raise InputError(
+            f"{asked!r:.80} is a single message, and a request is a text or a whole conversation. Give the list of its "
+            "messages, or Request(messages=[...])."
+        )
+    if isinstance(asked, bytes) or not isinstance(asked, Iterable) or getattr(asked, "ndim", None) == 0:
+        raise InputError(
+            f"{asked!r:.80} is no text and no kvkeep.Request; give a text, Request(messages=[...]), or token ids as "
+            "Request(prompt=ids)."
+        )
+    if isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping):
+        return Request(messages=asked, sampling=chosen)
+    return Request(prompt=cast("str | Sequence[int]", asked), sampling=chosen)
 
 
 def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
@@ -550,12 +559,7 @@ def turn_of(asked: Any, sampling: SamplingParams | None) -> Request:
     Raises:
         InputError: ``asked`` is none of these, or names a policy, budget, sequence, snapshot or adapter.
     """
-    if isinstance(asked, str | Request):
-        request = request_of(asked, sampling)
-    else:
-        chosen = SamplingParams() if sampling is None else sampling
-        talks = isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping)
-        request = Request(messages=asked, sampling=chosen) if talks else Request(prompt=asked, sampling=chosen)
+    request = request_of(asked, sampling)
     own = request.policy, request.budget, request.snapshot, request.adapter, request.sequence
     if own != (None, None, None, None, 0):
         raise InputError(
@@ -579,7 +583,10 @@ def listed(asked: object) -> Iterable[Any]:
     if isinstance(asked, str | Request):
         return [asked]
     if isinstance(asked, Mapping | bytes) or not isinstance(asked, Iterable):
-        raise InputError(f"{type(asked).__name__} is no list of requests; give texts or kvkeep.Requests.")
+        raise InputError(
+            f"{type(asked).__name__} is no list of requests; give texts, conversations such as "
+            "Request(messages=[...]), or other kvkeep.Requests."
+        )
     return asked
 
 

@@ -6,8 +6,8 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
 from kvkeep.errors import InputError
 from kvkeep.parameters import (
@@ -18,7 +18,9 @@ from kvkeep.parameters import (
     MIN_NEW_TOKENS,
     MIN_P,
     PRESENCE_PENALTY,
+    REPETITION_DETECTION,
     REPETITION_PENALTY,
+    REPETITION_RULE,
     SAMPLING_PARAMETERS,
     SEED,
     TEMPERATURE,
@@ -28,11 +30,50 @@ from kvkeep.parameters import (
 )
 
 _MOST_BIASES = 1024
+_LONGEST_PATTERN = 4096  # tokens; each new token of a text may be compared with as many
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
 
 
 Biases: TypeAlias = tuple[tuple[int, float], ...]
 """Token ids, and what is added to their logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetectionParams:
+    """When a text repeats itself, and ends: its last tokens are one pattern, several times in a row.
+
+    Names and meaning are vLLM's, but ``min_repeated_tokens``, which vLLM does not have.
+
+    Attributes:
+        max_pattern_size: tokens of the longest pattern; 0 looks for none.
+        min_pattern_size: tokens of the shortest pattern; 0 is the same as 1.
+        min_count: how often the pattern stands at the end, 2 or more.
+        min_repeated_tokens: how many tokens at the end must repeat the pattern, the first time included. A short
+            pattern stands there more often than ``min_count`` then.
+
+    Raises:
+        InputError: a number is out of range, or the shortest pattern is longer than the longest.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+    min_repeated_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            number = whole_within(field.name, getattr(self, field.name), 0, _LONGEST_PATTERN)
+            object.__setattr__(self, field.name, number)
+        if self.max_pattern_size < self.min_pattern_size:
+            raise InputError(
+                f"min_pattern_size={self.min_pattern_size} is more than max_pattern_size={self.max_pattern_size}."
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise InputError(f"min_count={self.min_count} is no repetition; give 2 or more.")
+
+    def repeated_tokens(self, pattern_size: int) -> int:
+        """Return how many tokens at the end must repeat a pattern of this size, the first time included."""
+        return max(self.min_count * pattern_size, self.min_repeated_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +96,8 @@ class SamplingParams:
         frequency_penalty: lowers the logit of a token each time that it was generated before, in [-2, 2].
         logit_bias: added to the logits of tokens, token id → number in [-100, 100]; kept as pairs.
         seed: the same seed draws the same tokens.
+        repetition_detection: ends a text that repeats itself: `RepetitionDetectionParams`, or a mapping with its
+            fields; ``True`` is the rule of ``kvkeep.parameters.REPETITION_RULE``. ``None`` and ``False`` end nothing.
 
     Raises:
         InputError: a value is not a number or is out of its range, or ``top_p`` or ``top_k`` would be ignored.
@@ -71,9 +114,11 @@ class SamplingParams:
     frequency_penalty: float = FREQUENCY_PENALTY.default
     logit_bias: Mapping[int, int | float] | Iterable[tuple[int, int | float]] = LOGIT_BIAS.default
     seed: int = SEED.default
+    repetition_detection: RepetitionDetectionParams | Mapping[str, int] | bool | None = REPETITION_DETECTION.default
 
     def __post_init__(self) -> None:
         self._take_numbers()
+        object.__setattr__(self, "repetition_detection", _repetition_rule(self.repetition_detection))
         shown = {name: _shown(value) for name, value in vars(self).items()}
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens={shown['max_new_tokens']} asks for no token; give 1 or more.")
@@ -199,6 +244,33 @@ def _biases(given: object) -> Biases:
     if (wrong := next((by for by in checked.values() if not LOGIT_BIAS.allows(by)), None)) is not None:
         raise InputError(f"logit_bias={wrong} is outside {_range(LOGIT_BIAS)}.")
     return tuple(sorted(checked.items()))
+
+
+def _repetition_rule(given: Any) -> RepetitionDetectionParams | None:
+    """Return the rule by which a repetitive text ends; ``None`` if no pattern is looked for.
+
+    Raises:
+        InputError: ``given`` is no rule, or a number of it is out of range.
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        given = REPETITION_RULE
+    if isinstance(given, Mapping):
+        known = [field.name for field in fields(RepetitionDetectionParams)]
+        if unknown := next((name for name in given if name not in known), None):
+            raise InputError(
+                f"repetition_detection={_shown(dict(given))}: there is no {_shown(unknown)}, but {', '.join(known)}."
+            )
+        try:
+            given = RepetitionDetectionParams(**given)
+        except InputError as error:
+            raise InputError(f"repetition_detection={_shown(dict(given))}: {error}") from error
+    if not isinstance(given, RepetitionDetectionParams):
+        raise InputError(
+            f"repetition_detection={_shown(given)} is no rule; give True, or a mapping such as {REPETITION_RULE}."
+        )
+    return given if given.max_pattern_size else None
 
 
 def _shown(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from kvkeep.engine.detokenizer import StopText
 from kvkeep.engine.grammar import Constraint
 from kvkeep.engine.host_copies import Pinned
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
+from kvkeep.engine.sampling_params import RepetitionDetectionParams
 from kvkeep.kv.lost_mass import LostMass
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
@@ -30,6 +32,34 @@ _FREE = {
     *("policy", "budget", "sequence", "snapshot"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
+
+
+class RepetitionDetector:
+    """Tells whether a growing text repeats itself.
+
+    Args:
+        rule: which repetitions count.
+
+    Cost:
+        a token is compared with its equals among the last ``max_pattern_size`` tokens.
+    """
+
+    def __init__(self, rule: RepetitionDetectionParams) -> None:
+        self._rule, self._length = rule, 0
+        self._positions: dict[int, deque[int]] = {}  # token → where it stands among the last tokens
+        self._equal: dict[int, int] = {}  # pattern size → tokens at the end that equal the one so far before them
+
+    def add(self, token_id: int) -> bool:
+        """Add a token, and return whether the last tokens repeat a pattern."""
+        rule, position = self._rule, self._length
+        before = self._positions.setdefault(token_id, deque())
+        while before and position - before[0] > rule.max_pattern_size:
+            before.popleft()
+        sizes = [position - other for other in before if position - other >= rule.min_pattern_size]
+        self._equal = {size: self._equal.get(size, 0) + 1 for size in sizes}
+        before.append(position)
+        self._length += 1
+        return any(size + equal >= rule.repeated_tokens(size) for size, equal in self._equal.items())
 
 
 class SequenceStatus(Enum):
@@ -110,6 +140,8 @@ class Sequence:
         keep: takes the memory of its row when it ends well; its result may have to wait for the disk.
         left: told when it has ended in any way, and its row is free.
         times: seconds of a clock at which it was ``added``, ``started``, and had its ``first`` and ``last`` token.
+        stopped: whether its next token is its last one, since its user has heard enough.
+        repetition: tells whether its text repeats itself; ``None`` if that does not end it.
     """
 
     id: int
@@ -145,8 +177,12 @@ class Sequence:
     keep: Callable[[Sequence, Contents], Pending | None] | None = None
     left: Callable[[Sequence], None] | None = None
     times: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
+    repetition: RepetitionDetector | None = field(init=False)
 
     def __post_init__(self) -> None:
+        rule = self.request.sampling.repetition_detection
+        self.repetition = RepetitionDetector(rule) if isinstance(rule, RepetitionDetectionParams) else None
         self.mark("added")
 
     def mark(self, event: str) -> None:
@@ -236,14 +272,17 @@ class Sequence:
             self.mark("first")
             read = len(self.prompt) - self.cached
         self.token_ids.append(token_id)
+        repeats = self.repetition is not None and self.repetition.add(token_id)
         looks = len(self.token_ids) > self.request.sampling.min_new_tokens
         ended = token_id in self.ends  # no part of the text, also where the tokenizer has it as an ordinary token
         shown = not ended or self.request.include_stop_str_in_output
         piece, stopped = self.tail.add(token_id, looks=looks) if self.tail and shown else ("", False)
-        if stopped or ended or (self.constraint and self.constraint.complete):
+        if stopped or ended or self.stopped or (self.constraint and self.constraint.complete):
             self.finish("stop")
         elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
             self.finish("length")
+        elif repeats and looks:
+            self.finish("repetition")
         if self.status is SequenceStatus.FINISHED and self.tail:
             piece += self.tail.end()
         logprob = self.logprobs[-1] if self.request.logprobs is not None else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kvkeep.engine.admission import Admission, Settled
 from kvkeep.engine.dispatcher import AsyncEvents, Box, Dispatcher, Uninterrupted
 from kvkeep.engine.prompt_encoding import ConversationHistory
-from kvkeep.engine.request import Event, Request, Result, Turn, last_result, turn_of
+from kvkeep.engine.request import Asked, Event, Request, Result, last_result, turn_of
 from kvkeep.engine.sampling_params import SamplingParams, another_sequence, whole_within
 from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.session_store import Move, SessionStore, State, StoredSnapshot, check_name
@@ -231,7 +231,7 @@ class Session:
         """Return the state of the session after its last finished turn."""
         return self._memory.state
 
-    def send(self, asked: Turn, sampling: SamplingParams | None = None) -> Iterator[Event]:
+    def send(self, asked: Asked, sampling: SamplingParams | None = None) -> Iterator[Event]:
         """Continue the conversation, and yield the answer's tokens as they come.
 
         The turn begins when the first event is asked for. Whoever stops listening cancels the turn.
@@ -246,11 +246,23 @@ class Session:
         """
         return self._events(asked, sampling)
 
-    def ask(self, asked: Turn, sampling: SamplingParams | None = None) -> Result:
+    def ask(self, asked: Asked, sampling: SamplingParams | None = None) -> Result:
         """Continue the conversation, and return the whole answer. Arguments and errors are those of `send`."""
         return last_result(self.send(asked, sampling))
 
-    def asend(self, asked: Turn, sampling: SamplingParams | None = None) -> AsyncEvents:
+    def stop(self) -> bool:
+        """Let the running turn end with its next token. What was said until then is the turn's answer, and is kept.
+
+        The call never waits, so a handler of Ctrl-C may make it. Return whether there is an answer that has begun;
+        otherwise nothing is changed.
+        """
+        running = self._running
+        if running is None or not running.token_ids:
+            return False
+        running.stopped = True
+        return True
+
+    def asend(self, asked: Asked, sampling: SamplingParams | None = None) -> AsyncEvents:
         """Continue the conversation from a coroutine: ``async for event in session.asend("a text")``. See `send`."""
         return AsyncEvents(lambda box: self._enqueue(asked, sampling, box), self._host.dispatcher.leave)
 
@@ -394,10 +406,10 @@ class Session:
         name = "" if self.name is None else f"{self.name!r}, "
         return f"Session({name}{len(self.token_ids)} tokens, policy='{self.policy}', budget={self.budget})"
 
-    def _events(self, asked: Turn, sampling: SamplingParams | None, *, reads: bool = False) -> Iterator[Event]:
+    def _events(self, asked: Asked, sampling: SamplingParams | None, *, reads: bool = False) -> Iterator[Event]:
         """Return an iterator over a turn's events. The turn is queued when the first event is asked for."""
 
-        def add(turn: Turn, box: Box) -> int:
+        def add(turn: Asked, box: Box) -> int:
             return self._enqueue(turn, sampling, box, reads=reads)
 
         step, end = self._host.step, self._host.cancel
@@ -425,7 +437,7 @@ class Session:
         if self._closed:
             raise InputError("The session is closed. Open it again by its name, or begin a new one.")
 
-    def _enqueue(self, asked: Turn, sampling: SamplingParams | None, box: Box, *, reads: bool = False) -> int:
+    def _enqueue(self, asked: Asked, sampling: SamplingParams | None, box: Box, *, reads: bool = False) -> int:
         """Start a turn, or queue it behind the running one, and return its number.
 
         Nothing is queued if the listener has left meanwhile.

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvkeep.errors import InputError
 from kvkeep.evals.confidence import interval_text, of_cell
 from kvkeep.evals.records import ResultFolder, protocol
-from kvkeep.evals.results import MEASURES, Row, ScoreMeasure, by_case, grouped, held, of_task, over
+from kvkeep.evals.results import MEASURES, Row, ScoreMeasure, by_case, grouped, held, of_task, over, policy_label
 from kvkeep.result_files import read_whole, write_whole
 
 FILES = ("leaderboard.html", "leaderboard.md")
@@ -100,8 +100,7 @@ def write(page: Board, folder: Path) -> list[Path]:
 
 
 def _line(row: Row) -> tuple[str, str, str]:
-    setup = f" ({row['setup']})" if row.get("setup") else ""
-    return str(row["model"]), f"{row['policy']}{setup}", str(row["budget"])
+    return str(row["model"]), policy_label(row), str(row["budget"])
 
 
 def _of(rows: Sequence[Row], measure: ScoreMeasure, how: str) -> list[Row]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvkeep.policies.registry import label
+
 Row = dict[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
 _Item = TypeVar("_Item")
@@ -167,7 +169,13 @@ def case_title(task: str, case: str) -> str:
 
 def by_policy(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group rows by policy, and by setup where it differs from the policy's own."""
-    return grouped(rows, lambda row: f"{row['policy']} ({setup})" if (setup := row.get("setup")) else row["policy"])
+    return grouped(rows, policy_label)
+
+
+def policy_label(row: Row) -> str:
+    """Return the policy of a row as tables name it, with the setup where it differs from the policy's own."""
+    setup = row.get("setup")
+    return f"{label(row['policy'])} ({setup})" if setup else label(row["policy"])
 
 
 def by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:

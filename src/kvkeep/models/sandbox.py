@@ -87,6 +87,7 @@ class SandboxProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C on a terminal is for kvkeep, which goes on with this process afterwards
             # USE_TORCH: transformers does not import torch, which takes seconds and much of the memory
             env={**os.environ, "PYTHONPATH": places, "USE_TORCH": "0", "PYTHONIOENCODING": "utf-8"},
         )

@@ -240,6 +240,7 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("parallel_tool_calls", "skip_special_tokens", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("logprobs", "ignore_eos", "include_stop_str_in_output", "continue_final_message"), (False,)),
     "add_special_tokens": (False,),
+    "repetition_detection": (False, {"max_pattern_size": 0}),
 }
 """Fields of one route → the values that change nothing on another one."""
 OWN = (
@@ -326,6 +327,7 @@ _SAME = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    "repetition_detection",
     "policy",
     "budget",
     "guard",

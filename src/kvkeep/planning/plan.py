@@ -32,7 +32,7 @@ from kvkeep.planning.cost import Cost, LayerShape, Packed
 from kvkeep.planning.model_shapes import Outline, Scheme, outline
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
-from kvkeep.policies.registry import parse, spec
+from kvkeep.policies.registry import label, parse
 
 # What a plan is made for: a model, an eviction policy, and the lengths of its rows.
 
@@ -411,7 +411,7 @@ def _budget(budget: int | None, keep_ratio: float | None, policy: Policy, contex
     budgets.check(budget)
     if not policy.evicts and budget < context:
         raise BudgetError(
-            f"{spec(policy)} never evicts, so a budget of {budget} does not hold a context of {context} tokens. Give "
+            f"{label(policy)} never evicts, so a budget of {budget} does not hold a context of {context} tokens. Give "
             "that budget, or a policy that evicts."
         )
     return budget
@@ -434,7 +434,7 @@ def _check_rows(made: Plan) -> None:
 def _too_large(made: Plan, memory: int) -> str:
     """Return the error message about a memory into which not one row fits, with values that would fit."""
     setting, weights, need = made.setting, made.bounded.weight_bytes, made.bounded.peak_bytes(1)
-    row = f"{spec(setting.policy)} with a budget of {setting.budget}"
+    row = f"{label(setting.policy)} with a budget of {setting.budget}"
     in_dtype = f"the weights take {show_bytes(weights)} {setting.weights_format}"
     if weights > memory:
         smaller = min(kind.itemsize for kind in DTYPES.values()) * setting.outline.shape.parameters

@@ -279,7 +279,13 @@ class Policy(Abilities, abc.ABC):
     def __str__(self) -> str:
         module = type(self).__module__
         name = module.rpartition(".")[2] if module.startswith(f"{__package__}.") else type(self).__name__
-        return f"{name}:{self.changed}" if self.changed else name
+        return f"{name}:{self.named}" if self.named else name
+
+    @property
+    def named(self) -> str:
+        """Return the preset that has the policy's options; without one, the options that are not at their default."""
+        options = set(self.changed.split(","))
+        return next((name for name, text in self.presets.items() if set(text.split(",")) == options), self.changed)
 
     @property
     def changed(self) -> str:

@@ -27,7 +27,10 @@ class KeyDiff(Policy):
     sinks: int = option(0, "first tokens that are never evicted")
     rotated: bool = option(True, "compare keys as attention sees them; false: without their positions")
 
-    presets: ClassVar[Mapping[str, str]] = {"document": "recent=8,sinks=4,rotated=false"}
+    presets: ClassVar[Mapping[str, str]] = {
+        "later": "recent=8,sinks=4",
+        "document": "recent=8,sinks=4,rotated=false",
+    }
 
     bibtex: ClassVar[str] = """@article{park2025keydiff,
   title   = {{KeyDiff}: Key Similarity-Based {KV} Cache Eviction for Long-Context {LLM} Inference in

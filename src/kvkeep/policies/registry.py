@@ -1,6 +1,7 @@
 """Policies by name: ``parse("h2o:recent=32")`` returns the policy, ``spec(policy)`` the string.
 
-A preset is a name for several options: ``snapkv:late``, or ``snapkv:late,recent=32``.
+A preset is a name for several options: ``snapkv:late``, or ``snapkv:late,recent=32``. Files have the options, by
+``spec``; what people read has the preset, by ``label``.
 
 Built-in policies are the modules of `kvkeep.policies`. Third-party policies come from the entry-point group
 ``kvkeep.policies`` (name → policy class), or are named by their module and class: ``my_module:MyPolicy:recent=4``.
@@ -205,9 +206,36 @@ def _given(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
 
 
 def spec(policy: Policy) -> str:
-    """Return the shortest string that `parse` turns into an equal policy. It leaves out options at their defaults."""
+    """Return the options of a policy as a string that `parse` turns into an equal policy.
+
+    Options at their defaults are left out. A preset is written out, since files outlive its meaning.
+    """
     name = name_of(policy)
     return f"{name}:{policy.changed}" if policy.changed else name
+
+
+def label(policy: Policy | str) -> str:
+    """Return how people read a policy: as its preset if it has one, otherwise as `spec` writes it.
+
+    Args:
+        policy: the policy, or its string; one that cannot be read, of another version, is returned as it is.
+    """
+    if isinstance(policy, Policy):
+        return _labelled(policy)
+    if split(policy)[0] not in available():  # files may name modules, which are not imported for a name
+        return policy
+    try:
+        return _labelled(parse(policy))
+    except PolicyError:
+        return policy
+
+
+def _labelled(policy: Policy) -> str:
+    try:
+        name = name_of(policy)
+    except PolicyError:  # a class that no package has registered
+        return str(policy)
+    return f"{name}:{policy.named}" if policy.named else name
 
 
 def describe(name: str) -> str:

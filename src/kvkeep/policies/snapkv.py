@@ -3,7 +3,7 @@
 Source: Li et al., arXiv:2404.14469; official code FasterDecoding/SnapKV, `snapkv_utils.py`.
 Differs: one set per KV head (official: per query head, expanded); by default generated tokens slide (official: grow).
   Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
-  `recent`, `decay` and the preset are kvkeep's own: a narrow window needs more recent tokens than its own.
+  `recent`, `decay` and the presets are kvkeep's own: a narrow window needs more recent tokens than its own.
 Fails when: the question comes in a later turn, so that the end of the prompt does not show it.
 """
 
@@ -26,7 +26,10 @@ class SnapKV(ObservationWindow):
         0, "newest tokens that stay, in place of the window; at most half of the budget; 0: the window"
     )
 
-    presets: ClassVar[Mapping[str, str]] = {"late": "window=8,kernel=13,recent=16"}
+    presets: ClassVar[Mapping[str, str]] = {
+        "default": "decode=score,window=8,kernel=13,recent=64",
+        "late": "window=8,kernel=13,recent=16",
+    }
     bibtex: ClassVar[str] = """@inproceedings{li2024snapkv,
   title     = {{SnapKV}: {LLM} Knows What You are Looking for Before Generation},
   author    = {Yuhong Li and Yingbing Huang and Bowen Yang and Bharat Venkitesh and Acyr Locatelli and Hanchen Ye and

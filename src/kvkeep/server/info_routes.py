@@ -14,7 +14,7 @@ from kvkeep.errors import InputError
 from kvkeep.models import tokenization
 from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT
-from kvkeep.policies.registry import available
+from kvkeep.policies.registry import available, label
 from kvkeep.server.errors import parameter
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_queue import RequestQueue, in_thread
@@ -104,7 +104,7 @@ class InfoRoutes:
         """Return the model with an adapter as an entry in the list of models."""
         length = {"max_model_len": self._longest}
         engine = self._served.engine
-        own = {"policy": str(engine.policy), "budget": engine.budget, "rows": engine.rows}
+        own = {"policy": label(engine.policy), "budget": engine.budget, "rows": engine.rows}
         return {
             "id": self._settings.model_name(adapter),
             "object": "model",

@@ -133,6 +133,10 @@ class Generating(Body):
     presence_penalty: float | None = _described(parameters.PRESENCE_PENALTY)
     frequency_penalty: float | None = _described(parameters.FREQUENCY_PENALTY)
     logit_bias: dict[str, float] | None = Field(None, description=parameters.LOGIT_BIAS.help)
+    repetition_detection: bool | dict[str, int] | None = Field(
+        None,
+        description="vLLM's: end a text that repeats a pattern, with the finish reason repetition; true: by a rule.",
+    )
     n: int | None = _within(1, 128)
     seed: int | None = _described(
         parameters.SEED, "The same seed draws the same tokens. By default another one each time."

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from kvkeep.pins import spans
-from kvkeep.policies.registry import spec
+from kvkeep.policies.registry import label
 from kvkeep.server.errors import parameter
 from kvkeep.server.model import ServedModel
 from kvkeep.server.request_queue import in_thread
@@ -140,7 +140,7 @@ def card(entry: ServerSession, model: str) -> dict[str, Any]:
         "object": "session",
         "created": entry.created,
         "model": model,
-        "policy": spec(session.policy),
+        "policy": label(session.policy),
         "budget": session.budget,
         "messages": [dict(message) for message in session.messages],
         "seen_tokens": len(session.token_ids),

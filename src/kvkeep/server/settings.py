@@ -156,6 +156,11 @@ class ServerSettings:
             code="host_not_allowed",
         )
 
+    @property
+    def short_name(self) -> str:
+        """Return the last part of a model's name that is a path: ``smollm2`` of ``/models/smollm2/``."""
+        return self.name.replace("\\", "/").rstrip("/").rpartition("/")[2] or self.name
+
     def model_name(self, adapter: str | None) -> str:
         """Return the name of the model with an adapter, by which clients ask for it."""
         return self.name if adapter is None else f"{self.name}:{adapter}"
@@ -163,17 +168,22 @@ class ServerSettings:
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that the name of a model asks for; ``None``: the base model runs.
 
+        A model of a folder or a hub's organisation answers to the last part of its name, too.
+
         Args:
             model: the name in a body; ``None``: it names none.
 
         Raises:
             RefusalError: no model that runs has this name.
         """
-        if model is None or model == self.name:
+        if model is None:
             return None
-        for adapter in self.adapters:
-            if model == self.model_name(adapter):
-                return adapter
+        for name in (self.name, self.short_name):
+            if model == name:
+                return None
+            for adapter in self.adapters:
+                if model == f"{name}:{adapter}":
+                    return adapter
         known = ", ".join(map(self.model_name, (None, *self.adapters)))
         raise unknown("model", model, f"This server runs {known}; see /v1/models.")
 

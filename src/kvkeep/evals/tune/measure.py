@@ -21,8 +21,8 @@ from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.evals.tune.documents import DocumentQuestion, Documents
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.tokenization import Writer
-from kvkeep.policies import DEFAULT
-from kvkeep.policies.registry import parse
+from kvkeep.policies import DEFAULT, LATER
+from kvkeep.policies.registry import label, parse
 
 # What is searched: policies with the options of their caches, each at a ladder of budgets.
 
@@ -32,8 +32,8 @@ Case: TypeAlias = Literal["later", "inside", "stream"]
 CASES: tuple[Case, ...] = ("later", "inside", "stream")
 
 POLICIES: dict[Case, tuple[str, ...]] = {
-    "later": ("keydiff:document", "keydiff:recent=8,sinks=4", "leverage", "reread", "blend", "expected_attention"),
-    "inside": (DEFAULT, "snapkv:late", "blend", "reread", "leverage", "tova", "keydiff:recent=8,sinks=4"),
+    "later": ("keydiff:document", LATER, "leverage", "reread", "blend", "expected_attention"),
+    "inside": (DEFAULT, "snapkv:late", "blend", "reread", "leverage", "tova", LATER),
     "stream": ("local", "streaming_llm", "h2o", DEFAULT, "tova", "leverage", "blend", "ahakv"),
 }
 """The policies that are searched for each case, unless the user names others."""
@@ -58,8 +58,16 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Return the policy, with the options that differ from the policy's own."""
-        return f"{self.policy} ({self.differences})" if self.differences else self.policy
+        """Return the policy, with the options that differ from the policy's own, as files have it."""
+        return self._named(self.policy)
+
+    @property
+    def label(self) -> str:
+        """Return the policy, with the options that differ from the policy's own, as tables have it."""
+        return self._named(label(self.policy))
+
+    def _named(self, policy: str) -> str:
+        return f"{policy} ({self.differences})" if self.differences else policy
 
 
 FULL = Arm("full")
@@ -81,7 +89,7 @@ class Candidate:
     row_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.arm.name} at {self.budget}"
+        return f"{self.arm.label} at {self.budget}"
 
 
 Ladder: TypeAlias = tuple[Candidate, ...]

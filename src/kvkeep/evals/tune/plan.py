@@ -202,7 +202,7 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: tor
     if wanted.text is None and not wanted.questions:
         notes.append("the texts are the package's own plain sentences, which say little about yours; give a `text`.")
     notes += [
-        f"{arm.name} is left out: it protects more tokens than any of the budgets has, or takes more memory than a "
+        f"{arm.label} is left out: it protects more tokens than any of the budgets has, or takes more memory than a "
         "full cache."
         for arm, steps in zip(arms, ladders, strict=True)
         if not steps

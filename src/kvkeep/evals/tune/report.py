@@ -64,7 +64,7 @@ def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
 def _line(one: Candidate, found: KeptQuality, full_bytes: int, verdict: str) -> tuple[str, ...]:
     share = one.row_bytes / full_bytes
     return (
-        one.arm.name,
+        one.arm.label,
         str(one.budget),
         show_bytes(one.row_bytes),
         f"{share:.0%}",
@@ -92,7 +92,7 @@ def answer(result: TuneResult, full_bytes: int) -> str:
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
-    setting, memory = f"{one.arm.name} with a budget of {one.budget}", show_bytes(one.row_bytes)
+    setting, memory = f"{one.arm.label} with a budget of {one.budget}", show_bytes(one.row_bytes)
     size = f"{memory} per row: {one.row_bytes / full_bytes:.0%} of the full cache."
     if result.promises:
         return (
@@ -149,7 +149,7 @@ def curve(result: TuneResult, full_bytes: int, case: Case) -> Panel:
         _series(name, [candidate for candidate in ladder if candidate in result.searched], result, full_bytes)
         for ladder in result.ladders
         if ladder and any(candidate in result.searched for candidate in ladder)
-        for name in [ladder[0].arm.name]
+        for name in [ladder[0].arm.label]
     ]
     goal = Series("target", x=[100.0], y=[100 * result.target], reference=True)
     return Panel(

@@ -10,14 +10,15 @@
 "use strict";
 (function (kvkeep) {
   const BIDI = /[\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069]/g;
-  const CONTROL = /[\u0000-\u0008\u000b\u000c\u000e-\u001f]/g;
+  const CONTROL = /[\u0000-\u0008\u000b-\u001f]/g;
   const OTHER = /[\u007f-\u009f\u200b\u2028\u2029\ufeff]/g;
   const SURROGATE = /[\ud800-\udfff]/gu;
   const code = (letter) => "\u27e8" + letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0") + "\u27e9";
 
   kvkeep.visible = function (text) {
     return text
-      .replace(/\r/g, "") // what a text of Windows has before each line break
+      .replace(/\r\n/g, "\n")
+      .replace(/\r/g, "\u2190") // an arrow, since few fonts have more than a box for a carriage return
       .replace(CONTROL, (letter) => String.fromCharCode(0x2400 + letter.charCodeAt(0)))
       .replace(OTHER, code)
       .replace(BIDI, code)
@@ -26,7 +27,7 @@
 
   /* A token in a sentence: without line breaks, quoted. */
   kvkeep.quoted = function (text) {
-    const shown = kvkeep.visible(text === "\r" ? "\n" : text).replace(/\n/g, "\u21b5").replace(/\t/g, "\u21e5");
+    const shown = kvkeep.visible(text).replace(/\n/g, "\u21b5").replace(/\t/g, "\u21e5");
     return text === "" ? "(part of a character)" : "\u201c" + shown + "\u201d";
   };
 

@@ -17,7 +17,7 @@ from kvkeep.errors import InputError, show_bytes, three_digits
 from kvkeep.models.device import parse_device
 from kvkeep.models.load import quiet
 from kvkeep.planning.bandwidth import measure_bandwidth
-from kvkeep.policies.registry import spec
+from kvkeep.policies.registry import label, spec
 from kvkeep_lab.cli.fleet.options import FleetOptions
 from kvkeep_lab.fleet.device import Progress
 from kvkeep_lab.fleet.load import FleetLoad, Trace, read_trace
@@ -264,7 +264,7 @@ def _head(fleet: Fleet, loaded: Loaded, file: str | None) -> dict[str, str]:
     bits = "" if setting.kv_bits is None else f", kv_bits {setting.kv_bits}"
     return {
         "model": setting.outline.name,
-        "policy": f"{spec(setting.policy)}, budget {setting.budget}{bits}, {chunk}",
+        "policy": f"{label(setting.policy)}, budget {setting.budget}{bits}, {chunk}",
         "device": f"{', '.join([show_bytes(fleet.memory), *speeds])} ({fleet.device}); {how}",
         "load": loaded.words,
         "limits": f"{', '.join(limits)}, in 99 % of the answers",
