@@ -16,6 +16,7 @@ WANTED = {
         "README.md",
         "LICENSE",
         "pyproject.toml",
+        "hatch_build.py",
         "src/kvkeep/py.typed",
         "conftest.py",
         "docs/index.md",
@@ -45,10 +46,13 @@ def check(folder: Path, package: str) -> list[str]:
     inside = set(zipfile.ZipFile(wheel).namelist())
     missing = [f"{wheel.name} lacks {name}" for name in sorted(sources(package) - inside)]
     foreign = [name for name in sorted(inside) if not name.startswith((f"{package}/", f"{package}-"))]
+    kernels = [name for name in inside if name.endswith(".so")]
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     return [
         *missing,
+        *([f"{wheel.name} names no platform, and has {kernels[0]}"] if kernels and "-any" in wheel.name else []),
+        *([f"{wheel.name} names a platform, and has no kernel"] if not kernels and "-any" not in wheel.name else []),
         *(f"{wheel.name} has {name}, which is no part of the package" for name in foreign),
         *(f"{sdist.name} lacks {name}" for name in WANTED[package] if name not in packed),
         *(

@@ -13,6 +13,7 @@ from kvkeep.backends.triton import launch
 from kvkeep.backends.triton.launch import Kernels
 from kvkeep.cli import main
 from kvkeep.errors import InputError
+from kvkeep.models import load
 from kvkeep.types import Phase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -108,6 +109,39 @@ def test_env_says_which_and_why(machine, monkeypatch, value, name, detail):
     found = json.loads(done.stdout)["backends"][0]
     assert (done.exit_code, found["device"], found["backend"]) == (0, "cpu", name)
     assert detail in found["detail"]
+
+
+MISSING = "There is no native kernel for this CPU, so torch computes in its place"
+
+
+def test_without_a_kernel_a_line_says_so_and_what_to_do(machine, monkeypatch):
+    machine(compiled=False)
+    said = backends.missing_kernel(CPU)
+    assert said.startswith(MISSING)
+    assert "no C++ compiler was found. Install a C++ compiler" in said
+    assert backends.missing_kernel(CUDA) is None
+    monkeypatch.setenv(backends.SWITCH, "torch")
+    assert backends.missing_kernel(CPU) is None
+
+
+@needs_the_kernel
+def test_with_a_kernel_nothing_is_said(machine):
+    machine(compiled=True)
+    assert backends.missing_kernel(CPU) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("env",), ("env", "--json"), ("generate", "-p", "Once", "-n", "1"), ("eval", "--tasks", "recall", "--limit", "1")],
+)
+def test_a_command_without_a_kernel_says_so_in_its_first_line(machine, caplog, words, tmp_path, monkeypatch):
+    machine(compiled=False)
+    monkeypatch.chdir(tmp_path)
+    load._warn_once.cache_clear()
+    done = CliRunner().invoke(main.app, [*words])
+    assert done.exit_code == 0
+    first = " ".join(done.stderr.split()) if words[0] == "env" else caplog.messages[0]
+    assert first.removeprefix("note: ").startswith(MISSING)
 
 
 @pytest.mark.slow

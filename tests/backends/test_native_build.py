@@ -16,7 +16,7 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.attention_stats import Nothing
 from kvkeep.backends import AttentionInputs
-from kvkeep.backends.native import Native, NativeBackend, bindings, build, native
+from kvkeep.backends.native import Native, NativeBackend, bindings, build, levels, native
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.types import AttentionOptions, Phase, Slots
 
@@ -55,6 +55,12 @@ def load():
     return build.native.__wrapped__()
 
 
+@pytest.fixture(autouse=True)
+def no_wheel(monkeypatch):
+    """Without libraries of a wheel, which would take the place of a compiled one."""
+    monkeypatch.setattr(build, "_packaged", lambda: None)
+
+
 def libraries(cache):
     return list(cache.glob("*.so"))
 
@@ -72,7 +78,7 @@ def test_the_second_process_finds_what_the_first_compiled(cache, compiler):
 @needs_the_kernel
 def test_another_compiler_or_processor_compiles_anew(cache, compiler, monkeypatch):
     load()
-    monkeypatch.setattr(build, "_processor", lambda: "another one")
+    monkeypatch.setattr(levels, "processor", lambda: "another one")
     load()
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     load()
@@ -142,7 +148,7 @@ COMPLAINTS = {
 @pytest.mark.parametrize("complaint", COMPLAINTS.values(), ids=COMPLAINTS.keys())
 def test_without_a_kernel_a_line_says_so_and_the_same_tokens_stay(cache, tmp_path, monkeypatch, caplog, complaint):
     fake_compiler(tmp_path, monkeypatch, f'echo "{complaint}" >&2; exit 1')
-    monkeypatch.setattr(build, "_processor", lambda: "aarch64\nFeatures : fp asimd\nCPU part : 0xd0c")
+    monkeypatch.setattr(levels, "processor", lambda: "aarch64\nFeatures : fp asimd\nCPU part : 0xd0c")
     held = {"kernel": kept()}
     assert reason(caplog).endswith(complaint)
     found = load()  # the failure is remembered

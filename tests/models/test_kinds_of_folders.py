@@ -99,3 +99,8 @@ def test_a_trial_reaches_every_layer_also_past_experts(monkeypatch):
     config = MixtralConfig(**SIZES, **HEADS, num_local_experts=4)
     support.try_out(loading.build_empty("mixtral", config))
     assert len(seen) == 2
+
+
+def test_the_working_directory_is_a_folder_like_any_other(monkeypatch):
+    monkeypatch.chdir(model_folders.folder())
+    assert loading.find(".").parameters == loading.find(model_folders.folder()).parameters

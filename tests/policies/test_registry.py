@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.evals.grid import split_policies
-from kvkeep.policies import registry
+from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names, builtin_summary, registry
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.random import Random
@@ -213,7 +213,7 @@ def installed(monkeypatch):
     """Sets the entry points of installed packages."""
 
     def install(**points):
-        found = [EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in points.items()]
+        found = [EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in points.items()]
         monkeypatch.setattr(registry, "entry_points", lambda group: found)
         registry.available.cache_clear()
 
@@ -396,3 +396,11 @@ def test_options_are_checked_in_python_too(options, message):
     with pytest.raises(kvkeep.PolicyError) as caught:
         policy.__post_init__()
     assert message in str(caught.value)
+
+
+def test_a_list_of_names_and_lines_imports_no_policy():
+    """The lines that are read from the files as text are those of the modules."""
+    assert {name: builtin_summary(name) for name in builtin_names()} == {
+        name: registry.describe(name) for name in builtin_names()
+    }
+    assert list(registry.available())[: len(builtin_names())] == builtin_names()

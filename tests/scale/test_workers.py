@@ -247,12 +247,12 @@ def test_options_that_make_no_job(lines, options, word):
 
 
 def test_the_layout_of_weights_is_followed_without_a_measurement(monkeypatch):
-    from kvkeep.models import fused_modules, prepare
+    from kvkeep.models import packed_weights, prepare
 
     for like in [(False, False), (True, False), (False, True), (True, True)]:
         network, _ = kvkeep.load(dtype="float32")
         with monkeypatch.context() as patch:
-            patch.setattr(fused_modules, "faster", lambda *args, **kwargs: 1 / 0)
+            patch.setattr(packed_weights, "faster", lambda *args, **kwargs: 1 / 0)
             prepare.prepare_for_rows(network, 4, like)
         got = prepare.weight_layout(network)
         assert got[1] == like[1]

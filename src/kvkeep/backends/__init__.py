@@ -35,6 +35,7 @@ __all__ = [
     "in_codes",
     "in_pool",
     "layer_ops",
+    "missing_kernel",
     "why",
 ]
 
@@ -70,6 +71,20 @@ def why(device: torch.device, dtype: torch.dtype) -> str:
     if name in details:
         return details[name]
     return native().detail if device.type == "cpu" else launch.kernels().detail
+
+
+def missing_kernel(device: torch.device) -> str | None:
+    """Return a sentence on the native kernel that is missing on a CPU, and on what to do.
+
+    Return ``None`` if it is there, or if the user has chosen a backend.
+    """
+    if device.type != "cpu" or os.environ.get(SWITCH) or native().library is not None:
+        return None
+    return (
+        "There is no native kernel for this CPU, so torch computes in its place and each token takes several times as "
+        f"long: {native().detail}. Install a C++ compiler such as g++, with which the kernel is compiled at first use, "
+        f"or a wheel of kvkeep for this system, which brings it. {SWITCH}=torch silences this line."
+    )
 
 
 @functools.cache

@@ -233,12 +233,10 @@ class PhasedCache(Cache):
     Attributes:
         phase: the phase; ``None``: see `HandingLayer.phase_of`.
         latent: see `HandingLayer`.
-        shapes_alone: whether the model may be on the meta device, where nothing but shapes is computed.
     """
 
     phase: Phase | None = None
     latent = False
-    shapes_alone = False
 
     def phase_at(self, columns: int) -> Phase | None:
         """Return ``None``: this cache knows no phase beyond its ``phase``. Subclasses may know that of a column."""

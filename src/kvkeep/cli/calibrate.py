@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.cli import shell_completion
-from kvkeep.cli.files import place, target
+from kvkeep.cli.files import check_text, place, target
 from kvkeep.cli.options import JSON, OUTPUT, ModelOptions, option, parse_tokens
 
 _MEASURE, _IMPORT = "Measurement", "Import"
@@ -95,6 +95,15 @@ class CalibrateOptions(ModelOptions):
     )
     overwrite: bool = option("Replace a profile of that name.", default=False, group=OUTPUT, rare=True)
     json: bool = option(JSON)
+
+    def check_values(self) -> None:
+        """Refuse a text or a model that does not exist, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        check_text(self.text, kind="text file")
+        super().check_values()
 
     def checked(self) -> CalibrateOptions:
         """Check that the profile can be written (see `check_output`), and return the options themselves."""

@@ -25,6 +25,7 @@ from rich.text import Text
 import kvkeep
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.startup import fast_imports
 from kvkeep.models.threads import restored, use
 from kvkeep.policies import DEFAULT
 
@@ -81,8 +82,9 @@ def demo(
 
     Runs the embedded model on the CPU; nothing is downloaded.
     """
-    from kvkeep.models.load import embedded, find, quiet, read_weights
-    from kvkeep.models.tokenization import Writer
+    with fast_imports():
+        from kvkeep.models.load import embedded, find, quiet, read_weights
+        from kvkeep.models.tokenization import Writer
 
     screen = console.out()
     started = time.perf_counter()

@@ -12,7 +12,9 @@ import typer
 from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Json
+from kvkeep.cli.startup import fast_imports
 from kvkeep.errors import InputError, PolicyError
+from kvkeep.models import folder
 from kvkeep.version import __version__
 
 _PACKAGES = (
@@ -41,6 +43,10 @@ def env(
     json: Json = False,
 ) -> None:
     """Show versions, devices, memory and policies, as a bug report needs them; and with MODEL, how it would run."""
+    if model is not None:
+        folder.check(model)
+    if missing := _missing_kernel():
+        console.note(missing)
     prepared = None if model is None else _prepared(model)
     facts: dict[str, Any] = {
         "kvkeep": __version__,
@@ -57,14 +63,25 @@ def env(
         console.out().print(console.facts({name.replace("_", " "): _show(name, fact) for name, fact in facts.items()}))
 
 
+def _missing_kernel() -> str | None:
+    """Return a sentence on the native kernel if this machine lacks it; ``None`` if it is there."""
+    with fast_imports():
+        import torch
+
+        from kvkeep.backends import missing_kernel
+
+    return missing_kernel(torch.device("cpu"))
+
+
 def _prepared(name: str) -> str:
     """Load a model, and return how its decode steps run on this machine, and why.
 
     Raises:
         KVKeepError: the model cannot be loaded.
     """
-    from kvkeep.models.load import load, quiet
-    from kvkeep.models.prepare import describe
+    with fast_imports():
+        from kvkeep.models.load import load, quiet
+        from kvkeep.models.prepare import describe
 
     with quiet():
         model, _ = load(name)
@@ -127,7 +144,8 @@ def _memory_bytes() -> int | None:
 
 def _policies() -> list[str]:
     """Return the names of all policies, with the origin of those from other packages, or the error of listing them."""
-    from kvkeep.policies.registry import ENTRY_POINT_GROUP, available
+    from kvkeep.policies import ENTRY_POINT_GROUP
+    from kvkeep.policies.registry import available
 
     origin = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
     try:

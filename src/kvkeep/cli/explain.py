@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 
 from kvkeep.cli import shell_completion
-from kvkeep.cli.files import place, target
+from kvkeep.cli.files import check_text, place, target
 from kvkeep.cli.options import BUDGET, JSON, OUTPUT, PREFILL_CHUNK, ModelOptions, option, parse_budget, parse_tokens
 from kvkeep.errors import InputError
 from kvkeep.parameters import MEMORY
@@ -85,6 +85,15 @@ class ExplainOptions(ModelOptions):
         group=OUTPUT,
     )
     json: bool = option(JSON)
+
+    def check_values(self) -> None:
+        """Refuse a text or a model that does not exist, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        check_text(self.text, kind="text")
+        super().check_values()
 
     def checked(self) -> ExplainOptions:
         """Check that the page can be written, and return the options themselves.

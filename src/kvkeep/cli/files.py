@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, SnapshotError
 from kvkeep.result_files import in_full
 
 STANDARD_INPUT = STANDARD_OUTPUT = "-"
@@ -44,6 +44,19 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
     return not_empty(text.removesuffix("\n").removesuffix("\r"), source, purpose)
 
 
+def check_text(file: str | None, *, kind: str) -> None:
+    """Refuse a text file that does not exist, as `read_text` would. Standard input and ``None`` pass.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    try:
+        if file not in (None, "", STANDARD_INPUT):
+            os.stat(in_full(file))
+    except OSError as error:
+        raise InputError(f"The {kind} {file} cannot be read: {error.strerror}.") from error
+
+
 def not_empty(text: str, source: str, purpose: str) -> str:
     """Return a text, after a check that it is not empty.
 
@@ -53,6 +66,20 @@ def not_empty(text: str, source: str, purpose: str) -> str:
     if not text.strip():
         raise InputError(f"{source} is empty. {purpose}")
     return text
+
+
+def check_exists(file: str) -> None:
+    """Refuse the name of a memory's file that cannot be looked up, as the reader of such files would.
+
+    Raises:
+        SnapshotError: there is no such file.
+    """
+    try:
+        os.stat(in_full(file))
+    except OSError as error:
+        raise SnapshotError(f"{in_full(file)!s:.200} cannot be read: {error.strerror}.") from error
+    except ValueError:  # a zero byte in the path, which the reader explains
+        return
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvkeep import parameters
 from kvkeep.cli import distributed, options, shell_completion
-from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, not_empty, place, read_text
+from kvkeep.cli.files import STANDARD_INPUT, STANDARD_OUTPUT, check_exists, not_empty, place, read_text
 from kvkeep.cli.options import (
     ADAPTER,
     BUDGET,
@@ -24,6 +24,7 @@ from kvkeep.cli.options import (
     TEMPERATURE,
     CacheOptions,
     argument,
+    check_policy,
     described,
     option,
     parse_bytes,
@@ -217,6 +218,17 @@ class GenerationOptions(CacheOptions):
     seed: int = option(described(parameters.SEED))
     repetition_detection: bool | Mapping[str, int] = option(REPETITION_DETECTION)
 
+    def check_values(self) -> None:
+        """Refuse a memory or a model that does not exist, a policy, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        if self.memory is not None:
+            check_exists(self.memory)
+        super().check_values()
+        check_policy(self.policy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(GenerationOptions):
@@ -358,6 +370,10 @@ class GenerateOptions(GenerationOptions):
         Raises:
             InputError: options exclude each other, or the prompt cannot be read.
         """
+        if self.config is not None and self.memory is not None:
+            raise InputError(
+                "--config and --memory were both given, and a memory has settings of its own. Leave one out."
+            )
         model, file = standard_input(self.model, self.source, self.prompt_words, self.prompt_file)
         self._check_batch(file)
         self._check_system()

@@ -224,12 +224,10 @@ def with_file_settings(request: GenerateOptions) -> GenerateOptions:
     file.
 
     Raises:
-        InputError: the file cannot be used, or a memory was given, which brings settings of its own.
+        InputError: the file cannot be used.
     """
     if (file := request.config) is None:
         return request
-    if request.memory is not None:
-        raise InputError("--config and --memory were both given, and a memory has settings of its own. Leave one out.")
     if not file:
         raise InputError(f"--config is empty. Give the {NAME} that kvkeep tune has written, or leave it out.")
     refuse_device(file, "configuration")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.help import words
+from kvkeep.cli.startup import fast_imports
 
 
 @one_line_errors
@@ -14,6 +15,7 @@ def lm_eval() -> None:
     pretrained, policy (options follow plus signs: h2o:recent=8+sinks=4), budget (512 or 20%), question=inside|later,
     examples=inside|later, stride, rows, dtype, device. Needs the extra lm-eval.
     """
-    from kvkeep.evals.lm_eval import command  # imports torch, and lm-eval if it is there
+    with fast_imports():
+        from kvkeep.evals.lm_eval import command  # imports torch, and lm-eval if it is there
 
     command.run(words())

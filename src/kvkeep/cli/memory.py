@@ -12,7 +12,9 @@ from rich.text import Text
 
 from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.files import check_exists
 from kvkeep.cli.options import Json
+from kvkeep.cli.startup import fast_imports
 from kvkeep.result_files import in_full
 
 if TYPE_CHECKING:
@@ -41,7 +43,9 @@ def memory(
 
     The model is not needed. A drawing shows the share of each part of the text that a layer holds, over all heads.
     """
-    from kvkeep.snapshot import Snapshot  # imports torch
+    check_exists(file)
+    with fast_imports():
+        from kvkeep.snapshot import Snapshot  # imports torch
 
     snapshot = Snapshot.load(file)
     size = os.path.getsize(in_full(file))

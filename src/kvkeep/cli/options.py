@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_type_hints
 
 import typer
@@ -16,9 +15,10 @@ from kvkeep import parameters
 from kvkeep.cli import shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty, refuse_device
+from kvkeep.cli.startup import fast_imports, imported
 from kvkeep.cli.usage_errors import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
-from kvkeep.models import threads
+from kvkeep.models import folder, threads
 from kvkeep.parameters import MAX_TOKENS, MEMORY, Parameter
 from kvkeep.result_files import in_full, parse
 
@@ -203,6 +203,15 @@ class CommandOptions:
         """
         return self
 
+    def check_values(self) -> None:
+        """Refuse values of the checked options for which transformers need not be imported, which takes seconds.
+
+        By default nothing is refused. What needs torch comes after what does not.
+
+        Raises:
+            KVKeepError: in a command that overrides this: a value cannot be used.
+        """
+
 
 _O = TypeVar("_O", bound=CommandOptions)
 
@@ -223,8 +232,9 @@ def command(options: type[_O], run: str | Callable[[_O], str]) -> Callable[..., 
             for parameter in parameters
         }
         asked: Any = options(**values).checked()
-        module, _, function = (run if isinstance(run, str) else run(asked)).partition(":")
-        getattr(import_module(module), function)(asked)
+        with fast_imports():
+            asked.check_values()
+        imported(run if isinstance(run, str) else run(asked))(asked)
 
     work.__doc__ = inspect.cleandoc(options.__doc__ or "").partition(_ATTRIBUTES)[0]
     work.__name__ = options.__name__
@@ -287,9 +297,7 @@ def with_gguf(given: Mapping[str, Any]) -> Mapping[str, Any]:
         raise InputError("--gguf is empty. Give the name of a file, or leave it out.")
     if model is None:
         return {**given, "model": file}
-    from kvkeep.models.files import with_gguf_file  # imports torch
-
-    return {**given, "model": with_gguf_file(model, file)}
+    return {**given, "model": folder.with_gguf_file(model, file)}
 
 
 def _is_path(name: str) -> bool:
@@ -552,6 +560,17 @@ def parse_adapters(given: list[str] | None, option: str) -> Mapping[str, str]:
     return found
 
 
+def check_policy(text: str) -> None:
+    """Refuse a policy that does not exist, or with options that it does not have.
+
+    Raises:
+        PolicyError: there is no such policy.
+    """
+    from kvkeep.policies.registry import parse  # imports torch
+
+    parse(text)
+
+
 def check_one_adapter(adapters: Mapping[str, str], what: str) -> None:
     """Refuse several adapters where all that runs has the same one.
 
@@ -631,6 +650,20 @@ class ModelOptions(CommandOptions):
     threads: int | None = option(THREADS)
     gguf: str | None = option(GGUF)
     allow_pickle: bool = option(ALLOW_PICKLE)
+
+    def check_values(self) -> None:
+        """Refuse a model that does not exist, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        if self.model is not None:
+            folder.check(self.model)
+        if self.dtype != "auto" or self.device != "auto":
+            from kvkeep.models.device import parse_device, parse_dtype  # imports torch
+
+            parse_dtype(self.dtype)
+            parse_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)

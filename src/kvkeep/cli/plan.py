@@ -20,12 +20,14 @@ from kvkeep.cli.options import (
     PREFILL_CHUNK,
     CommandOptions,
     argument,
+    check_policy,
     option,
     parse_budget,
     parse_bytes,
     parse_tokens,
 )
 from kvkeep.errors import InputError
+from kvkeep.models import folder
 from kvkeep.parameters import MEMORY, MODEL
 from kvkeep.policies import DEFAULT
 
@@ -117,6 +119,16 @@ class PlanningOptions(CommandOptions):
         if self.bandwidth is not None and self.measure:
             raise InputError("--bandwidth and --measure were both given; one of them says how fast the memory is.")
         return self
+
+    def check_values(self) -> None:
+        """Refuse a model or a policy that does not exist.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        if self.model is not None:
+            folder.check(self.model, config_file=True)
+        check_policy(self.policy)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `kvkeep.planning.plan.plan`."""

@@ -8,6 +8,7 @@ import inspect
 import types
 import typing
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,8 @@ from kvkeep.cli import console, shell_completion
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.help import Command, Group
 from kvkeep.cli.options import Json
-from kvkeep.policies import DEFAULT, LATER
+from kvkeep.cli.startup import fast_imports
+from kvkeep.policies import DEFAULT, ENTRY_POINT_GROUP, LATER, builtin_names, builtin_summary
 
 _SECTIONS = ("Source", "Differs", "Fails when")
 
@@ -66,9 +68,7 @@ app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also wit
 @one_line_errors
 def list_policies(json: Json = False) -> None:
     """List the eviction policies: three to start from, then each with a line on what it keeps."""
-    from kvkeep.policies.registry import available, describe
-
-    lines = {name: describe(name) for name in available()}
+    lines = _summaries()
     if json:
         starts = [{"purpose": purpose, "policy": policy} for purpose, policy in STARTS.items()]
         entries = [{"name": name, "summary": line} for name, line in lines.items()]
@@ -84,6 +84,16 @@ def list_policies(json: Json = False) -> None:
         screen.print(Text(f"\n{kind}", "bold"))
         screen.print(Padding(_lines({name: lines[name] for name in names}, width), (0, 0, 0, 2)))
     screen.print(Text("\nkvkeep policies show NAME: options, source, known bad cases", "dim"))
+
+
+def _summaries() -> dict[str, str]:
+    """Return the policies' names, each with a line on what it keeps. Only policies of other packages import torch."""
+    if not entry_points(group=ENTRY_POINT_GROUP):
+        return {name: builtin_summary(name) for name in builtin_names()}
+    with fast_imports():
+        from kvkeep.policies.registry import available, describe
+
+        return {name: describe(name) for name in available()}
 
 
 def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
@@ -118,9 +128,10 @@ def show_policy(
     json: Json = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    from kvkeep.policies.registry import class_of, label, parse, spec, split
+    with fast_imports():
+        from kvkeep.policies.registry import class_of, label, parse, spec, split
 
-    asked = parse(name)  # an unknown name gets a suggestion, a wrong option its reason
+        asked = parse(name)  # an unknown name gets a suggestion, a wrong option its reason
     kind, options = split(name)
     entry = _describe(kind, class_of(kind))
     if options.strip():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.cli.files import place, target
+from kvkeep.cli.files import check_text, place, target
 from kvkeep.cli.options import (
     ADAPTER,
     BUDGET,
@@ -15,6 +15,7 @@ from kvkeep.cli.options import (
     POLICY,
     CacheOptions,
     check_one_adapter,
+    check_policy,
     option,
     parse_system,
 )
@@ -61,6 +62,16 @@ class RememberOptions(CacheOptions):
     )
     adapter: Mapping[str, str] = option(ADAPTER)
     json: bool = option(JSON)
+
+    def check_values(self) -> None:
+        """Refuse a text, a model or a policy that does not exist, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        check_text(self.text, kind="text")
+        super().check_values()
+        check_policy(self.policy)
 
     def checked(self) -> RememberOptions:
         """Check that the memory can be written, by one adapter at most, and return the options themselves."""

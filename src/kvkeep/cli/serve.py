@@ -29,6 +29,7 @@ from kvkeep.cli.options import (
     RAY_ADDRESS,
     ModelOptions,
     argument,
+    check_policy,
     described,
     option,
     parse_bytes,
@@ -307,6 +308,15 @@ class ServeOptions(ModelOptions):
             raise InputError(f"The server needs {missing[0]}, which is not installed: {pip_install('server')}.")
         os.environ.setdefault("OMP_WAIT_POLICY", _WAITING)
         return given
+
+    def check_values(self) -> None:
+        """Refuse a model or a policy that does not exist, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        super().check_values()
+        check_policy(self.policy)
 
     def checked(self) -> ServeOptions:
         """Return the options with the numbers of replicas."""

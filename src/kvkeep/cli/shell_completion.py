@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -118,11 +117,9 @@ def _join(given: list[str]) -> list[str]:
 
 def _policy_names() -> list[str]:
     """Return the names of all policies, without importing one."""
-    from kvkeep import policies as home
+    from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names
 
-    own = [info.name for info in pkgutil.iter_modules(home.__path__)]
-    others = [point.name for point in entry_points(group="kvkeep.policies")]
-    return [name for name in own if name not in ("base", "registry") and not name.startswith("_")] + others
+    return [*builtin_names(), *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))]
 
 
 def _options(name: str, tail: str) -> list[Completion]:

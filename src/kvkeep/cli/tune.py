@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvkeep.cli import shell_completion
-from kvkeep.cli.files import place
+from kvkeep.cli.files import check_text, place
 from kvkeep.cli.options import (
     JSON,
     LAYER_BUDGET,
@@ -159,3 +159,12 @@ class TuneOptions(ModelOptions):
     def output(self) -> Path:
         """Return the folder of the search."""
         return self.named_output or Path("tuned-quick" if self.quick else "tuned")
+
+    def check_values(self) -> None:
+        """Refuse a text or a model that does not exist, and names of dtypes and devices.
+
+        Raises:
+            KVKeepError: one of them cannot be used.
+        """
+        check_text(self.text, kind="text file")
+        super().check_values()

@@ -398,8 +398,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     cache = handed_over(kwargs)
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
-        if not cache.shapes_alone:
-            check_has_weights(cast(PreTrainedModel, model))
+        check_has_weights(cast(PreTrainedModel, model))
         if kwargs.get("use_cache") is False:
             raise InputError(
                 "A cache was given together with use_cache=False, an argument or a line of the generation_config. Each "

@@ -1,16 +1,21 @@
-"""Devices and dtypes by name, and clear errors when a device's memory is too small."""
+"""Devices and dtypes by name, and clear errors when a device's memory is too small.
+
+Importing this module imports torch, and not transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvkeep.errors import InputError, UnsupportedModelError, closest, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a model can be loaded in, besides ``auto``: the checkpoint's own."""

@@ -25,7 +25,16 @@ from transformers.utils.hub import cached_file
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import gguf
 from kvkeep.models.device import is_out_of_memory
-from kvkeep.result_files import in_full
+from kvkeep.models.folder import (
+    ADAPTER_CONFIG,
+    PICKLES,
+    SAFE,
+    existing,
+    hub_parts,
+    is_gguf_file,
+    refusal,
+    refuse_adapter,
+)
 
 # Requests to the hub: whether it answers, asked before transformers retries for every file, and one never made.
 
@@ -115,8 +124,6 @@ def no_conversion_service() -> Iterator[None]:
             os.environ[key] = before
 
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-SAFE = ".safetensors"
 MOST_LAYERS = 1000
 MOST_EXPERTS = 20_000
 """Doge has 16 384."""
@@ -137,37 +144,22 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         ModelFileError: a path does not exist, the name cannot be one of the hub, or there are several GGUF files.
     """
     name = os.fspath(name_or_path)
-    path = in_full(name)
-    try:
-        exists = path.exists()
-    except OSError as error:  # e.g. a name that is too long for the file system
-        raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
-    if exists:
+    path = existing(name)
+    if path is not None:
         if path.suffix == gguf.SUFFIX and not path.is_file() and not path.is_dir():
             raise ModelFileError(f"{path} is no regular file but a pipe or a device. Give the path of a GGUF file.")
         with explained(name, "Its files cannot be looked up"):
             found = (gguf.in_folder(path) or path) if path.is_dir() else path
-            return str(gguf.parts_of(found)[0])
-    repository, _, file = name.partition(":")
-    if not file or repository.count("/") != 1:
-        repository, file = name, ""
-    is_file = not file and name.endswith(gguf.SUFFIX)
-    if is_file or name.startswith((".", "/", "~")) or repository.count("/") > 1:  # a hub name has one slash at most
-        raise ModelFileError(f"The model {'file' if is_file else 'folder'} {name} does not exist.")
+            return str(found if found.is_dir() else gguf.parts_of(found)[0])
+    repository, file = hub_parts(name)
     with explained(name, "Its name cannot be used"):
         validate_repo_id(repository)
     return str(_gguf_of_hub(repository, file)) if file else name
 
 
-def with_gguf_file(name_or_path: str | os.PathLike[str], file: str) -> str:
-    """Return the name of a GGUF file in a folder or a hub repository, as `locate` takes it."""
-    name = os.fspath(name_or_path)
-    return str(Path(name) / file) if in_full(name).is_dir() else f"{name}:{file}"
-
-
 def is_gguf(name: str) -> bool:
     """Return whether the name of a model is a GGUF file's path."""
-    return Path(name).is_file() and gguf.is_gguf(Path(name))
+    return Path(name).is_file() and is_gguf_file(Path(name))
 
 
 def _gguf_of_hub(repository: str, wanted: str) -> Path:
@@ -191,35 +183,8 @@ def _gguf_of_hub(repository: str, wanted: str) -> Path:
     return Path(str(paths[0]))
 
 
-def check_folder(folder: Path, allow_pickle: bool, *, weights: bool = True) -> None:
-    """Refuse a folder without a configuration or weights, with pipes or broken links, or with an adapter of PEFT.
-
-    Pickled weights are refused only if ``weights`` is set, there are no safetensors beside them, and ``allow_pickle``
-    is not.
-
-    Args:
-        folder: the folder.
-        allow_pickle: accept weights that are not safetensors.
-        weights: whether there have to be weights.
-
-    Raises:
-        ModelFileError: the folder is refused.
-    """
-    _check_regular(folder)
-    check_adapter(str(folder))
-    if not (folder / "config.json").is_file():
-        raise ModelFileError(f"The folder {folder} has no config.json, so it is not a model in transformers' format.")
-    if not weights or any(folder.glob(f"*{SAFE}")):
-        return
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if not pickles:
-        raise ModelFileError(f"The folder {folder} has a config.json but no weights (*{SAFE}).")
-    if not allow_pickle:
-        raise ModelFileError(refusal(f"The weights in {folder} ({pickles[0]})"))
-
-
 def check_adapter(name: str) -> None:
-    """Refuse an adapter of PEFT: transformers would load it, and the model that it names, where peft is installed.
+    """Refuse an adapter of PEFT, see `kvkeep.models.folder.refuse_adapter`.
 
     Args:
         name: a folder, or a hub name.
@@ -227,18 +192,8 @@ def check_adapter(name: str) -> None:
     Raises:
         ModelFileError: there is an ``adapter_config.json``.
     """
-    path = optional(name, "adapter_config.json")
-    if path is None:
-        return
-    try:
-        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = None  # the name is only for the message: the adapter is refused all the same
-    known = f"{base!r:.100}" if isinstance(base, str) and base else "another model"
-    raise ModelFileError(
-        f"{name} holds an adapter of PEFT for {known} (adapter_config.json), and no model. Give that model, "
-        "and the adapter beside it by a name: `adapter`."
-    )
+    if (path := optional(name, ADAPTER_CONFIG)) is not None:
+        refuse_adapter(name, path)
 
 
 def check_numbers(name: str, fields: object) -> None:
@@ -280,28 +235,6 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
 def part_of(name: str) -> str:
     """Return in words where a model's configuration stands."""
     return "header" if is_gguf(name) else "config.json"
-
-
-def refusal(subject: str) -> str:
-    """Return the error message for weights that are pickles."""
-    return (
-        f"{subject} are not safetensors but Python pickles, which can run code when they are read. Convert them, or "
-        "accept them with `allow_pickle=True` if you trust their source."
-    )
-
-
-def _check_regular(folder: Path) -> None:
-    """Refuse pipes, devices and broken links in a folder: reading them would fail late, or never end.
-
-    Raises:
-        ModelFileError: there is such a file.
-    """
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() and not path.is_dir() and path.suffix != ".lock":
-            raise ModelFileError(
-                f"{path} is no regular file but a pipe, a device or a link that leads nowhere. Remove it, or download "
-                "the model again."
-            )
 
 
 def optional(name: str, file: str) -> Path | None:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import InputError, KVKeepError, ModelFileError, UnsupportedModelError
+from kvkeep.models.folder import GGUF_MAGIC, GGUF_SUFFIX
 
-SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
+SUFFIX = GGUF_SUFFIX
 _VERSIONS = (2, 3)
 _HEADER, _LENGTH = struct.Struct("<4sIQQ"), struct.Struct("<Q")
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -184,17 +184,6 @@ def short_float(value: float) -> float:
 # Reading a file's metadata and its table of tensors.
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a path is a GGUF file by its name, or by its first bytes."""
-    if path.suffix.lower() == SUFFIX:
-        return path.is_file()
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
-
-
 def read(path: str | Path) -> GGUFFile:
     """Return a file's metadata and table of tensors; of a split file, of all its parts.
 
@@ -278,7 +267,7 @@ class _Reader:
     def read(self) -> tuple[dict[str, Any], list[tuple[str, TensorInfo]]]:
         """Return the metadata and the tensors."""
         magic, version, tensors, values = _HEADER.unpack(self._take(_HEADER.size))
-        if magic != _MAGIC:
+        if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
         if version not in _VERSIONS:
             big = ": its bytes are in big-endian order" if version >= 2**16 and not version % 2**16 else ""

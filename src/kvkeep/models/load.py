@@ -7,6 +7,7 @@ expensive rest. `load` does both.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from kvkeep.backends import missing_kernel
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.head_sharding import number_of_heads
@@ -39,7 +41,6 @@ from kvkeep.models.checkpoint import Checkpoint, Model, Tokenizer, position_limi
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import (
     cached_if_unreachable,
-    check_folder,
     check_index,
     check_numbers,
     check_shape,
@@ -50,6 +51,7 @@ from kvkeep.models.files import (
     no_conversion_service,
     part_of,
 )
+from kvkeep.models.folder import check_file, check_folder
 from kvkeep.models.fused_modules import PromptHook
 from kvkeep.models.generation_config import check_generation_config
 from kvkeep.models.prepare import prepare
@@ -112,10 +114,7 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
         KVKeepError: see `load`.
     """
     name = locate(name_or_path)
-    if Path(name).is_file() and not is_gguf(name):
-        raise ModelFileError(
-            f"{name} is a file and no GGUF file; give the folder that holds config.json, weights and tokenizer."
-        )
+    check_file(Path(name))
     if Path(name).is_dir():
         with explained(name, "Its files cannot be looked up"):
             check_folder(Path(name), allow_pickle, weights=weights)
@@ -157,6 +156,8 @@ def read_weights(
             are no processes to split the model over.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
+    if missing := missing_kernel(place):
+        _warn_once(missing)
     from_gguf = is_gguf(checkpoint.name)
     if from_gguf and (load_in is not None or tp):
         asked = "be split over processes" if load_in is None else f"be loaded in {load_in}"
@@ -176,6 +177,11 @@ def read_weights(
         add(model, adapters or {}, merge=merge and quantized_weights.method_of(model.config) is None)
         prepare(attach(model), fused)
     return model
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning("%s", message)
 
 
 def _read(

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kvkeep.cache.bounded_cache import BoundedCache
-from kvkeep.cache.hf_layers import handed
-from kvkeep.cache.layer import Layer
+from kvkeep.cache.hf_layers import handed, handing_cache
+from kvkeep.cache.layer_layout import windows_of
 from kvkeep.errors import KVKeepError, UnsupportedModelError
 from kvkeep.models.checkpoint import position_limit, trained_length
 from kvkeep.models.files import cached_if_unreachable, locate
@@ -310,18 +310,16 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
     with cached_if_unreachable(name):
         config = read_config(name)
     model = build_empty(name, config)
-    cache = _run(name, config, model)
-    used = {index: layer for index, layer in cache.bounded_layers().items() if layer.allocated}
+    used, count = _run(name, config, model)
     if not used:
         raise UnsupportedModelError(f"{name} has no layer with keys and values, so there is nothing to bound.")
-    layers = tuple(map(_layer_shape, used.values()))
     scheme = scheme_of(config)
     return Outline(
         name=name,
         config=config,
-        shape=_shape(model, layers),
+        shape=_shape(model, tuple(used.values())),
         indices=tuple(used),
-        other_layers=len(cache.layers) - len(used),
+        other_layers=count - len(used),
         dtype=getattr(config.get_text_config(decoder=True), "dtype", None),
         trained_length=trained_length(config),
         position_limit=position_limit(model),
@@ -330,14 +328,41 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
     )
 
 
-def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> BoundedCache:
-    """Return a cache after one token, made of tensors with shapes but no memory.
+class _ShapeRecorder:
+    """A stepper that computes nothing and notes the shapes of keys and values.
+
+    Attributes:
+        shape: of the layer; ``None`` before its first step.
+    """
+
+    columns = 0
+
+    def __init__(self, window: int | None) -> None:
+        self.shape: LayerShape | None = None
+        self._window = window
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        **_: object,
+    ) -> Float[Tensor, "B Hq T E"]:
+        self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], self._window)
+        return query.new_empty((*query.shape[:-1], values.shape[-1]))
+
+
+def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> tuple[dict[int, LayerShape], int]:
+    """Run one token through a model on the meta device, whose tensors have shapes but no memory.
+
+    Returns:
+        The shapes of the layers that got keys and values, by their numbers, and the number of all layers.
 
     Raises:
-        UnsupportedModelError: the model's code cannot run without weights.
+        UnsupportedModelError: the model's code cannot run without weights, or its cache cannot be bounded.
     """
-    cache = BoundedCache(config, "local", budget=1)
-    cache.shapes_alone = True
+    recorders = {index: _ShapeRecorder(window) for index, window in windows_of(config).items()}
+    cache = handing_cache(config, recorders.__getitem__)
     nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts take no other dtype
     try:
         with torch.inference_mode():
@@ -349,12 +374,8 @@ def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> Bounded
         raise UnsupportedModelError(
             f"{name}: the shapes of its cache cannot be found out without weights ({type(error).__name__}: {line})."
         ) from error
-    return cache
-
-
-def _layer_shape(layer: Layer) -> LayerShape:
-    slots = layer.store.slots()
-    return LayerShape(slots.keys.shape[1], slots.keys.shape[3], slots.values.shape[3], layer.window)
+    shapes = {index: recorder.shape for index, recorder in recorders.items() if recorder.shape is not None}
+    return shapes, len(cache.layers)
 
 
 def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape:

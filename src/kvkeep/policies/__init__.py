@@ -4,6 +4,16 @@ A policy is a score: it never touches storage, attention, the model or the serve
 folder; `kvkeep.policies.registry` finds it.
 """
 
+import ast
+import pkgutil
+from pathlib import Path
+
+ENTRY_POINT_GROUP = "kvkeep.policies"
+"""Where other packages name their policies."""
+
+NO_POLICIES = ("base", "registry")
+"""Modules of this package that hold no policy."""
+
 DEFAULT = "snapkv:default"
 """The policy of every cache, engine, plan and command that names none.
 
@@ -13,3 +23,18 @@ chosen ones, and the newest 64 stay, which long answers need. ``docs/choose-a-po
 
 LATER = "keydiff:later"
 """The policy of remembered texts and of conversations, whose questions come after the text was cut to the budget."""
+
+
+def builtin_names() -> list[str]:
+    """Return the names of the policies of this package in alphabetical order, without importing one."""
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return [name for name in modules if name not in NO_POLICIES and not name.startswith("_")]
+
+
+def builtin_summary(name: str) -> str:
+    """Return one line about the tokens that a policy of this package keeps, without importing it.
+
+    It is the first line of the docstring in its file, which is read as text: importing a policy imports torch.
+    """
+    source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]

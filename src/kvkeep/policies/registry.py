@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import pkgutil
 import re
 import sys
 import types
@@ -21,13 +20,9 @@ import typing
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
-from kvkeep import policies as _builtin
 from kvkeep.errors import PolicyError, closest, one_line
+from kvkeep.policies import ENTRY_POINT_GROUP, builtin_names
 from kvkeep.policies.base import Policy
-
-ENTRY_POINT_GROUP = "kvkeep.policies"
-NO_POLICIES = ("base", "registry")
-"""Modules of the package of policies that hold none."""
 
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(?::(.*))?", re.DOTALL)
 _REFERRED: dict[type[Policy], str] = {}
@@ -41,11 +36,7 @@ def available() -> dict[str, type[Policy]]:
     Raises:
         PolicyError: a third-party entry point cannot be loaded, is no policy, or takes a built-in name.
     """
-    found = {
-        info.name: _policy_of(importlib.import_module(f"{_builtin.__name__}.{info.name}"))
-        for info in pkgutil.iter_modules(_builtin.__path__)
-        if info.name not in NO_POLICIES and not info.name.startswith("_")
-    }
+    found = {name: _policy_of(importlib.import_module(f"kvkeep.policies.{name}")) for name in builtin_names()}
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         if point.name in found:
             raise PolicyError(f"Entry point {point.value!r} wants the policy name {point.name!r}, which is taken.")

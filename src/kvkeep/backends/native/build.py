@@ -1,6 +1,10 @@
-"""Compiles the kernel for this machine at first use, keeps it in the user's cache directory, and loads it.
+"""Loads the kernel: from the wheel that was installed, or compiled for this machine at first use.
 
-Nothing here raises on a machine that cannot compile: there the package runs on torch alone, and `native().detail` says
+A wheel for a platform has a library for each level of processors, and the best one that this processor runs is loaded.
+Where the package has none (an editable install, a system without such a wheel) the kernel is compiled and kept in the
+user's cache directory.
+
+Nothing here raises on a machine that can do neither: there the package runs on torch alone, and `native().detail` says
 why. A compiler that fails or hangs is not tried again for an hour, by any process.
 """
 
@@ -8,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
@@ -21,17 +24,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-COMPILERS = ("g++", "clang++", "c++")
+from kvkeep.backends.native import levels
+from kvkeep.backends.native.levels import COMPILERS, HEADERS, SOURCES
+
 NAMES = (
     *("attend", "prefill", "step", "write", "expire", "count_over", "evict"),
     *("products", "gated", "norm", "before", "behind", "model_step"),
 )
 FUNCTIONS = tuple(f"kvkeep_{name}" for name in NAMES)
 
-# without -ffast-math: see the head of vectors.h
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+FLAGS = (*levels.FLAGS, "-march=native", "-shared")
 
 _PATIENCE_S = 5
 """Seconds of waiting for the compiler after which the user is told; it takes about as long on a usual machine."""
@@ -64,13 +66,27 @@ class _UnavailableError(Exception):
 
 @functools.cache
 def native() -> Native:
-    """Return the kernel. The first call on a machine compiles it, which takes some seconds."""
+    """Return the kernel. Where the package brings none, the first call on a machine compiles it in some seconds."""
     try:
-        return _load()
+        return _packaged() or _load()
     # a RuntimeError: the user has no home folder
     except (_UnavailableError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.info("The native kernel is not available, torch does the work: %s", error)
         return Native(None, str(error))
+
+
+def _packaged() -> Native | None:
+    """Return the best kernel of the wheel that this processor runs; ``None`` if the package brings none.
+
+    Who can write there can change the package itself, so unlike the cache directory it is trusted.
+    """
+    for level in levels.runnable(platform.machine(), levels.features()):
+        for path in levels.libraries(level.name):
+            try:
+                return Native(_bound(path), str(path))
+            except (OSError, AttributeError) as error:
+                _log.warning("The kernel %s cannot be loaded, and a slower one takes its place: %s.", path, error)
+    return None
 
 
 def _load() -> Native:
@@ -87,7 +103,7 @@ def _load() -> Native:
 
 def _found_or_made(compiler: str, folder: Path) -> Native:
     key = _key(compiler)
-    for path in sorted(folder.glob(f"kernel-{key}-*.so")):
+    for path in levels.libraries(key, folder):
         if (library := _opened(path)) is not None:
             return Native(library, str(path))
         _log.info("The compiled kernel %s is damaged, or somebody else's; compiling again.", path)
@@ -160,18 +176,18 @@ def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
 def _attempt(compiler: str) -> str:
     """Return the name of an attempt: these sources and flags with this compiler, which is not run to find the name."""
     status = os.stat(compiler)
-    return _digest(_inputs(f"{compiler} {status.st_mtime_ns} {status.st_size}".encode()))
+    return levels.digest(_inputs(f"{compiler} {status.st_mtime_ns} {status.st_size}".encode()))
 
 
 def _key(compiler: str) -> str:
     """Return the name of the program that this compiler makes of the sources for this processor."""
-    return _digest(_inputs(_run(compiler, ["--version"])))
+    return levels.digest(_inputs(_run(compiler, ["--version"])))
 
 
 def _inputs(compiler: bytes) -> bytes:
     """Return everything that the compiled program depends on."""
     sources = (path.read_bytes() for path in [*SOURCES, *HEADERS])
-    return b"\0".join((*sources, compiler, " ".join(FLAGS).encode(), _processor().encode()))
+    return b"\0".join((*sources, compiler, " ".join(FLAGS).encode(), levels.processor().encode()))
 
 
 def _run(compiler: str, arguments: list[str]) -> bytes:
@@ -220,45 +236,40 @@ def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes
         raise _UnavailableError(f"{compiler} did not end within {_TIMEOUT_S} s") from error
 
 
-def _processor() -> str:
-    """Return the description of the processor that ``-march=native`` depends on."""
-    names = ("model name", "flags", "Features", "CPU part")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join([platform.machine(), *(line for line in lines if line.startswith(names))])
-
-
 def _compile(compiler: str, folder: Path, key: str) -> Path:
     """Compile into a temporary folder, move the library to its place as a whole, and return its path."""
     _log.info("Compiling the native kernel with %s; this takes some seconds, once.", compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / "kernel.so"
         _run(compiler, [*FLAGS, *map(str, SOURCES), "-o", str(built)])
-        path = folder / f"kernel-{key}-{_digest(built.read_bytes())}.so"
+        path = folder / levels.library_name(key, built.read_bytes())
         built.replace(path)
     return path
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """Load a library; return ``None`` unless it belongs to this user, its content matches its name, and it has all
-    functions.
-    """
+    """Load a library of the cache; return ``None`` unless it belongs to this user and can be loaded, see `_bound`."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
         return None
-    if path.stem.rpartition("-")[2] != _digest(path.read_bytes()):
-        return None
     try:
-        library = ctypes.CDLL(str(path))
-        functions = [library[name] for name in FUNCTIONS]
-    except (OSError, AttributeError):  # it is no library, or lacks a function
+        return _bound(path)
+    except (OSError, AttributeError):
         return None
-    for function in functions:
+
+
+def _bound(path: Path) -> ctypes.CDLL:
+    """Load a library and declare its functions.
+
+    A library of a wheel takes the functions of OpenMP from the runtime that torch has loaded.
+
+    Raises:
+        OSError: the file is not whole, is no library, or needs something that is not there.
+        AttributeError: it lacks a function of the kernel.
+    """
+    if levels.library_name(path.name.removeprefix("kernel-").partition(".")[0], path.read_bytes()) != path.name:
+        raise OSError("it is damaged")  # a file that was cut off would end the process
+    library = ctypes.CDLL(str(path))
+    for function in [library[name] for name in FUNCTIONS]:
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return library
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
