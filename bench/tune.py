@@ -61,7 +61,9 @@ def main() -> None:
     options = parser.parse_args()
     budgets = [parse_budget(one, "--budgets") for one in options.budgets.split(",")] if options.budgets else ()
     text = options.text and options.text.read_text()
-    wanted = TuneArguments(case=options.case, text=text, budgets=budgets, policies=options.policies)
+    wanted = TuneArguments(
+        case=options.case, text=text, limit=options.limit, budgets=budgets, policies=options.policies
+    )
     with quiet(), threads.restored():
         checkpoint = find(embedded())
         plan = lay_out(checkpoint, "embedded", wanted)
@@ -71,7 +73,7 @@ def main() -> None:
         with records.locked():
             records.open({**plan.settings, "weights": fingerprint(writer.model), "dtype": writer.dtype})
             begin = time.perf_counter(), time.process_time()
-            result = tune(plan.measure, plan.ladders, writer, records, target=options.target, limit=options.limit)
+            result = tune(plan.measure, plan.ladders, writer, records, target=options.target, limits=wanted.sizes)
             seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
             study = CachedMeasure(plan.measure, writer, records, lambda progress: None)
             test = Confirmation(study, result.sizes.confirm, options.target)

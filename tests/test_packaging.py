@@ -117,16 +117,6 @@ def test_make_package_asks_for_every_python_that_is_named():
     assert re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.*)\]", workflow)[1]) == named
 
 
-def test_the_check_of_a_newcomer_takes_every_command_and_block_of_the_readme(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    tool, readme = importlib.import_module("newcomer_check"), (ROOT / "README.md").read_text()
-    *commands, (_, _, code) = tool.steps(readme, "MODEL")
-    assert len(commands) == len(re.findall(r"^kvkeep ", readme, flags=re.MULTILINE)) > 8
-    assert "Qwen" not in code
-    assert "engine.run(prompts)" in code
-    compile(code, "README.md", "exec")
-
-
 @pytest.mark.parametrize("name", ["c++", "g++", "gcc-12", "x86_64-linux-gnu-g++", "clang++-18", "cc"])
 def test_compilers_are_known_by_their_names(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))

@@ -3,7 +3,7 @@
 python tools/newcomer_check.py                 make an environment, install torch and this clone, run everything
 python tools/newcomer_check.py --venv DIR      run with an environment that exists
 
-The embedded model stands for models of the hub, and budgets of memory and new tokens are small. Commands of ``make``
+The embedded model stands for models of the hub, and numbers are small (`tools/run_snippets.py`). Commands of ``make``
 are left to `make demo` and `make test` themselves.
 """
 
@@ -12,24 +12,24 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools import run_snippets
+
 ROOT = Path(__file__).parents[1]
 TORCH = "torch==2.13.0"
 COMPILER = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang(\+\+)?|c89|c99)(-[\d.]+)?$")
-MORE = {"generate": "--max-new-tokens 3", "eval": "--tasks agreement --limit 1", "serve": "--check", "tune": "--help"}
-"""Options that make a command short, by its name."""
 
 
 def install(folder: Path) -> Path:
     """Make an environment with this clone in it, and return its folder."""
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    for what in ([TORCH], [f"{ROOT}[server]"]):
+    for what in ([TORCH], [f"{ROOT}[server]", str(ROOT / "lab")]):
         subprocess.run([str(venv / "bin" / "pip"), "install", "--quiet", *what], check=True)
     return venv
 
@@ -45,47 +45,19 @@ def tools_without_compiler(folder: Path) -> str:
     return str(folder)
 
 
-def steps(readme: str, model: str) -> list[list[str]]:
-    """The README's commands, each as words, in its order; its Python runs in one process, as the last step."""
-    found, code = [], []
-    for language, block in re.findall(r"^```(\w+)\n(.*?)^```", readme, flags=re.DOTALL | re.MULTILINE):
-        if language == "python":
-            code.append(block)
-        for line in block.splitlines() if language == "sh" else ():
-            words = shlex.split(line.replace("Qwen/Qwen3-0.6B", model), comments=True)
-            if words and words[0] == "kvkeep":
-                found.append([*words, *MORE.get(words[1], "").split()])
-    text = "\n".join(code).replace("Qwen/Qwen3-0.6B", model).replace("4096", "4").replace("2 * 2**30", "16 * 2**20")
-    return [*found, ["python", "-c", 'prompts = ["the quick brown fox", "the lazy dog"]\n' + text]]
-
-
-def run(words: list[str], folder: Path, environment: dict[str, str]) -> bool:
-    """Run a command, print a line about it, and return whether it ended well without a traceback."""
-    done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, input="/quit\n", check=False
-    )
-    well = done.returncode == 0 and "Traceback" not in done.stderr
-    print("ok    " if well else "FAILED", shlex.join(words[:6])[:90].splitlines()[0], flush=True)
-    if not well:
-        print(done.stdout[-1000:], done.stderr[-2000:], sep="\n")
-    return well
-
-
 def check(venv: Path, folder: Path, path: str) -> bool:
-    """Run all steps in an empty home with these programs on PATH."""
+    """Run the README in an empty home with these programs on PATH, and return whether everything ended well."""
     home, place = folder / "home", folder / "place"
     for new in (home, place):
         new.mkdir(parents=True)
-    (place / "report.txt").write_text("The tower is 300 steps high. " * 40)
-    (place / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
+    run_snippets.prepare(place)
     environment = {"HOME": str(home), "PATH": f"{venv / 'bin'}{os.pathsep}{path}", "HF_HUB_OFFLINE": "1"}
     environment |= {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ}
     where = "import kvkeep.models, pathlib; print(pathlib.Path(kvkeep.models.__file__).parent / 'tiny')"
     python = str(venv / "bin" / "python")
     asked = subprocess.run([python, "-c", where], env=environment, capture_output=True, text=True, check=True)
-    wanted = steps((ROOT / "README.md").read_text(), asked.stdout.strip())
-    ends = [run([str(venv / "bin" / words[0]), *words[1:]], place, environment) for words in wanted]
-    return all(ends)
+    page = run_snippets.PageRun(place, asked.stdout.strip(), environment, print)
+    return not page.run((ROOT / "README.md").read_text())
 
 
 def main() -> int:

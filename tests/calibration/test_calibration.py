@@ -249,7 +249,7 @@ def test_the_same_seed_gives_the_same_documents(writer):
 
 
 def test_a_context_that_is_too_short_for_the_facts_is_refused(writer):
-    with pytest.raises(kvkeep.InputError, match="with 16 facts has"):
+    with pytest.raises(kvkeep.InputError, match="have no room for 16 facts"):
         calibration.documents(writer.checkpoint, n=1, questions=2, tokens=200, seed=0)
 
 

@@ -8,11 +8,13 @@ from typer.testing import CliRunner
 
 from kvkeep.calibration import head_losses
 from kvkeep.calibration.head_losses import LossMeter
+from kvkeep.cli import calibrate_run
 from kvkeep.cli.main import app
 from kvkeep.head_profile import Profile
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--context", 80, "--documents", 0, "--recent", 6)
+PROFILE = Profile(model={"layers": 2, "kv_heads": 2}, heads=((0.0, 1.0), (0.0, 1.0)), least=8)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,30 @@ def test_a_profile_and_a_table(place):
         "note: calibration: 80 tokens are more than the 40 that the model was trained for."
     )
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_a_quick_calibration_is_small(place, monkeypatch):
+    seen = []
+    monkeypatch.setattr(calibrate_run, "calibrate", lambda job, *_: seen.append(job.settings) or PROFILE)
+    assert invoke("--quick", "--recent", 6, "-o", "heads.json").exit_code == 0
+    assert (seen[0].context, seen[0].documents, seen[0].windows) == (40, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--context", 60), "--context 60 is too short"),
+        (("--case", "late"), "neither later nor inside"),
+    ],
+)
+def test_numbers_are_checked_before_the_model_is_looked_for(place, monkeypatch, words, said):
+    monkeypatch.setattr(calibrate_run, "find", None)
+    assert said in refused("-o", "heads.json", *words)
+
+
+def test_a_text_without_room_for_the_facts_speaks_of_no_option_that_there_is_not(place):
+    said = refused("-o", "heads.json", "--context", 100, "--recent", 6)
+    assert "have no room for 16 facts. Give a longer --context." in said
 
 
 def test_json_is_the_profile(place):

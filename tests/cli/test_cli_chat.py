@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import model_folders
@@ -99,12 +100,31 @@ def test_a_conversation_goes_on_where_it_was(model, tmp_path):
     turns = ["the quick fox", "and the dog", "why", "so"]
     for turn in turns[:3]:
         done = chat(model, "-n", 5, "-s", "one", "-b", 16, said=[turn])
-    assert f"kvkeep chat {model} --session one" in done.stderr.splitlines()[-1]
-    found = answers(model, "-s", "one", said=turns[3:])  # the budget is the conversation's
+    assert done.stderr.splitlines()[-1].split() == ["kvkeep", "chat", "--session", "one"]
+    found = answers(None, "-s", "one", said=turns[3:])  # the model and the budget are the conversation's
     assert [line.strip() for line in found] == wanted(model, *turns, budget=16)[3:]
     memory = saved(tmp_path)
     assert [one["role"] for one in memory.note["messages"]] == ["user", "assistant"] * 4
     assert memory.fingerprint.budget == 16
+
+
+def test_a_conversation_knows_its_model_through_forks_and_memories(model, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 9)
+    file = tmp_path / "text.kvkeep"
+    made = CliRunner().invoke(app, ["remember", str(model), "-f", str(tmp_path / "text.txt"), "-o", str(file)])
+    assert made.exit_code == 0, made.output
+    answers(None, "-s", "one", "--memory", file, said=["the fox", "/fork two", "the dog"])
+    for name in ("one", "two"):
+        assert saved(tmp_path, name).note["model"] == str(model)
+        assert len(answers(None, "-s", name, said=["why"])) == 1
+
+
+def test_the_model_of_a_conversation_is_gone(tmp_path):
+    folder = model_folders.copy(tmp_path / "gone")
+    answers(folder, "-s", "one", said=["the fox"])
+    shutil.rmtree(folder)
+    said = refused(None, "-s", "one", said=["why"])
+    assert f"No MODEL was given, and the conversation one was made with {folder}" in said
 
 
 def test_a_conversation_without_a_name_gets_one(model):

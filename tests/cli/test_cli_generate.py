@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET
 from kvkeep.cli import console, generate_run
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
@@ -23,7 +24,6 @@ from kvkeep.engine.sampling_params import SamplingParams
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, load, quiet
 from kvkeep.models.tokenization import encode
-from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies import DEFAULT
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"

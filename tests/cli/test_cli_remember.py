@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 
@@ -133,6 +134,69 @@ def test_a_policy_of_ones_own_is_named_again(text, tmp_path, monkeypatch):
     assert generated(model, "--memory", file, "-p", QUESTION, *own)["budget"] == 16
 
 
+# ------------------------------------------------------------------ the model of a file
+
+
+def asked_without_a_model(file, *words):
+    return json.loads(kv("generate", "-n", 8, "--json", "--memory", file, "-p", QUESTION, *words).stdout)
+
+
+def test_a_file_knows_its_model(chat_model, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(chat_model.parent)
+    file, _ = remember(chat_model.name, text, "-b", 24)
+    monkeypatch.chdir(tmp_path)
+    found = asked_without_a_model(file)
+    assert found["model"] == str(chat_model)
+    assert found["token_ids"] == generated(chat_model, "--memory", file, "-p", QUESTION)["token_ids"]
+
+
+def test_a_file_of_the_embedded_model_knows_it(text):
+    file = text.parent / "embedded.kvkeep"
+    kv("remember", "-f", text, "-o", file, "-b", 64)
+    assert kvkeep.Snapshot.load(file).note["model"] is None
+    assert asked_without_a_model(file)["cached_tokens"] > 64
+
+
+def test_the_model_of_a_file_is_gone(text, tmp_path):
+    folder = model_folders.copy(tmp_path / "gone")
+    file, _ = remember(folder, text, "-b", 24)
+    shutil.move(folder, tmp_path / "moved")
+    said = refused("generate", "--memory", file, "-p", QUESTION)
+    assert said.startswith(f"No MODEL was given, and {file} was made with {folder}. ")
+    assert "does not exist. Give the MODEL" in said
+    assert generated(tmp_path / "moved", "--memory", file, "-p", QUESTION)["budget"] == 24
+
+
+def test_the_model_of_a_file_has_changed(text, tmp_path):
+    folder = model_folders.copy(tmp_path / "changed")
+    file, _ = remember(folder, text, "-b", 24)
+    shutil.rmtree(folder)
+    model_folders.copy(folder, family="opt")
+    said = refused("generate", "--memory", file, "-p", QUESTION)
+    assert f"That is not {folder}, or has changed." in said
+
+
+def test_a_file_that_names_no_model(tmp_path):
+    file = memories.save(tmp_path / "library.kvkeep")
+    said = refused("generate", "--memory", file, "-p", QUESTION)
+    assert said.startswith(f"No MODEL was given, and {file} was made with kvkeep-test-")
+    assert "That is not the embedded model, or has changed. Give the MODEL" in said
+    assert "tiny" not in said
+
+
+@pytest.mark.parametrize("name", [7, "", " ", ["a"]], ids=repr)
+def test_a_file_whose_note_names_no_model(name, tmp_path):
+    file = tmp_path / "x.kvkeep"
+    replace(memories.snapshot(), note={"model": name}).save(file)
+    assert "which is no name. Give the MODEL" in refused("generate", "--memory", file, "-p", QUESTION)
+
+
+def test_pickles_are_read_for_a_model_that_the_user_names(chat_model, text):
+    file, _ = remember(chat_model, text, "-b", 24)
+    said = refused("generate", "--memory", file, "-p", QUESTION, "--allow-pickle")
+    assert f"--allow-pickle is for a model that you name, and {file} names {chat_model}" in said
+
+
 # ------------------------------------------------------------------ what is printed and written
 
 
@@ -140,7 +204,7 @@ def test_the_summary_and_the_numbers(chat_model, text):
     file, done = remember(chat_model, text, "-b", 32)
     said = " ".join(done.stdout.split())
     assert f"{LATER}, budget 32; float32 on cpu" in said
-    assert f"kvkeep generate {chat_model} --memory {file} -p QUESTION\n" in done.stdout  # on one line, to be copied
+    assert f"kvkeep generate --memory {file} -p QUESTION\n" in done.stdout  # on one line, to be copied
     done = kv("remember", chat_model, "-f", text, "-o", file, "-b", 32, "--json", "--overwrite")
     found = json.loads(done.stdout)
     assert found["file_bytes"] == file.stat().st_size

@@ -161,16 +161,74 @@ def test_a_target_that_nothing_reaches_names_the_best(mine, tmp_path, answers):
     assert not (tmp_path / "out" / "kvkeep.toml").exists()
 
 
-def test_too_few_questions_are_refused_before_they_are_asked(mine, tmp_path, answers):
-    """Their number is known, and so is what it can show, since documents are what is drawn."""
-    few = ("--questions", mine, "--target", "0.98", "--no-plots")
-    said = refused(*few, "-o", tmp_path / "own")
-    assert "There are 40 questions, and even if all answers stay" in said
-    assert "It takes 191; give more" in said
-    said = refused(*few[2:], "--context", 400, "--facts", 4, "--limit", 32, "-o", tmp_path / "planted")
-    assert "There are 32 questions" in said
-    assert "It takes 200 about 50 texts" in said
-    assert not answers
+def test_too_few_questions_make_a_table_that_promises_nothing(mine, tmp_path, answers):
+    few = ("--target", "0.98", "--no-plots", "--policies", "leverage,tova", "--budgets", "8,12,20,30,40")
+    shown = tune("--questions", mine, *few, "-o", tmp_path / "own").stdout
+    said = " ".join(shown.split())
+    assert "leverage with a budget of 12 kept 100.0% of the full cache's quality here" in said
+    assert (
+        "36 questions show 89.7% at most, and cannot promise 0.98: it takes 191 questions that the full cache answers."
+        in said
+    )
+    assert Config.read(tmp_path / "own" / "kvkeep.toml").budget == 12
+    assert "cannot promise" in (tmp_path / "own" / "kvkeep.toml").read_text()
+    found = json.loads(tune("--questions", mine, *few, "-o", tmp_path / "own", "--json").stdout)
+    assert (found["promises"], found["chosen"]["budget"]) == (False, 12)
+    assert all(one["at_least"] is not None for one in found["searched"])
+    planted = ("--context", 400, "--facts", 4, "--limit", 32, "-o", tmp_path / "planted")
+    said = " ".join(tune(*few, *planted).stdout.split())
+    assert "cannot promise 0.98: it takes" in said
+    assert "texts that the full cache answers" in said
+
+
+def test_a_quick_search_has_a_folder_of_its_own_and_few_documents(tmp_path, answers, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = tune("--quick", "--policies", "leverage,tova", "--context", 500, "--no-plots")
+    assert "cannot promise" in " ".join(result.stdout.split())
+    assert Config.read(tmp_path / "tuned-quick" / "kvkeep.toml").policy in ("leverage", "tova")
+    assert {unit for _, _, units in answers for unit in units} == set(range(4))
+    assert len(answers) <= 16
+
+
+def test_a_first_look_in_which_nothing_reaches_the_target_is_no_error(tmp_path, answers):
+    few = (
+        "--quick",
+        "--policies",
+        "tova",
+        "--context",
+        500,
+        "--budgets",
+        "12,20",
+        "--no-plots",
+        "-o",
+        tmp_path / "out",
+    )
+    result = tune(*few)
+    assert "below it" in result.stdout
+    assert "No budget keeps 0.98 of the full cache's quality. The best was tova at 20" in " ".join(
+        result.stderr.split()
+    )
+    assert json.loads(tune(*few, "--json").stdout)["config"] is None
+    assert not (tmp_path / "out" / "kvkeep.toml").exists()
+
+
+def test_a_single_document_is_a_table_too(tmp_path, answers):
+    few = ("--context", 400, "--facts", 4, "--limit", 1, "--policies", "leverage", "--budgets", "12,20", "--no-plots")
+    said = tune(*few, "-o", tmp_path / "out", "--json").stdout
+    found = json.loads(said, parse_constant=pytest.fail)  # NaN is no JSON
+    assert (found["promises"], found["chosen"]["at_least"]) == (False, None)
+    tomllib.loads((tmp_path / "out" / "kvkeep.toml").read_text())
+    said = " ".join(tune(*few, "-o", tmp_path / "out").stdout.split())
+    assert "4 questions cannot promise 0.98: it takes 200 questions about 50 texts" in said
+
+
+def test_a_weak_model_is_noted(mine, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        measure.Answers, "run", lambda self, writer, arm, budget, units: ["01"[unit % 2] for unit in units]
+    )
+    said = " ".join(tune("--questions", mine, *SEARCH, "-o", tmp_path / "out").stderr.split())
+    assert "questions, fewer than 70 %: the model is too weak for them" in said
+    assert "Ask your own (--questions), or --case stream" in said
 
 
 def test_what_takes_more_memory_than_the_full_cache_is_no_answer(tmp_path, answers):
@@ -243,9 +301,12 @@ def test_bad_input_is_one_line(words, said, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_too_few_questions_say_how_many_it_takes(mine, tmp_path):
-    assert "There are 40 questions" in (said := refused("--questions", mine, "-o", tmp_path / "out"))
-    assert "It takes 191" in said
+@pytest.mark.parametrize(
+    "words", [("--case", "late"), ("--limit", "0"), ("--facts", "0"), ("--context", "3"), ("--policies", "full")]
+)
+def test_numbers_are_checked_before_the_model_is_looked_for(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvkeep.cli.tune_run.find", None)
+    refused(*words, "-o", tmp_path / "out", model="no/model")
 
 
 def test_questions_and_a_stream_do_not_go_together(mine, tmp_path):
@@ -254,9 +315,10 @@ def test_questions_and_a_stream_do_not_go_together(mine, tmp_path):
     )
 
 
-def test_a_text_that_is_too_short_to_go_on(text, tmp_path):
-    said = refused("--text", text, "--case", "stream", "--context", 1000, "-o", tmp_path / "out")
-    assert "longer --text" in said
+def test_a_text_of_a_single_window_promises_nothing(text, tmp_path):
+    options = ("--case", "stream", "--context", 1000, "--policies", "local", "--budgets", "20%,50%", "--target", "0.5")
+    said = " ".join(tune("--text", text, *options, "--no-plots", "-o", tmp_path / "out").stdout.split())
+    assert "A single text cannot promise 0.5: it takes 6. Raise --limit, or give a longer --text" in said
 
 
 def test_results_of_another_run_are_refused(text, mine, tmp_path, answers):

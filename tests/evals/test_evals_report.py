@@ -90,6 +90,30 @@ def test_a_grid_that_is_not_finished_has_empty_cells():
     assert report.tables([]) == []
 
 
+def test_cells_of_a_model_that_is_too_weak_are_marked():
+    weak = [recall("full", "100%", 0.5), recall("h2o", "5%", 0.25), recall("h2o", "20%", 0.5)]
+    able = [{**row, "case": "context=2"} for row in (recall("full", "100%", 0.75), recall("h2o", "5%", 0.25))]
+    (one, other, *_) = report.tables([*weak, *able])
+    assert one.rows == {"full": ["", "", "50% †"], "h2o": ["25% †", "50% †", ""]}
+    assert other.rows == {"full": ["", "75%"], "h2o": ["25%", ""]}
+    said, remedy = report.weakness_notes([*weak, *able])
+    assert said.startswith(
+        "† recall, context=1, inside: the full cache is right in 50 % of the cases, fewer than 70 %."
+    )
+    assert remedy == "† With this model recall (context=2, inside) can tell."
+    perplexity = row("perplexity", "full", "100%", {"perplexity": 5.0})
+    assert report.weakness_notes([*weak, perplexity])[-1] == "† With this model perplexity can tell."
+    assert "`tasks=perplexity,agreement,mass`" in report.weakness_notes(weak)[-1]
+    assert [(weakness.task, weakness.percent) for weakness in report.weaknesses(weak)] == [("recall", 50.0)]
+
+
+def test_without_a_full_cache_nothing_is_known_about_the_model():
+    found = [recall("h2o", "5%", 0.25)]
+    assert report.weakness_notes(found) == []
+    assert report.tables(found)[0].rows == {"h2o": ["25%"]}
+    assert report.weakness_notes(rows()) == []
+
+
 def test_memory_is_that_of_the_part_with_most_rows():
     found = [recall("h2o", "5%", 0.5), recall("h2o", "20%", 0.5), recall("h2o", "5%", 0.5)]
     found[2]["case"] = "context=1,ask=later"

@@ -88,6 +88,13 @@ def test_a_picked_token_shows_its_heads(opened):
     assert f"t={token}" in page.url
 
 
+def test_it_opens_on_the_first_word_at_which_the_texts_part(opened):
+    run = next(run for run in record().runs if run.parting is not None)
+    said = opened().inner_text("#answer-panel")
+    assert f"Under {run.policy} the answer says" in said
+    assert f"in place {run.parting + 1}; the full cache says" in said
+
+
 @pytest.mark.slow
 def test_an_answers_token_shows_what_it_missed(opened):
     page, run = opened(), record().runs[2]

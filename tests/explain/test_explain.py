@@ -20,6 +20,7 @@ from kvkeep.errors import (
 from kvkeep.explain.explain import MOST_NEW_TOKENS, explain, refuse_states
 from kvkeep.explain.explanation import MOST_MOMENTS, moments, shades, short_floats, unpacked
 from kvkeep.explain.runs import pieces
+from kvkeep.policies import DEFAULT, LATER
 
 
 def test_the_name_is_a_function_and_a_room():
@@ -36,8 +37,8 @@ def test_json_and_page_have_the_same_content():
     assert found == shown(record().to_html())
     assert [run["policy"] for run in found["runs"]] == list(POLICIES)
     assert {
-        *("schema", "kvkeep", "model", "question", "command", "notes", "tokens", "chunk", "budget", "heads"),
-        *("answer", "runs"),
+        *("schema", "kvkeep", "model", "question", "command", "notes", "tokens", "case", "chunk", "prompt_ends"),
+        *("budget", "heads", "answer", "runs"),
     } == found.keys()
     assert "".join(found["tokens"]).count(text()) == 1
 
@@ -55,6 +56,49 @@ def test_a_page_asks_nothing_of_the_network():
     page = record().to_html()
     assert "default-src 'none'" in page
     assert not any(word in page for word in ("http://www.w3.org/1999", "https://", "<link", "src="))
+
+
+QUESTION = "Where does Boris keep his rope?"
+SAMPLING = kvkeep.SamplingParams(max_new_tokens=6)
+
+
+def test_the_default_is_what_generate_does():
+    found = kvkeep.explain(None, text(), question=QUESTION, budget=80, max_new_tokens=6)
+    model, tokenizer = kvkeep.load()
+    engine = kvkeep.Engine(model, tokenizer, policy=DEFAULT, budget=80, rows=1)
+    (wanted,) = engine.generate(kvkeep.Request(prompt=f"{text()}\n\n{QUESTION}", sampling=SAMPLING))
+    assert [run.policy for run in found.runs] == [DEFAULT]
+    assert tuple(found.runs[0].ledger.answered.ids) == wanted.token_ids
+    assert found.prompt_ends == [wanted.prompt_tokens]
+
+
+def test_a_later_question_is_what_remember_does():
+    found = kvkeep.explain(None, text(), question=QUESTION, case="later", budget=80, max_new_tokens=6)
+    model, tokenizer = kvkeep.load()
+    engine = kvkeep.Engine(model, tokenizer, policy=LATER, budget=80, rows=1)
+    asked = kvkeep.Request(prompt=QUESTION, snapshot=engine.remember(text()), sampling=SAMPLING)
+    (wanted,) = engine.generate(asked)
+    assert [run.policy for run in found.runs] == [LATER]
+    assert tuple(found.runs[0].ledger.answered.ids) == wanted.token_ids
+    assert found.prompt_ends == [wanted.cached_tokens, wanted.prompt_tokens]
+    assert [found.read(moment) for moment in range(3)] == [*found.prompt_ends, wanted.prompt_tokens + 1]
+
+
+def test_a_text_that_fits_is_noted():
+    found = kvkeep.explain(None, text(60), max_new_tokens=2)
+    said = f"Nothing is evicted: {found.budget} slots hold all of the text and the answer. Try a budget of 20%."
+    assert found.notes == [said]
+    assert not (found.runs[0].ledger.dropped >= 0).any()
+
+
+def test_the_word_at_which_answers_part():
+    for run in record().runs:
+        ids, answer = run.ledger.answered.ids, record().answer
+        same = next((i for i, (a, b) in enumerate(zip(run.answer, answer, strict=False)) if a != b), None)
+        assert run.parting == same
+        assert (run.agreement == 1.0) == (run.parting is None)
+        assert run.parting is None or run.parting < len(ids)
+    assert any(run.parting is not None for run in record().runs)
 
 
 @pytest.mark.slow
@@ -107,7 +151,9 @@ def test_a_model_of_your_own_is_left_as_it_was():
         ({"policies": ["h3o"]}, PolicyError, "Did you mean"),
         ({"policies": [3]}, PolicyError, "no policy"),
         ({"policies": ["h2o", "h2o"]}, InputError, "different"),
-        ({"policies": ["spatten"]}, UnsupportedOperationError, "prefill_chunk"),
+        ({"policies": ["spatten"], "prefill_chunk": 16}, UnsupportedOperationError, "prefill_chunk"),
+        ({"case": "late"}, InputError, "neither inside nor later"),
+        ({"case": "later"}, InputError, "A question that comes later is missing"),
         ({"budget": 0.0}, BudgetError, "outside"),
         ({"budget": 0}, BudgetError, "1"),
         ({"budget": "20%"}, BudgetError, "whole number"),

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import help as help_pages
 from kvkeep.cli.help import EXAMPLES
+from kvkeep.cli.loading import with_source
 from kvkeep.cli.main import app
 from kvkeep.head_profile import Profile
 from kvkeep.models.load import load, quiet
@@ -106,7 +107,7 @@ def place(tmp_path, monkeypatch):
     prompt = [{"tokens": n, "seconds": 0.01 + 0.001 * n} for n in (8, 64)]
     (tmp_path / "steps.txt").write_text(json.dumps({"decode": decode, "prompt": prompt}))
     monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
-    memories.save(tmp_path / "report.kvkeep")
+    with_source(memories.snapshot(), str(model_folders.folder())).save(tmp_path / "report.kvkeep")
     return tmp_path
 
 

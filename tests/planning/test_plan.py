@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 import kvkeep
 from kvkeep.backends import SWITCH
 from kvkeep.budget import per_layer
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET, default_budget
 from kvkeep.engine import Engine
 from kvkeep.engine.host_copies import COPIES
 from kvkeep.engine.swapping import MOST_HOST_ROWS
@@ -27,7 +28,7 @@ from kvkeep.models.load import find, quiet, read_weights
 from kvkeep.planning import bandwidth, model_shapes
 from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
 from kvkeep.planning.cost import LayerShape, joint_bytes
-from kvkeep.planning.plan import DEFAULT_BUDGET, Plan, default_budget, plan
+from kvkeep.planning.plan import Plan, plan
 from kvkeep.policies.registry import parse
 from kvkeep.types import Phase
 

@@ -208,6 +208,27 @@ def test_runs_of_their_own_and_stages(finished):
     assert ("Sums", 0.5) in stages
 
 
+class Cheap(Running):
+    name, effort = "cheap", 1
+
+
+class Dear(Running):
+    name, effort = "dear", 3
+
+
+def test_the_cheapest_runs_come_first_and_the_time_of_the_rest_is_told(writer, tmp_path):
+    told = []
+
+    def on_record(waiting, seconds):
+        told.append(([kind.name for kind in waiting], seconds))
+
+    run(job(writer, [Sums, Dear, Cheap]), writer, AnalysisFolder(tmp_path), on_record=on_record)
+    names, seconds = zip(*told, strict=True)
+    assert names == (["dear", "cheap"], ["dear"], [])
+    assert seconds[0] is None
+    assert seconds[1] == pytest.approx(3 * result_of(tmp_path, "cheap")["seconds"])
+
+
 def test_provenance(finished, writer):
     found = json.loads((finished[0] / "run.json").read_text())
     assert found["model"] == "a model"
@@ -303,7 +324,8 @@ def test_a_second_writer_is_refused_while_measurements_are_made(writer, tmp_path
 
 
 def test_find_keeps_the_page_order_and_refuses_unknown_names():
-    names = [kind.name for kind in find([])]
+    names = [kind.name for kind in find(["all"])]
+    assert set(names) - {kind.name for kind in find([])} == {"local_global", "removal"}
     assert len(set(names)) == len(names) > 3
     assert [kind.name for kind in find(names[1::-1])] == names[:2]
     with pytest.raises(InputError, match=r"no measurement 'sparse'. Known: sparsity,"):

@@ -66,6 +66,24 @@ def test_a_page_a_table_and_files(novel, tmp_path):
     assert str(tmp_path) not in (out / "index.html").read_text()
 
 
+def test_the_page_is_written_after_each_measurement(novel, tmp_path, monkeypatch):
+    def stop(self, subject, progress):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    monkeypatch.setattr("kvkeep_lab.analysis.groups.diversity.WrittenDiversity.runs", stop)
+    monkeypatch.setattr("kvkeep_lab.analysis.groups.diversity.WrittenDiversity.least_tokens", 16)
+    words = ("--text", novel, "-o", out, "--max-tokens", 80, "--only", "sparsity,diversity")
+    result = invoke(*words, model=model_folders.folder())
+    assert result.exit_code == 130 or isinstance(result.exception, KeyboardInterrupt)
+    page = (out / "index.html").read_text()
+    assert "This page is not finished: 1 measurement to make" in page
+    assert "on average" in page
+    monkeypatch.undo()
+    analyze(*words)
+    assert "not finished" not in (out / "index.html").read_text()
+
+
 def test_json_is_one_object_with_everything(novel, tmp_path):
     found = json.loads(analyze("--text", novel, "-o", tmp_path / "out", *QUICK, "--json").stdout)
     assert found["run"]["text_name"] == "novel.txt"

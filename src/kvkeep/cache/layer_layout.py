@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +20,9 @@ from kvkeep.kv.slot_codec import check_bits
 from kvkeep.pins import Spans
 from kvkeep.policies._head_budgets import PROFILE, beside, check_joint, under
 from kvkeep.policies.base import Policy
+
+DEFAULT_BUDGET = 1024
+"""Tokens kept per layer and head where nobody says how many."""
 
 _SUPPORTED_TYPES = {
     *("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp", "hybrid"),
@@ -279,3 +282,18 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
             f"{type(config).__name__} has {', '.join(strange)}, whose cache kvkeep cannot bound: {why}. Run this model "
             "without kvkeep."
         )
+
+
+def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
+    """Return the default budget for rows of ``tokens`` tokens: all if the policy never evicts, else ≤
+    `DEFAULT_BUDGET`.
+
+    Args:
+        policy: the eviction policy.
+        tokens: of the longest row; more slots than tokens would be waste.
+        others: policies that share the budget; it holds what each of them protects.
+    """
+    if not policy.evicts:
+        return tokens
+    protected = (sum(map(int, each.protected(tokens))) for each in (policy, *others))
+    return min(DEFAULT_BUDGET, max(tokens, *protected))

@@ -54,7 +54,12 @@ def documents(checkpoint: Checkpoint, *, n: int, questions: int, tokens: int, se
     if not n:
         return []
     options = Options(seed=seed, facts=FACTS, ask="later", contexts=(tokens,))
-    asked = ask(checkpoint, options, tokens, n * questions, documents=n)
+    try:
+        asked = ask(checkpoint, options, tokens, n * questions, documents=n)
+    except InputError as error:
+        raise InputError(
+            f"Texts of {tokens} tokens have no room for {FACTS} facts. Give a longer `context`."
+        ) from error
     return [list(group) for _, group in groupby(asked, key=lambda question: question.document)]
 
 
@@ -232,6 +237,9 @@ _ROOM = 24
 _STEPS = 12
 """Numbers of heads that are limited together."""
 
+QUICK = {"context": 256, "documents": 0, "windows": 1}
+"""Settings of a first look, in place of the defaults."""
+
 CASES = ("later", "inside")
 """When the memory is cut: before a question about the text is read, or after it."""
 
@@ -276,7 +284,7 @@ class CalibrationSettings:
             if (number := getattr(self, name)) < low:
                 raise InputError(f"{name}={number} is too small; give {low} or more.")
         if self.questions > FACTS:
-            raise InputError(f"questions={self.questions} are more than the {FACTS} facts of a text.")
+            raise InputError(f"The questions, {self.questions}, are more than the {FACTS} facts of a text.")
         if self.context < 2 * (self.sinks + self.recent):
             raise InputError(
                 f"context={self.context} is too short for {self.sinks} + {self.recent} tokens near a head to be a "

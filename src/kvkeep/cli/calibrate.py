@@ -35,7 +35,7 @@ class CalibrateOptions(ModelOptions):
         group=_MEASURE,
     )
     context: int | None = option(
-        "Length of each text. Default: 1024, or the trained length if that is less.",
+        "Length of each text. Default: 1024, or the trained length if that is less; 256 with --quick.",
         default=None,
         read=parse_tokens,
         metavar="TOKENS",
@@ -55,8 +55,18 @@ class CalibrateOptions(ModelOptions):
         complete=shell_completion.words("later", "inside"),
         group=_MEASURE,
     )
-    documents: int = option(
-        "Number of texts with planted facts.", default=6, least=0, metavar="N", group=_MEASURE, rare=True
+    documents: int | None = option(
+        "Number of texts with planted facts. Default: 6; 0 with --quick.",
+        default=None,
+        least=0,
+        metavar="N",
+        group=_MEASURE,
+        rare=True,
+    )
+    quick: bool = option(
+        "A first table in a minute or so, from a single text of 256 tokens and without questions.",
+        default=False,
+        group=_MEASURE,
     )
     seed: int = option(
         "Seed of facts, questions and windows.",

@@ -5,6 +5,7 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import typer
 from rich.table import Table
 
 from kvkeep.calibration import duo_attention
-from kvkeep.calibration.calibrate import Calibration, CalibrationFile, CalibrationSettings, calibrate
+from kvkeep.calibration.calibrate import QUICK, Calibration, CalibrationFile, CalibrationSettings, calibrate
 from kvkeep.cli import console
 from kvkeep.cli.calibrate import CalibrateOptions
 from kvkeep.cli.files import read_text
@@ -101,7 +102,6 @@ def _facts(request: CalibrateOptions, profile: Profile) -> dict[str, str]:
 
 
 EMBEDDED = "the embedded model"
-DEFAULT_CONTEXT = 1024  # tokens of a text; fewer if the model was trained for fewer
 
 
 def serve(request: CalibrateOptions) -> None:
@@ -158,20 +158,30 @@ def prepare(request: CalibrateOptions) -> Calibration:
     text = None
     if request.text is not None:
         text = read_text(request.text, kind="text file", purpose="Give some text to calibrate on with --text FILE.")
+    settings = _settings(request)
     check_weights(request)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    trained = checkpoint.trained_length or DEFAULT_CONTEXT
-    settings = CalibrationSettings(
+    if request.context is None and checkpoint.trained_length is not None:
+        settings = replace(settings, context=min(settings.context, checkpoint.trained_length))
+    return Calibration(model=request.model or EMBEDDED, checkpoint=checkpoint, text=text, settings=settings)
+
+
+def _settings(request: CalibrateOptions) -> CalibrationSettings:
+    """Return the settings of a calibration of a model that was trained for long enough texts.
+
+    Raises:
+        InputError: a number is out of range, or there is no such case.
+    """
+    given = {"context": request.context, "documents": request.documents}
+    return CalibrationSettings(
         sinks=request.sinks,
         recent=request.recent,
         case=request.case,
-        context=min(DEFAULT_CONTEXT, trained) if request.context is None else request.context,
-        documents=request.documents,
         seed=request.seed,
+        **{**(QUICK if request.quick else {}), **{name: n for name, n in given.items() if n is not None}},
     )
-    return Calibration(model=request.model or EMBEDDED, checkpoint=checkpoint, text=text, settings=settings)
 
 
 def _save(profile: Profile, request: CalibrateOptions) -> None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvkeep import budget as budgets
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET
 from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
 from kvkeep.cli.chat_sessions import ChatSession
-from kvkeep.cli.generate_run import SavedMemory, engine_for, sampling_of, with_memory_settings
+from kvkeep.cli.generate_run import SavedMemory, engine_for, find_model, sampling_of, title_of, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memory import full_bytes
 from kvkeep.cli.options import adapter_words
@@ -30,9 +31,8 @@ from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, quiet
+from kvkeep.models.load import quiet
 from kvkeep.models.tokenization import check_system
-from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.registry import label, parse
 
 if TYPE_CHECKING:
@@ -212,17 +212,16 @@ def _begin(request: ChatOptions, folder: ChatFolder, place: ChatPlace) -> ChatSe
     budgets.check(1 if request.budget is None else request.budget)
     check_weights(request)
     check_folders(request.adapter)
-    model = request.model or embedded()
-    console.progress(f"loading {model} …")
-    checkpoint = find(model, allow_pickle=request.allow_pickle)
-    if memory is not None:
-        memory.check_model(checkpoint)
+    console.progress(f"loading {title_of(request.model)} …")
+    checkpoint = find_model(request, memory)
     if request.system is not None:
         check_system(checkpoint, request.system)
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else ROOM)
     engine = _engine(checkpoint, request, budget)
     snapshot = None if memory is None else memory.snapshot
-    return ChatSession(engine, folder, place, sampling=sampling, system=request.system, memory=snapshot)
+    return ChatSession(
+        engine, folder, place, sampling=sampling, source=request.model, system=request.system, memory=snapshot
+    )
 
 
 def _memory(request: ChatOptions, place: ChatPlace) -> SavedMemory | None:
@@ -310,8 +309,7 @@ def _end(talk: ChatSession, request: ChatOptions) -> None:
     except KVKeepError as error:
         console.error(str(error))
     if talk.place.is_saved:
-        model = [] if request.model is None else [request.model]
-        words = ["kvkeep", "chat", *model, *adapter_words(request.adapter), "--session", talk.place.name]
+        words = ["kvkeep", "chat", *adapter_words(request.adapter), "--session", talk.place.name]
         console.note("the conversation is saved; to go on:")
         console.err().print(f"    {shlex.join(words)}", soft_wrap=True)  # so that it can be copied
     talk.close()

@@ -12,6 +12,7 @@ from typing import Any
 from kvkeep.cli import console
 from kvkeep.cli.chat import ChatOptions
 from kvkeep.cli.chat_folder import ChatFolder, ChatPlace
+from kvkeep.cli.loading import with_source
 from kvkeep.cli.memory import turns_of
 from kvkeep.engine.dispatcher import Uninterrupted
 from kvkeep.engine.engine import Engine
@@ -74,6 +75,7 @@ class ChatSession:
         folder: the folder of saved conversations, for forks.
         place: where it is saved.
         sampling: how the tokens of answers are chosen.
+        source: the model, as a command takes it, for the conversation's file; ``None`` for the embedded model.
         system: a system message for the first turn.
         memory: the memory with which it begins or goes on.
 
@@ -94,11 +96,12 @@ class ChatSession:
         place: ChatPlace,
         *,
         sampling: SamplingParams,
+        source: str | None = None,
         system: str | None = None,
         memory: Snapshot | None = None,
     ) -> None:
         self.engine, self.folder, self.place = engine, folder, place
-        self._sampling, self._system = sampling, system
+        self._sampling, self._source, self._system = sampling, source, system
         noted = 0 if memory is None else memory.note.get("sequence", 0)
         sequence = whole_within("The sequence in the file's note", noted, -(2**63), 2**63 - 1)
         self._adapter = next(iter(engine.adapters), None)  # if it could not be merged into the weights
@@ -262,7 +265,7 @@ class ChatSession:
         try:
             session = self.session.fork()[0]
             if self.state is not None:
-                new.save(self.state, self._before)
+                new.save(with_source(self.state, self._source), self._before)
         except BaseException:
             new.leave()
             raise
@@ -282,7 +285,7 @@ class ChatSession:
         if self.state is None:
             self.place.clear()
         else:
-            self.place.save(self.state, self._before, replaced=self._on_disk)
+            self.place.save(with_source(self.state, self._source), self._before, replaced=self._on_disk)
         self._is_saved, self._on_disk = True, self.state
 
     def close(self) -> None:

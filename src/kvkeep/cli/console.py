@@ -6,14 +6,16 @@ Results go to standard output, everything else to standard error.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
 import shutil
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import ParamSpec, get_type_hints
 
@@ -37,6 +39,9 @@ DEBUG = "KVKEEP_DEBUG"
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 and the number of the signal."""
+
+BEATS_S = (10.0, 20.0, 30.0, 60.0)
+"""Seconds before each line of a `Heartbeat`; the last ones repeat."""
 
 _LONGEST = 300
 """Characters of a word in a message; the middle of a longer word is left out."""
@@ -70,7 +75,8 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         token = _PARAMETERS.set(_parameters(command))
         try:
-            command(*args, **kwargs)
+            with Heartbeat():
+                command(*args, **kwargs)
         except (KVKeepError, MemoryError) as found:
             if os.environ.get(DEBUG, "0") not in ("", "0"):
                 traceback.print_exception(found)
@@ -134,6 +140,58 @@ def progress(message: str) -> None:
     console = err()
     if console.is_terminal:
         console.print(Text(message, "dim"), soft_wrap=True)
+
+
+class Heartbeat:
+    """Prints a line every so often about work that takes long, where standard error is no terminal.
+
+    On a terminal a progress bar shows the same.
+    """
+
+    _running: ContextVar[Heartbeat | None] = ContextVar("heartbeat", default=None)
+
+    def __init__(self) -> None:
+        self._works: list[Callable[[], str]] = []
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Heartbeat:
+        """Begin; nothing is printed before there is work (see `working`)."""
+        self._before = self._running.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End; nothing is printed afterwards."""
+        self._running.reset(self._before)
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1)  # it may wait for a reader of a full pipe, for ever
+
+    @classmethod
+    @contextmanager
+    def working(cls, describe: Callable[[], str]) -> Iterator[None]:
+        """Print what ``describe`` returns every so often, as long as the context lasts."""
+        beat = cls._running.get()
+        if beat is None or err().is_terminal:
+            yield
+            return
+        if beat._thread is None:
+            beat._thread = threading.Thread(target=beat._print, daemon=True)
+            beat._thread.start()
+        beat._works.append(describe)
+        try:
+            yield
+        finally:
+            beat._works.remove(describe)
+
+    def _print(self) -> None:
+        for wait_s in itertools.chain(BEATS_S, itertools.repeat(BEATS_S[-1])):
+            if self._ended.wait(wait_s):
+                return
+            with suppress(IndexError, OSError, ValueError):  # nothing to tell, or nobody to read it
+                # not by rich, which would close standard output where nobody reads standard error
+                sys.stderr.write(f"{printable(self._works[-1]())}\n")
+                sys.stderr.flush()
 
 
 def error(message: str) -> None:
@@ -293,6 +351,14 @@ def show_speed(tpot_s: float | None) -> str:
 def show_rate(rate: float) -> str:
     """Return a number of tokens per second as text with at least three digits: ``23.5``, ``1234``."""
     return three_digits(rate)
+
+
+def show_time_left(seconds: float) -> str:
+    """Return an estimate of the time that work will take: ``about 40 s left``, ``about 3 min left``."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s left"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
 
 
 def show_seconds(seconds: float) -> str:

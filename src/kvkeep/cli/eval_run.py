@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +357,7 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
     pictures = _draw(request, records)
     if request.json:
         paths = [str(path) for path in pictures]
-        sure = confidence.as_json(records.rows)
+        sure = {**confidence.as_json(records.rows), "weak": [asdict(case) for case in reports.weaknesses(records.rows)]}
         console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows, **sure, **more})
         return
     screen = console.out()
@@ -372,7 +372,7 @@ def _show(request: EvalOptions, records: Records, **more: Any) -> None:
         for part in parts(tabled, screen.width):
             screen.print(part)
         screen.print()
-    for note in reports.notes(records.rows):
+    for note in (*reports.weakness_notes(records.rows), *reports.notes(records.rows)):
         console.note(note)
     console.err().print(console.facts(_places(request, pictures)))
 

@@ -17,10 +17,11 @@ _TEXT = "Text"
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions(ModelOptions):
-    """Show what a bounded memory kept of a text, what it dropped and why, beside other policies.
+    """Show what a bounded memory kept of a text, what it dropped and why.
 
-    The result is one page for a browser. It needs no network. The text is read under each policy, and then once with
-    the full cache, which tells what the answer's tokens would have looked at.
+    The result is one page for a browser. It needs no network. By default the text is read as kvkeep generate does, or
+    with --case later as kvkeep remember does: the same policy, budget and chunks. Then it is read with the full cache,
+    which tells what the answer's tokens would have looked at.
     """
 
     text: str = option("The text, a UTF-8 file; - is standard input.", "-f", metavar="FILE", group=_TEXT)
@@ -33,23 +34,31 @@ class ExplainOptions(ModelOptions):
         group=_TEXT,
     )
     raw: bool = option("Do not apply the tokenizer's chat template.", default=False, group=_TEXT, rare=True)
-    policies: str = option(
-        "Policies with their options, at most six, e.g. h2o:recent=8,sinks=4,tova.",
-        default="h2o,snapkv,local",
+    case: str = option(
+        "inside: the question ends the text, as in kvkeep generate. later: it comes after the text was cut, as in "
+        "kvkeep remember.",
+        default="inside",
+        metavar="CASE",
+        complete=shell_completion.words("inside", "later"),
+        group=_TEXT,
+    )
+    policies: str | None = option(
+        "Policies with their options, at most six, e.g. h2o:recent=8,sinks=4,tova. Default: that of kvkeep generate or "
+        "kvkeep remember.",
+        default=None,
         metavar="LIST",
         complete=shell_completion.policy_list,
         group=MEMORY,
     )
-    budget: float | int = option(
+    budget: float | int | None = option(
         BUDGET,
-        help="Tokens kept per layer and head, or a share of the prompt's.",
-        default="20%",
+        help="Tokens kept per layer and head, e.g. 512, or a share of the prompt's: 20%. Default: 1024, or less for a "
+        "short text.",
         read=parse_budget,
     )
-    prefill_chunk: int = option(
+    prefill_chunk: int | None = option(
         PREFILL_CHUNK,
-        help="Tokens of the prompt that are read at a time. Each chunk is a moment of the page.",
-        default="64",
+        help="Tokens of the prompt that are read at a time; each chunk is a moment of the page. Default: all of them.",
     )
     max_new_tokens: int = option(
         "The most tokens of an answer, up to 54.",
@@ -108,9 +117,10 @@ class ExplainOptions(ModelOptions):
 
     def line(self) -> str:
         """Return the command line that makes the page again."""
-        options: dict[str, object] = {"--text": self.text, "--prompt": self.question, "--policies": self.policies}
+        options: dict[str, object] = {"--text": self.text, "--prompt": self.question, "--case": self.case}
         options |= {
-            "--budget": as_typed(self.budget),
+            "--policies": self.policies,
+            "--budget": None if self.budget is None else as_typed(self.budget),
             "--prefill-chunk": self.prefill_chunk,
             "--max-new-tokens": self.max_new_tokens,
         }

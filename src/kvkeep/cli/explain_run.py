@@ -5,6 +5,8 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 from rich.cells import cell_len
 from rich.console import Console
@@ -89,8 +91,12 @@ def serve(request: ExplainOptions) -> None:
 
 
 def _serve(request: ExplainOptions) -> None:
-    policies = split_policies(request.policies)
-    options = {"prefill_chunk": request.prefill_chunk, "max_new_tokens": request.max_new_tokens}
+    policies = None if request.policies is None else split_policies(request.policies)
+    options: dict[str, Any] = {
+        "case": request.case,
+        "prefill_chunk": request.prefill_chunk,
+        "max_new_tokens": request.max_new_tokens,
+    }
     check(policies, request.budget, **options)
     if request.plots is not None:
         explanation.check(request.plots, overwrite=request.overwrite)
@@ -162,3 +168,16 @@ def _sum(found: Explanation) -> None:
         "full cache", console.printable("".join(found.answer).strip()), "", console.show_bytes(full), "1.0×"
     )
     console.out().print(figures)
+    for run in found.runs:
+        if run.parting is not None:
+            console.out().print(f"\n{run.policy} parts from the full cache at {_parting(found, run.parting, run)}.")
+
+
+def _parting(found: Explanation, place: int, run: PolicyRun) -> str:
+    """Return in words where an answer parts from the full cache's: its token there, and the full cache's."""
+    ours, theirs = run.answer[place:][:1], found.answer[place:][:1]
+    return f"token {place + 1}, {_quoted(ours)} in place of {_quoted(theirs)}"
+
+
+def _quoted(token: list[str]) -> str:
+    return console.visible(repr(token[0])) if token else "an end"

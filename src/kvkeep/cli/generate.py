@@ -195,6 +195,7 @@ class GenerationOptions(CacheOptions):
         memory: the file of a memory that the text follows.
         policy: the eviction policy; before `checked` it is empty if the user has named none.
         names_policy: whether the user has named the policy.
+        names_model: whether the user has named the model; otherwise it is the embedded one, or that of the memory.
     """
 
     prompt: str = ""
@@ -204,6 +205,7 @@ class GenerationOptions(CacheOptions):
     memory: str | None = None
     policy: str = ""
     names_policy: bool = False
+    names_model: bool = True
     budget: int | None = None
     pin_system: bool = False
     guard: float | None = None

@@ -19,12 +19,13 @@ from kvkeep import budget as budgets
 from kvkeep.batch.input import InputLine, digest, read_lines, reason_of
 from kvkeep.batch.output import LAYOUT, OutputFile
 from kvkeep.batch.survey import Judge, Survey, TokenCounts, foreign, problem, remove_bad, write_bad
+from kvkeep.cache.layer_layout import default_budget
 from kvkeep.cli import console, distributed
 from kvkeep.cli.cluster import ended_with_its_cluster, interruptible
 from kvkeep.cli.files import STANDARD_INPUT, data_folder, read_again
 from kvkeep.cli.generate import BatchOptions, GenerateOptions
 from kvkeep.cli.generate_batch_workers import Read, engine_of, reader
-from kvkeep.cli.generate_run import SavedMemory, sampling_of, with_file_settings, with_memory_settings
+from kvkeep.cli.generate_run import SavedMemory, find_model, sampling_of, with_file_settings, with_memory_settings
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.progress import BatchBar, batch_progress
 from kvkeep.engine.detokenizer import TokenTexts
@@ -37,11 +38,10 @@ from kvkeep.models import threads
 from kvkeep.models.adapters import check_folders, weights_of_all
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, join_processes, process_group, quiet
+from kvkeep.models.load import join_processes, process_group, quiet
 from kvkeep.models.prepare import weight_layout
 from kvkeep.models.tokenization import Writer
 from kvkeep.parameters import MAX_TOKENS
-from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, spec
 from kvkeep.policies.registry import parse as parse_policy
@@ -419,9 +419,7 @@ def _serve(request: GenerateOptions, batch: BatchOptions, source: Path) -> None:
     budgets.check(1 if request.budget is None else request.budget)
     defaults = sampling_of(request)
     console.progress(f"reading {batch.input} …")
-    checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
-    if memory is not None:
-        memory.check_model(checkpoint)
+    checkpoint = find_model(request, memory)
     read_line = reader(checkpoint, request, defaults, memory)
     survey = _survey(source, read_line, batch, memory)
     with _open(batch.output) as output:

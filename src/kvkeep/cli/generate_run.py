@@ -6,7 +6,10 @@ Importing this module imports torch and transformers.
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,11 +21,12 @@ from rich.text import Text
 
 from kvkeep import budget as budgets
 from kvkeep import engine as engines
-from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.layer_layout import Layout, default_budget
 from kvkeep.cli import console
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.generate import GenerateOptions, GenerationOptions, word_of_prompt
-from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.loading import check_weights, source_of, writer_of
+from kvkeep.cli.progress import ProgressBar
 from kvkeep.config import NAME, Config
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.budget_guard import levels
@@ -36,9 +40,8 @@ from kvkeep.models.adapters import check_folders, merged_into
 from kvkeep.models.chat_templates import system_spans
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.load import embedded, find, process_group, quiet
+from kvkeep.models.load import embedded, find, process_group, quiet, watched
 from kvkeep.pins import Spans
-from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
 from kvkeep.result_files import in_full
@@ -97,18 +100,69 @@ class SavedMemory:
                 "again with it."
             )
 
-    def check_model(self, checkpoint: Checkpoint) -> None:
+    def check_model(self, checkpoint: Checkpoint, *, named: bool = True) -> None:
         """Refuse another model before its weights are read.
+
+        Args:
+            checkpoint: the model.
+            named: whether the user has named it.
 
         Raises:
             SnapshotError: the memory was made with a model of another configuration.
         """
         made = self.snapshot.fingerprint
-        if made.config != hash_of_config(checkpoint.config):
+        if made.config == hash_of_config(checkpoint.config):
+            return
+        if not named:
             raise SnapshotError(
-                f"{self.file} is a memory of the model {made.model}, and {checkpoint.name} has another configuration. "
-                f"Give the model that it was made with, or read the text again with {checkpoint.name}."
+                f"No MODEL was given, and {self.file} was made with {made.model}. That is not "
+                f"{title_of(self.source)}, or has changed. Give the MODEL that it was made with."
             )
+        raise SnapshotError(
+            f"{self.file} is a memory of the model {made.model}, and {checkpoint.name} has another configuration. "
+            f"Give the model that it was made with, or read the text again with {checkpoint.name}."
+        )
+
+    @property
+    def source(self) -> str | None:
+        """Return the model that has made the memory, as a command takes it; ``None`` for the embedded model.
+
+        Raises:
+            SnapshotError: the file's note holds no name.
+        """
+        return source_of(self.snapshot, self.file)
+
+
+def find_model(request: GenerationOptions, memory: SavedMemory | None) -> Checkpoint:
+    """Return the model of a request, which is that of its memory (see `with_memory_settings`).
+
+    Raises:
+        InputError: weights may be pickles, and the file of the memory names the model.
+        KVKeepError: there is no such model, kvkeep cannot run it, or it is not the memory's.
+    """
+    name = request.model or embedded()
+    if memory is not None and not request.names_model and request.allow_pickle:
+        raise InputError(
+            f"--allow-pickle is for a model that you name, and {memory.file} names {title_of(request.model)}. Give "
+            "that as the MODEL if you trust its files."
+        )
+    try:
+        checkpoint = find(name, allow_pickle=request.allow_pickle)
+    except ModelFileError as error:
+        if memory is None or request.names_model:
+            raise
+        raise ModelFileError(
+            f"No MODEL was given, and {memory.file} was made with {title_of(request.model)}. {error} Give the MODEL by "
+            "the name that it has now."
+        ) from error
+    if memory is not None:
+        memory.check_model(checkpoint, named=request.names_model)
+    return checkpoint
+
+
+def title_of(model: str | None) -> str:
+    """Return the name of a model for a message."""
+    return model or "the embedded model"
 
 
 _G = TypeVar("_G", bound=GenerationOptions)
@@ -116,6 +170,8 @@ _G = TypeVar("_G", bound=GenerationOptions)
 
 def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
     """Return the request with the settings of its memory, the only valid ones; the request itself for ``None``.
+
+    A request without a model gets the memory's.
 
     Raises:
         InputError: an option was given that is not the memory's.
@@ -135,6 +191,8 @@ def with_memory_settings(request: _G, memory: SavedMemory | None) -> _G:
         policy_named(made.policy)  # a file may name any module, which the user has not named
     return replace(
         request,
+        model=memory.source if request.model is None else request.model,
+        names_model=request.model is not None,
         policy=request.policy if request.names_policy else made.policy,
         budget=made.budget,
         prefill_chunk=made.chunk,
@@ -288,11 +346,8 @@ def prepare(request: GenerateOptions) -> PreparedRequest:
     checked_guard(request.guard)
     check_weights(request)
     check_folders(request.adapter)
-    name = request.model or embedded()
-    console.progress(f"loading {name} …")
-    checkpoint = find(name, allow_pickle=request.allow_pickle)
-    if memory is not None:
-        memory.check_model(checkpoint)
+    console.progress(f"loading {title_of(request.model)} …")
+    checkpoint = find_model(request, memory)
     prompt = _encode(checkpoint, request) if memory is None else request.prompt
     pins = system_spans(checkpoint, messages_of(request)) if request.pin_system else ()
     tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # and those of the question
@@ -594,6 +649,9 @@ def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str,
     }
 
 
+_LONG_PROMPT = 512
+"""Tokens of a prompt that is read so fast that no bar is worth it."""
+
 # The work of ``kvkeep generate`` for one prompt, which the engine runs as a batch of one.
 #
 # Bad input is refused before weights are read. Importing this module imports torch and transformers.
@@ -651,16 +709,47 @@ def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object
     Raises:
         KVKeepError: the engine refuses the prompt, or a step failed.
     """
-    result = None
-    for event in engine.stream(asked):
-        if event.text:
-            on_text(event.text)
-        result = event.result
+    result, prompt_tokens = None, 0 if isinstance(asked.prompt, str) or asked.prompt is None else len(asked.prompt)
+    with ExitStack() as held:
+        _show_reading(held, engine, prompt_tokens)
+        most = asked.sampling.max_new_tokens
+        writing = ProgressBar("text", "bar", "percent", "bare left", text="writing", total=most)
+        for number, event in enumerate(engine.stream(asked)):
+            if number == 0:
+                held.close()  # the prompt is read
+                if on_text is _ignore or not _is_text_seen():
+                    held.enter_context(writing)
+            writing.advance(1)
+            if event.text:
+                on_text(event.text)
+            result = event.result
     assert result is not None
     if result.finish_reason == "error":
         new = console.count(len(result.token_ids), "new token")
         raise KVKeepError(f"The text ends after {new}, since a step failed. {result.error}")
     return result
+
+
+def _is_text_seen() -> bool:
+    """Return whether text on standard output is seen where progress would be: on a terminal, or in one file with it."""
+    try:
+        return sys.stdout.isatty() or os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):  # a stream without a file
+        return False
+
+
+def _show_reading(held: ExitStack, engine: Engine, tokens: int) -> None:
+    """Show how much of a long prompt is read, until the stack is closed."""
+    if tokens < _LONG_PROMPT:
+        return
+    bar = ProgressBar(
+        *("spinner", "text", "wide bar", "percent", "note", "bare left"),
+        text="reading",
+        note=console.count(tokens, "token"),
+        total=tokens,
+    )
+    held.enter_context(bar)
+    held.enter_context(watched(engine.model, bar.advance))
 
 
 def _ignore(piece: str) -> None:

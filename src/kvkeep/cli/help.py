@@ -39,7 +39,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         'kvkeep generate MODEL -p "Hello" --system "Be brief."': "A chat model with a system message",
         "kvkeep generate MODEL -f report.txt -b 1024 --compare": "Beside the full cache",
         "cat report.txt | kvkeep generate MODEL -": "A prompt from standard input",
-        "kvkeep generate MODEL --memory report.kvkeep -p Why": "A question about a text that was read before",
+        "kvkeep generate --memory report.kvkeep -p Why": "A question about a text that was read before",
         "kvkeep generate --config kvkeep.toml -f report.txt": "With the settings that kvkeep tune has found",
         "kvkeep generate MODEL -i prompts.jsonl -o answers.jsonl": "A batch job that resumes after a stop",
     },
@@ -50,7 +50,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "chat": {
         "kvkeep chat MODEL": "Begin a conversation",
         "kvkeep chat MODEL --session trip": "Continue one, or begin it under this name",
-        "kvkeep chat MODEL --memory report.kvkeep": "Talk about a text that was read before",
+        "kvkeep chat --memory report.kvkeep": "Talk about a text that was read before",
         "kvkeep chat --list": "List the saved ones",
     },
     "serve": {

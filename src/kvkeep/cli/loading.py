@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from kvkeep.cli import console, distributed
+from kvkeep.cli.usage_errors import exists
+from kvkeep.errors import SnapshotError
 from kvkeep.models import threads
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import parse_device, parse_dtype
@@ -13,6 +17,8 @@ from kvkeep.models.generation_config import remark
 from kvkeep.models.load import read_weights
 from kvkeep.models.quantized_weights import check_format
 from kvkeep.models.tokenization import Writer
+from kvkeep.result_files import in_full
+from kvkeep.snapshot.snapshot import Snapshot
 
 
 @runtime_checkable
@@ -63,10 +69,46 @@ def writer_of(
         KVKeepError: the weights cannot be used.
     """
     split = distributed.processes() > 1
-    model = read_weights(
-        checkpoint, asked.dtype, asked.device, load_in=asked.load_in, tp=split, adapters=adapters, merge=merge
-    )
+    with console.Heartbeat.working(lambda: f"loading the weights of {checkpoint.name} …"):
+        model = read_weights(
+            checkpoint, asked.dtype, asked.device, load_in=asked.load_in, tp=split, adapters=adapters, merge=merge
+        )
     threads.use(model, asked.threads)
     if left_out := remark(model):
         console.note(left_out)
     return Writer(checkpoint, model)
+
+
+# Where the model of a saved memory lies, in the note of its file.
+
+_SOURCE = "model"
+"""The entry of a note: a hub name or a full path, or ``None`` for the embedded model."""
+
+
+def with_source(snapshot: Snapshot, model: str | None) -> Snapshot:
+    """Return a snapshot with the model that has made it in its note, so that commands find the model by the file.
+
+    Args:
+        snapshot: the snapshot.
+        model: the model as it was typed; ``None`` for the embedded model.
+    """
+    source = os.path.abspath(in_full(model)) if model is not None and exists(model) else model
+    return replace(snapshot, note={**snapshot.note, _SOURCE: source})
+
+
+def source_of(snapshot: Snapshot, file: str) -> str | None:
+    """Return the model that has made a snapshot, as a command takes it; ``None`` for the embedded model.
+
+    A file that no command has written names a model of the hub in its fingerprint. It does not say where the folder of
+    another model lies, and ``None`` stands for that, too.
+
+    Raises:
+        SnapshotError: the file's note holds no name.
+    """
+    if _SOURCE in snapshot.note:
+        source = snapshot.note[_SOURCE]
+        if source is not None and not (isinstance(source, str) and source.strip()):
+            raise SnapshotError(f"{file} names its model by {source!r:.60}, which is no name. Give the MODEL.")
+        return source
+    made = snapshot.fingerprint.model
+    return made if "/" in made else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -33,7 +33,7 @@ _SHORT = 20
 
 
 class ProgressBar:
-    """Shows in one line on standard error how far work is; nothing where standard error is no terminal.
+    """Shows in one line on standard error how far work is. Where that is no terminal, a `Heartbeat` prints it.
 
     Args:
         parts: what stands in the line, from left to right: ``spinner``, ``text``, ``short bar``, ``bar``, ``wide bar``,
@@ -80,20 +80,41 @@ class ProgressBar:
             speed_estimate_period=speed_over_s,
         )
         self._line = self._drawn.add_task(text, total=total, visible=text != "", note=note)
+        self._parts, self._begun_s = parts, time.monotonic()
+        self._held = ExitStack()
 
     def __enter__(self) -> ProgressBar:
         """Draw the bar."""
+        self._begun_s = time.monotonic()
         self._drawn.start()
+        self._held.enter_context(console.Heartbeat.working(self.describe))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the bar."""
+        self._held.close()
         self._drawn.stop()
+
+    def describe(self) -> str:
+        """Return how far the work is, as one line of text: what it is, how much is done, and the time left."""
+        task = next(task for task in self._drawn.tasks if task.id == self._line)
+        said, spent_s = [task.fields["note"]] if task.fields["note"] else [], time.monotonic() - self._begun_s
+        if task.total and task.completed:
+            if "count" in self._parts:
+                said.append(f"{task.completed:g} of {task.total:g}")
+            elif "percent" in self._parts:
+                said.append(f"{task.completed / task.total:.0%}")
+            if task.completed < task.total and {"left", "bare left"} & {*self._parts}:
+                said.append(console.show_time_left(spent_s * (task.total - task.completed) / task.completed))
+        if not said:
+            said = ["just begun" if spent_s < 1 else f"{spent_s:.0f} s so far"]
+        return f"{task.description or 'working'}: {', '.join(said)}"
 
     def begin(self, text: str, total: int | float = 1.0) -> None:
         """Show another piece of work in place of the last one, with its own time."""
+        self._begun_s = time.monotonic()
         self._drawn.update(self._line, visible=False)
         self._line = self._drawn.add_task(text, total=total, note="")
 

@@ -13,10 +13,10 @@ from typing import Any
 import typer
 
 from kvkeep import budget as budgets
-from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.layer_layout import DEFAULT_BUDGET, Layout
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
-from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.loading import check_weights, with_source, writer_of
 from kvkeep.cli.options import adapter_words
 from kvkeep.cli.progress import ProgressBar
 from kvkeep.cli.remember import RememberOptions
@@ -29,7 +29,6 @@ from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet, watched
 from kvkeep.models.tokenization import Opening, Writer, check_length, noted, opened
-from kvkeep.planning.plan import DEFAULT_BUDGET
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import label, parse, spec
 
@@ -98,7 +97,7 @@ def _serve(request: RememberOptions) -> None:
     named = next(iter(engine.adapters), None)  # quantised weights, into which nothing is merged
     with engine.session(adapter=named) as session, _bar(len(text.ids)) as bar, watched(writer.model, bar.advance):
         result = session.read(text.ids)
-        snapshot = noted(session.snapshot(), text.opening)
+        snapshot = with_source(noted(session.snapshot(), text.opening), request.model)
     seconds = time.perf_counter() - start
     request.check_output()
     snapshot.save(request.output)
@@ -160,8 +159,7 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
         return
     full = console.show_bytes(memory.full_bytes)
     kept = f"compression {console.show_factor(memory.full_bytes / size)}" if memory.full_bytes > size else "all is kept"
-    words = [*([] if request.model is None else [request.model]), *adapter_words(request.adapter)]
-    model = "".join(f"{quoted(word)} " for word in words)
+    adapter = "".join(f"{quoted(word)} " for word in adapter_words(request.adapter))
     screen = console.out()
     screen.print(
         console.facts(
@@ -173,4 +171,4 @@ def _report(request: RememberOptions, writer: Writer, text: _Text, result: Resul
         )
     )
     file = quoted(str(request.output))
-    screen.print(f"\n    kvkeep generate {model}--memory {file} -p QUESTION", soft_wrap=True)  # to be copied
+    screen.print(f"\n    kvkeep generate {adapter}--memory {file} -p QUESTION", soft_wrap=True)  # to be copied

@@ -88,14 +88,14 @@ class TuneOptions(ModelOptions):
         group=_QUALITY,
     )
     context: int | None = option(
-        "Length of a text. Default: 1024, or the trained length if that is less.",
+        "Length of a text. Default: 1024, or the trained length if that is less; 384 with --quick.",
         read=parse_tokens,
         default=None,
         metavar="TOKENS",
         group=_QUALITY,
     )
-    facts: int = option(
-        "Facts planted in a text; all are asked for.", default=16, metavar="N", group=_QUALITY, rare=True
+    facts: int | None = option(
+        "Facts planted in a text; all are asked for. Default: 16.", default=None, metavar="N", group=_QUALITY, rare=True
     )
     limit: int | None = option(
         "Questions of the confirmation, or texts for stream. Default: 448 questions, 24 texts.",
@@ -137,16 +137,28 @@ class TuneOptions(ModelOptions):
         group=_SEARCH,
     )
     positions: Literal["true", "slot"] | None = option(POSITIONS)
-    output: Path = option(
-        "Folder for kvkeep.toml, curve.png and measurements. The same command again resumes a search that was stopped.",
+    quick: bool = option(
+        "A first table in a minute or so: short texts, 24 questions, three policies at three budgets, no promise.",
+        default=False,
+        group=_SEARCH,
+    )
+    named_output: Path | None = option(
+        "Folder for kvkeep.toml, curve.png and measurements. The same command again resumes a search that was stopped. "
+        "Default: tuned; with --quick tuned-quick.",
         "-o",
         read=place,
-        default="tuned",
+        name="output",
+        default=None,
         metavar="DIR",
         group=OUTPUT,
     )
     plots: bool = option(NO_PLOTS)
     json: bool = option(JSON)
+
+    @property
+    def output(self) -> Path:
+        """Return the folder of the search."""
+        return self.named_output or Path("tuned-quick" if self.quick else "tuned")
 
     def check_values(self) -> None:
         """Refuse a text or a model that does not exist, and names of dtypes and devices.

@@ -27,7 +27,7 @@ from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.weight_hash import fingerprint
-from kvkeep.result_files import as_text, command
+from kvkeep.result_files import as_text, command, finite
 from kvkeep.version import __version__
 
 _PURPOSE = "Give some text to plant facts in, or leave --text out for the package's own."
@@ -43,22 +43,20 @@ def serve(request: TuneOptions) -> None:
     with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
         records = TuneRecords(request.output)
         check_weights(request)
-        wanted = _wanted(request)
+        wanted = arguments_of(request)
         name = request.model or embedded()
         console.progress(f"loading {name} …")
         checkpoint = find(name, allow_pickle=request.allow_pickle)
         dtype = parse_dtype(request.dtype)
         known = as_text(request.model or _EMBEDDED)
         plan = lay_out(checkpoint, known, wanted, dtype if isinstance(dtype, torch.dtype) else None)
-        sizes = sizes_of(plan.measure, request.target, request.limit)
+        sizes = sizes_of(plan.measure, request.target, wanted.sizes)
         records.check_free()
         records.check(plan.settings)
         for note in plan.notes:
             console.note(note)
-        if not sizes.fresh:
-            console.note(
-                "the questions are too few to keep some for the confirmation: the same ones choose and confirm."
-            )
+        if not sizes.fresh and not request.quick:
+            console.note("there are too few texts to keep some for the confirmation: the same ones choose and confirm.")
         writer = writer_of(checkpoint, request)
         with records.locked():
             records.open({**plan.settings, "weights": fingerprint(writer.model), "dtype": writer.dtype})
@@ -69,14 +67,14 @@ def serve(request: TuneOptions) -> None:
                     writer,
                     records,
                     target=request.target,
-                    limit=request.limit,
+                    limits=wanted.sizes,
                     on_block=on_block,
                 )
             _show(request, plan, result, records)
 
 
-def _wanted(request: TuneOptions) -> TuneArguments:
-    """Return the search that a request asks for, with its files read.
+def arguments_of(request: TuneOptions) -> TuneArguments:
+    """Return the search that a request asks for, with its files read, after all checks that need no model.
 
     Raises:
         InputError: the limit leaves nothing to measure, or a file cannot be used.
@@ -87,8 +85,6 @@ def _wanted(request: TuneOptions) -> TuneArguments:
         purpose = "Give one JSON object per line."
         content = read_text(request.questions, kind="file of questions", purpose=purpose)
         questions = read_questions(content, request.questions, text)
-    if request.limit is not None and request.limit < 1:
-        raise InputError(f"limit={request.limit} leaves nothing to measure; give 1 or more.")
     setup = Setup(positions=request.positions, layer_budget=request.layer_budget, prefill_chunk=request.prefill_chunk)
     return TuneArguments(
         case=request.case,
@@ -97,10 +93,12 @@ def _wanted(request: TuneOptions) -> TuneArguments:
         context=request.context,
         facts=request.facts,
         seed=request.seed,
+        limit=request.limit,
         policies=request.policies,
         budgets=request.budgets,
         setup=setup,
         head_budgets=request.head_budgets,
+        quick=request.quick,
     )
 
 
@@ -110,12 +108,20 @@ def _progress() -> Iterator[OnBlock]:
 
     After Ctrl-C print a note on how to resume.
     """
-    room = max(20, console.err().width - 40)
-    with resumable(), ProgressBar("spinner", "text", "elapsed", text="starting", total=None) as bar:
+    room = max(20, console.err().width - 60) if console.err().is_terminal else None
+    before: int | None = None
+    with resumable(), ProgressBar("spinner", "text", "short bar", "left", text="starting", total=None) as bar:
 
         def on_block(progress: Progress) -> None:
+            nonlocal before
+            before = progress.units if before is None else before
             at = "the full cache" if progress.budget is None else f"{progress.arm} at {progress.budget}"
-            bar.show(text=f"{console.visible(at):.{room}}, {progress.units} documents read", at_once=True)
+            bar.show(
+                progress.units - before,
+                text=f"{console.visible(at)[:room]}, {progress.units} documents read",
+                total=max(progress.expected, progress.units + 1) - before,
+                at_once=True,
+            )
 
         yield on_block
 
@@ -124,21 +130,25 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
     """Print the table, draw the curve, write the settings, and print the answer.
 
     Raises:
-        InputError: no budget reaches the target.
+        InputError: no budget reaches the target, and the documents would have sufficed to show it.
     """
     drawn = _draw(request, plan, result)
+    if (note := report.weakness(result)) is not None:
+        console.note(note)
     chosen = result.found.chosen
     if chosen is not None:
         _write(request, plan, result, records)
     if request.json:
         told = {"output": str(request.output), "config": None if chosen is None else str(request.output / config.NAME)}
-        console.write_json({**told, "case": plan.case, **report.everything(result, plan.full_bytes)})
+        console.write_json(finite({**told, "case": plan.case, **report.everything(result, plan.full_bytes)}))
     else:
         _print(plan, result)
-    if chosen is None:
+    if chosen is None and result.promises:
         raise InputError(report.failure(result))
-    if not request.json:
-        console.out().print(report.answer(result, plan.full_bytes), soft_wrap=False)
+    if chosen is None:
+        console.note(report.failure(result))
+    elif not request.json:
+        console.out().print(console.with_flags(report.answer(result, plan.full_bytes)), soft_wrap=False)
         file = request.output / config.NAME
         shown = {"settings": str(file), **({"curve": str(drawn)} if drawn else {})}
         console.err().print(console.facts({**shown, "use": command("kvkeep generate --config", file, "-f") + " FILE"}))

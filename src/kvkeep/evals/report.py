@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from kvkeep.evals.confidence import Answers, PolicyPair, answers, interval_text, is_reference, kept, of_cell, pairs
 from kvkeep.evals.results import (
+    ABLE_PERCENT,
     MEASURES,
+    RIGHT,
+    UNGRADED,
     Row,
     ScoreMeasure,
     by_budget,
@@ -57,6 +60,68 @@ def _memory(rows: Sequence[Row]) -> Table:
     return Table(f"KV memory held, % of a full cache ({task}, {case_title(task, case)})", columns, cells)
 
 
+WEAK = " †"
+"""Follows each cell of a case whose full cache is too seldom right, see `Weakness`."""
+
+
+@dataclass(frozen=True)
+class Weakness:
+    """A case for which the model is too weak: even with the full cache fewer than `ABLE_PERCENT` of its answers are
+    right.
+
+    Attributes:
+        task: the task.
+        case: the case.
+        percent: right answers under the full cache, in percent.
+    """
+
+    task: str
+    case: str
+    percent: float
+
+
+def weaknesses(rows: Sequence[Row]) -> list[Weakness]:
+    """Return the cases for which the model is too weak, as far as rows of the full cache tell."""
+    cases = [
+        (measure, case, _full_percent(measure, group))
+        for measure in MEASURES
+        for case, group in by_case(of_task(rows, measure.task)).items()
+    ]
+    return [Weakness(measure.task, case, percent) for measure, case, percent in cases if percent < ABLE_PERCENT]
+
+
+def _full_percent(measure: ScoreMeasure, group: Sequence[Row]) -> float:
+    """Return the right answers under the full cache, in percent; NaN if they are not known or the task has none."""
+    full = [row for row in group if is_full([row])]
+    return measure.of(full).mean if full and measure.graded and measure.task in RIGHT else math.nan
+
+
+def weakness_notes(rows: Sequence[Row]) -> list[str]:
+    """Return a note about each case for which the model is too weak, and one about the tasks that can tell."""
+    found = weaknesses(rows)
+    if not found:
+        return []
+    weak = {(weakness.task, weakness.case) for weakness in found}
+    able = [
+        f"{measure.task} ({case_title(measure.task, case)})"
+        for measure in MEASURES
+        for case, group in by_case(of_task(rows, measure.task)).items()
+        if _full_percent(measure, group) >= ABLE_PERCENT and (measure.task, case) not in weak
+    ]
+    able += [task for task in UNGRADED if of_task(rows, task)]
+    return [
+        *(
+            f"† {weakness.task}, {case_title(weakness.task, weakness.case)}: the full cache is right in "
+            f"{weakness.percent:.0f} % of the cases, fewer than {ABLE_PERCENT:.0f} %. The model is too weak for this "
+            "task to show what eviction costs."
+            for weakness in found
+        ),
+        f"† With this model {', '.join(able)} can tell."
+        if able
+        else f"† With this model other tasks can tell: `tasks={','.join(UNGRADED)}`.",
+    ]
+
+
 def _measure_table(measure: ScoreMeasure, case: str, group: Sequence[Row]) -> Table:
     columns = list(by_budget(group))
     several = seeds(group)
@@ -64,7 +129,8 @@ def _measure_table(measure: ScoreMeasure, case: str, group: Sequence[Row]) -> Ta
     title = f"{title}, mean ± half of the range over {several}" if several else title
     if not measure.graded:
         return Table(title, columns, _cells(group, columns, measure.show))
-    cells = _cells(group, columns, lambda part: measure.show(part) + interval_text(of_cell(part)))
+    mark = WEAK if _full_percent(measure, group) < ABLE_PERCENT else ""
+    cells = _cells(group, columns, lambda part: measure.show(part) + interval_text(of_cell(part)) + mark)
     known = any("(" in cell for line in cells.values() for cell in line)
     return Table(f"{title}, with 95 % intervals" if known else title, columns, cells)
 

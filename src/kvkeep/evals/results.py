@@ -128,6 +128,16 @@ ASKED = (
 """Tasks with graded replies: questions are asked inside the text or later."""
 
 
+RIGHT = ("recall", "ruler", "choice", "needle", "passkey", "kv_retrieval", "conversation")
+"""Tasks whose graded measure is a share of right answers."""
+
+ABLE_PERCENT = 70.0
+"""Right answers under the full cache, in percent, below which a model is too weak to show what eviction costs."""
+
+UNGRADED = ("perplexity", "agreement", "mass")
+"""Tasks that compare with the full cache and need no right answers, so that every model can tell."""
+
+
 def of_task(rows: Sequence[Row], task: str) -> list[Row]:
     """Return the rows of one task."""
     return [row for row in rows if row["task"] == task]

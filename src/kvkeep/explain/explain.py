@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.attention_probe import keeps_states
-from kvkeep.cache.layer_layout import Layout
+from kvkeep.cache.layer_layout import Layout, default_budget
 from kvkeep.errors import InputError, PolicyError, UnsupportedModelError
 from kvkeep.explain import runs
 from kvkeep.explain.explanation import MOST_MOMENTS, Explanation, PolicyRun
@@ -21,14 +22,14 @@ from kvkeep.models.device import enough_memory
 from kvkeep.models.generation_config import ends_of
 from kvkeep.models.load import load_with_tokenizer
 from kvkeep.models.support import unwrapped
-from kvkeep.models.tokenization import SEPARATOR, check_length, encode
+from kvkeep.models.tokenization import SEPARATOR, check_length, encode, opened
+from kvkeep.policies import DEFAULT, LATER
 from kvkeep.policies.base import Policy
 from kvkeep.policies.registry import parse
 
-POLICIES = ("h2o", "snapkv", "local")
-"""The policies that are compared by default."""
-CHUNK = 64
-"""Tokens of the prompt in one moment."""
+CASES: dict[str, str] = {"inside": DEFAULT, "later": LATER}
+"""When the question is read, and the policy that is shown by default: that of ``kvkeep generate`` and of ``kvkeep
+remember``."""
 NEW_TOKENS = 32
 MOST_NEW_TOKENS = 54
 """What is left of the page's moments when the prompt has 200 of them."""
@@ -43,9 +44,10 @@ class ExplainArguments:
     """The arguments of `explain`, checked as far as they can be without a model."""
 
     policies: list[Policy]
-    budget: int | float
-    chunk: int
+    budget: int | float | None
+    chunk: int | None
     new_tokens: int
+    case: str
 
 
 def explain(  # noqa: PLR0913  the choices of a user
@@ -53,29 +55,35 @@ def explain(  # noqa: PLR0913  the choices of a user
     text: str,
     *,
     question: str = "",
-    policies: Sequence[str | Policy] = POLICIES,
-    budget: int | float = 0.2,
+    case: str = "inside",
+    policies: Sequence[str | Policy] | None = None,
+    budget: int | float | None = None,
     tokenizer: Tokenizer | None = None,
-    prefill_chunk: int = CHUNK,
+    prefill_chunk: int | None = None,
     max_new_tokens: int = NEW_TOKENS,
     raw: bool = False,
     name: str | None = None,
     command: str | None = None,
     progress: Callable[[float], object] = lambda share: None,
 ) -> Explanation:
-    """Read a text and answer a question under several policies; return a record of what each head held, dropped and
+    """Read a text and answer a question under some policies; return a record of what each head held, dropped and
     missed.
 
-    ``kvkeep.explain(None, text, question="Who?").to_html()`` is a page about the embedded model.
+    ``kvkeep.explain(None, text, question="Who?").to_html()`` is a page about the embedded model. By default the record
+    is that of ``kvkeep generate``: the same policy, budget and chunks, so the same tokens.
 
     Args:
         model: a model of transformers, or the name or folder of one; ``None`` for the embedded model.
         text: the text.
         question: follows the text, after a blank line.
-        policies: policies or their strings, at most six.
-        budget: tokens kept per layer and KV head, or a share of the prompt's tokens as a float in (0, 1].
+        case: ``inside``: the question ends the text, as in ``kvkeep generate``. ``later``: the question comes after the
+            text was cut, as in ``kvkeep remember``.
+        policies: policies or their strings, at most six; by default that of the case, see `CASES`.
+        budget: tokens kept per layer and KV head, or a share of the prompt's tokens as a float in (0, 1]; by default
+            1024, or all if there are fewer.
         tokenizer: the model's tokenizer, if ``model`` is no name.
-        prefill_chunk: tokens of the prompt that are read at a time; each chunk is one moment of the page.
+        prefill_chunk: tokens of the prompt that are read at a time, by default all. What is read at a time is one
+            moment of the page.
         max_new_tokens: the most tokens of an answer.
         raw: leave the tokenizer's chat template out.
         name: the model's name on the page; by default its own.
@@ -97,10 +105,12 @@ def explain(  # noqa: PLR0913  the choices of a user
         values of the whole text are kept while it runs. Threads wait for each other. A model is in evaluation mode and
         attached meanwhile, and afterwards what it was.
     """
-    asked = check(policies, budget, prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens)
-    message = _joined(text, question)
+    asked = check(policies, budget, case=case, prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens)
+    message = _joined(text.strip() if asked.case == "later" else text, question)
+    if asked.case == "later" and not question.strip():
+        raise InputError("A question that comes later is missing. Give one.")
     with _ready(model, tokenizer) as (found, checkpoint):
-        prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
+        prompt, notes = _prompt(checkpoint, found, message, text, asked, raw=raw)
         slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)
         rooms = [_room(policy, slots, prompt) for policy in asked.policies]
@@ -118,7 +128,9 @@ def explain(  # noqa: PLR0913  the choices of a user
             command=command or _call(checkpoint.name, question, asked),
             notes=notes,
             tokens=pieces(tokens, ids),
+            case=asked.case,
             chunk=prompt.chunk,
+            prompt_ends=list(accumulate(prompt.sizes)),
             budget=slots,
             heads=ledgers[0].answered.heads,
             answer=pieces(tokens, answer),
@@ -129,6 +141,7 @@ def explain(  # noqa: PLR0913  the choices of a user
                     other,
                     pieces(tokens, ledger.answered.ids),
                     _agreement(ledger.answered.ids, answer),
+                    _parting(ledger.answered.ids, answer),
                 )
                 for policy, ledger, other in zip(asked.policies, ledgers, missed, strict=True)
             ],
@@ -136,13 +149,22 @@ def explain(  # noqa: PLR0913  the choices of a user
 
 
 def check(
-    policies: Sequence[str | Policy], budget: int | float, *, prefill_chunk: int, max_new_tokens: int
+    policies: Sequence[str | Policy] | None,
+    budget: int | float | None,
+    *,
+    case: str,
+    prefill_chunk: int | None,
+    max_new_tokens: int,
 ) -> ExplainArguments:
     """Return the arguments of `explain` after the checks that need no model.
 
     Raises:
         KVKeepError: see `explain`.
     """
+    if case not in CASES:
+        raise InputError(f"case={case!r:.40} is neither {' nor '.join(CASES)}.")
+    if policies is None:
+        policies = [CASES[case]]
     if isinstance(policies, str) or not policies:
         raise PolicyError('`policies` is a list of one to six policies, e.g. ["h2o", "snapkv"].')
     made = [parse(policy) if isinstance(policy, str) else policy for policy in policies]
@@ -152,16 +174,16 @@ def check(
         raise InputError(f"`policies` names {len(made)}; give up to {MOST_POLICIES} different ones.")
     if isinstance(budget, float):
         budgets.from_ratio(budget, 1)  # checks it
-    else:
+    elif budget is not None:
         budget = budgets.check_one(budget)
-    chunk = budgets.check_one(prefill_chunk, "prefill_chunk")
+    chunk = None if prefill_chunk is None else budgets.check_one(prefill_chunk, "prefill_chunk")
     new_tokens = budgets.check_one(max_new_tokens, "max_new_tokens")
     if not 1 <= new_tokens <= MOST_NEW_TOKENS:
         raise InputError(
             f"max_new_tokens={new_tokens} is outside 1 … {MOST_NEW_TOKENS}: the page has {MOST_MOMENTS} moments, and "
             "most of them are the prompt's. Ask for fewer new tokens."
         )
-    return ExplainArguments(made, budget, chunk, new_tokens)
+    return ExplainArguments(made, budget, chunk, new_tokens, case)
 
 
 @contextmanager
@@ -199,7 +221,7 @@ def _joined(text: str, question: str) -> str:
 
 
 def _prompt(
-    checkpoint: Checkpoint, model: Any, message: str, asked: ExplainArguments, *, raw: bool
+    checkpoint: Checkpoint, model: Any, message: str, text: str, asked: ExplainArguments, *, raw: bool
 ) -> tuple[ExplainPrompt, list[str]]:
     """Return the prompt, and remarks on how it is read.
 
@@ -212,7 +234,7 @@ def _prompt(
     if len(ids) > _MOST_TOKENS:
         raise InputError(f"The text has {len(ids)} tokens, more than the {_MOST_TOKENS} of a page. Give a part of it.")
     check_length(checkpoint, len(ids), asked.new_tokens)
-    if len(ids) > chunk * _MOST_CHUNKS:
+    if chunk is not None and len(ids) > chunk * _MOST_CHUNKS:
         chunk = -(-len(ids) // _MOST_CHUNKS)
         notes.append(
             f"Time is sampled: {len(ids)} tokens were read in chunks of {chunk} instead of {asked.chunk}, so that "
@@ -221,9 +243,20 @@ def _prompt(
     trained = trained_length(checkpoint.config)
     if trained and len(ids) + asked.new_tokens > trained:
         notes.append(f"The text is longer than the {trained} tokens that the model was trained for.")
-    return ExplainPrompt(
-        ids, chunk, asked.new_tokens, frozenset(ends_of(model, checkpoint.tokenizer, chat=not raw))
-    ), notes
+    parts = [len(ids)]
+    if asked.case == "later":
+        first = len(opened(checkpoint, text, raw=raw)[0])
+        parts = [first, len(ids) - first]
+    sizes = tuple(size for part in parts for size in _in_chunks(part, chunk))
+    ends = frozenset(ends_of(model, checkpoint.tokenizer, chat=not raw))
+    return ExplainPrompt(ids, sizes, chunk, asked.new_tokens, ends), notes
+
+
+def _in_chunks(tokens: int, chunk: int | None) -> list[int]:
+    """Return the sizes of the chunks of so many tokens."""
+    if chunk is None:
+        return [tokens]
+    return [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
 
 
 def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
@@ -233,6 +266,14 @@ def _slots(asked: ExplainArguments, tokens: int, notes: list[str]) -> int:
     """
     if isinstance(asked.budget, int):
         return asked.budget
+    if asked.budget is None:
+        evicting = [policy for policy in asked.policies if policy.evicts]
+        if not evicting:
+            return tokens + asked.new_tokens
+        slots = default_budget(evicting[0], tokens + asked.new_tokens, evicting[1:])
+        if slots >= tokens + asked.new_tokens:
+            notes.append(f"Nothing is evicted: {slots} slots hold all of the text and the answer. Try a budget of 20%.")
+        return slots
     slots = share = budgets.from_ratio(asked.budget, tokens)
     for policy in asked.policies:
         # again and again, since what a policy protects may grow with its budget
@@ -253,7 +294,8 @@ def _check_runs(checkpoint: Checkpoint, policies: Sequence[Policy], slots: int, 
     refuse_states(checkpoint.name, checkpoint.config)
     for policy in policies:
         policy.check(_room(policy, slots, prompt))
-        Layout.of(checkpoint.config, policy, prefill_chunk=prompt.chunk).spread(_room(policy, slots, prompt))
+        chunk = None if len(prompt.sizes) == 1 else prompt.sizes[0]
+        Layout.of(checkpoint.config, policy, prefill_chunk=chunk).spread(_room(policy, slots, prompt))
 
 
 def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
@@ -261,10 +303,19 @@ def _agreement(ids: Sequence[int], answer: Sequence[int]) -> float:
     return sum(a == b for a, b in zip(ids, answer, strict=False)) / max(len(ids), len(answer))
 
 
+def _parting(ids: Sequence[int], answer: Sequence[int]) -> int | None:
+    """Return the index of the first token of ``ids`` that differs from the answer's; ``None`` if there is none."""
+    differ = (index for index, (a, b) in enumerate(zip_longest(ids, answer)) if a != b)
+    first = next(differ, None)
+    return None if first is None else min(first, len(ids) - 1)
+
+
 def _call(name: str, question: str, asked: ExplainArguments) -> str:
     model = None if name == "the embedded model" else name
     chosen = [str(policy) for policy in asked.policies]
-    return f"kvkeep.explain({model!r}, text, question={question!r}, policies={chosen}, budget={asked.budget})"
+    budget = "" if asked.budget is None else f", budget={asked.budget}"
+    case = "" if asked.case == "inside" else f", case={asked.case!r}"
+    return f"kvkeep.explain({model!r}, text, question={question!r}{case}, policies={chosen}{budget})"
 
 
 def refuse_states(name: str, config: Any) -> None:

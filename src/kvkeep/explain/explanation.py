@@ -196,8 +196,8 @@ def times(found: Explanation) -> list[Heat]:
 
 def lost(found: Explanation) -> list[Heat]:
     """Return maps of the lost mass of each head, mean over the answer's tokens: layers down, KV heads across."""
-    chunks = -(-len(found.tokens) // found.chunk)
-    return _maps(found, "Lost mass, %", lambda run: run.missed.lost[chunks:].mean(dim=0))
+    moments = len(found.prompt_ends)
+    return _maps(found, "Lost mass, %", lambda run: run.missed.lost[moments:].mean(dim=0))
 
 
 def lives(found: Explanation, token: int) -> list[Heat]:
@@ -265,7 +265,7 @@ def _index(wanted: int, count: int, what: str) -> int:
     return wanted % count
 
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON; ``docs/explain.md`` describes it."""
 
 
@@ -279,6 +279,8 @@ class PolicyRun:
         missed: what the full cache says about it.
         answer: the text of each token of the answer.
         agreement: the share of the answer's tokens that the full cache's answer has at the same place.
+        parting: index of the first token of the answer that the full cache's answer does not have at the same place;
+            ``None`` if there is none.
     """
 
     policy: str
@@ -286,6 +288,7 @@ class PolicyRun:
     missed: Missed
     answer: list[str]
     agreement: float
+    parting: int | None
 
     def data(self) -> dict[str, Any]:
         """Return the run as plain data."""
@@ -295,6 +298,7 @@ class PolicyRun:
             "answer": self.answer,
             "answer_ids": ids.ids,
             "agreement": self.agreement,
+            "parting": self.parting,
             "budgets": ids.budgets,
             "allocated_bytes": ids.allocated_bytes,
             "full_bytes": ids.full_bytes,
@@ -321,7 +325,9 @@ class Explanation:
         command: how the record was made.
         notes: remarks that a reader should know.
         tokens: the text of each token of the prompt.
-        chunk: tokens of the prompt in one moment.
+        case: ``inside``: the prompt is text and question; ``later``: the text was cut before the question was read.
+        chunk: tokens of the prompt in one moment, if it was read in chunks.
+        prompt_ends: how many tokens of the prompt were read when each of its moments was over.
         budget: tokens kept per layer and KV head.
         heads: the layer and the number of each KV head, in the order of all tables.
         answer: the full cache's answer, token by token.
@@ -333,7 +339,9 @@ class Explanation:
     command: str
     notes: list[str]
     tokens: list[str]
-    chunk: int
+    case: str
+    chunk: int | None
+    prompt_ends: list[int]
     budget: int
     heads: list[tuple[int, int]]
     answer: list[str]
@@ -350,7 +358,9 @@ class Explanation:
             "command": self.command,
             "notes": self.notes,
             "tokens": self.tokens,
+            "case": self.case,
             "chunk": self.chunk,
+            "prompt_ends": self.prompt_ends,
             "budget": self.budget,
             "heads": [list(head) for head in self.heads],
             "answer": self.answer,
@@ -367,8 +377,8 @@ class Explanation:
 
     def read(self, moment: int) -> int:
         """Return how many tokens of the prompt and of an answer have been read when a moment is over."""
-        chunks = -(-len(self.tokens) // self.chunk)
-        return min(len(self.tokens), (moment + 1) * self.chunk) + max(0, moment + 1 - chunks)
+        moments = len(self.prompt_ends)
+        return self.prompt_ends[min(moment, moments - 1)] + max(0, moment + 1 - moments)
 
     def draw(
         self, folder: str | os.PathLike[str], *, moment: int = -1, token: int | None = None, overwrite: bool = False

@@ -143,13 +143,15 @@ class ExplainPrompt:
 
     Attributes:
         ids: its tokens.
-        chunk: tokens that are read at a time.
+        sizes: how many of them are read at a time.
+        chunk: tokens of a chunk; ``None`` if what is read at a time follows from the case.
         new_tokens: the most tokens of an answer.
         ends: tokens that end an answer.
     """
 
     ids: Int[Tensor, " n"]
-    chunk: int
+    sizes: tuple[int, ...]
+    chunk: int | None
     new_tokens: int
     ends: frozenset[int]
 
@@ -160,7 +162,7 @@ class ExplainPrompt:
 
     def chunks(self) -> list[Int[Tensor, " T"]]:
         """Split the prompt into the chunks in which it is read."""
-        return list(self.ids.split(self.chunk))
+        return list(self.ids.split(list(self.sizes)))
 
 
 class WorkDone:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.budget import Number, by_head
 from kvkeep.cache.bounded_cache import BoundedCache
 from kvkeep.cache.layer import Layer
+from kvkeep.cache.layer_layout import default_budget
 from kvkeep.errors import BudgetError, InputError, show_bytes
 from kvkeep.kv.block import numbers
 from kvkeep.kv.slot_codec import check_bits
@@ -222,8 +223,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DEFAULT_BUDGET = 1024
-
 _MOST_ROWS = 2**31 - 1
 """As many as `kvkeep.engine.swapping.MOST_HOST_ROWS`; the bytes of more need not fit into a float."""
 
@@ -385,21 +384,6 @@ def _check_machine(
         raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
     if bandwidth is not None and not 0 < bandwidth <= _MOST_BYTES:
         raise InputError(f"bandwidth={bandwidth!r:.40} is no speed: give bytes per second, above 0 and up to 2^63.")
-
-
-def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
-    """Return the default budget for rows of ``tokens`` tokens: all if the policy never evicts, else ≤
-    `DEFAULT_BUDGET`.
-
-    Args:
-        policy: the eviction policy.
-        tokens: of the longest row; more slots than tokens would be waste.
-        others: policies that share the budget; it holds what each of them protects.
-    """
-    if not policy.evicts:
-        return tokens
-    protected = (sum(map(int, each.protected(tokens))) for each in (policy, *others))
-    return min(DEFAULT_BUDGET, max(tokens, *protected))
 
 
 def _context(found: Outline, asked: int | None) -> int:

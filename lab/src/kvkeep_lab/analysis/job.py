@@ -19,6 +19,9 @@ from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.measure import Measurement
 from kvkeep_lab.analysis.report import AnalysisFolder
 
+ALL = "all"
+"""Stands for every measurement, slow ones too."""
+
 DEFAULT_TOKENS = 4096
 """Default number of tokens to read; fewer if the model was trained for fewer."""
 
@@ -72,15 +75,17 @@ class AnalysisJob:
 
 
 def find(names: Sequence[str]) -> list[type[Measurement]]:
-    """Measurements by name, in the page's order; without names, all of them.
+    """Measurements by name, in the page's order; without names, all but the slow ones; `ALL` stands for all.
 
     Raises:
         InputError: there is no measurement of that name.
     """
     known = {kind.name: kind for kind in MEASUREMENTS}
-    if strange := sorted(set(names) - set(known)):
-        raise InputError(f"There is no measurement {strange[0]!r}. Known: {', '.join(known)}.")
-    return [kind for name, kind in known.items() if not names or name in names]
+    if strange := sorted(set(names) - {*known, ALL}):
+        raise InputError(f"There is no measurement {strange[0]!r}. Known: {', '.join(known)}, and {ALL}.")
+    if ALL in names:
+        return [*known.values()]
+    return [kind for name, kind in known.items() if (name in names if names else not kind.slow)]
 
 
 def read(checkpoint: Checkpoint, name: str, text: str, max_tokens: int | None) -> Text:

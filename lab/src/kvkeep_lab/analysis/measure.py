@@ -170,6 +170,7 @@ class Measurement(abc.ABC):
         least_tokens: shorter texts are skipped.
         effort: time of its runs beside that of others: seconds with the embedded model on one thread, about. Workers
             that share an analysis begin with the longest.
+        slow: whether it takes so long with a real model that it has to be asked for by name.
         control: whether a model of random weights is walked as well; its result is in ``result["random"]``.
         panels: pairs of axes of its picture, one below the other; with more than one, `draw` gets a tuple.
     """
@@ -181,6 +182,7 @@ class Measurement(abc.ABC):
     VERSION: ClassVar[int] = 1
     least_tokens: ClassVar[int]
     effort: ClassVar[int] = 0
+    slow: ClassVar[bool] = False
     control: ClassVar[bool] = False
     panels: ClassVar[int] = 1
 

@@ -246,8 +246,15 @@ def _undamaged(folder: AnalysisFolder, kind: type[Measurement], *, drawn: bool =
         ) from error
 
 
-def write(folder: AnalysisFolder) -> tuple[Path, dict[str, Any]]:
+def write(
+    folder: AnalysisFolder, *, drawn: dict[str, page.Section] | None = None, note: str | None = None
+) -> tuple[Path, dict[str, Any]]:
     """Write the page, everything as one JSON object, and the pictures if matplotlib is installed.
+
+    Args:
+        folder: the folder.
+        drawn: sections by the names of measurements, which are not drawn again; new ones are added.
+        note: a note on the page, beside those of the run.
 
     Returns:
         The page's path, and the object.
@@ -260,11 +267,15 @@ def write(folder: AnalysisFolder) -> tuple[Path, dict[str, Any]]:
     results = {finding.kind.name: finding.record["result"] for finding in found if finding.reading is not None}
     advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"], run["text_name"])
     claims = [*(claim for finding in found for claim in finding.claims), *ELSEWHERE]
-    sections = [_section(folder, finding) for finding in found]
-    for part in sections:
-        if part.picture is not None:
-            folder.write_bytes(f"{part.kind.name}.png", part.picture)
-    written = folder.write_bytes(PAGE, page.html(run, sections, claims, advice).encode())
+    drawn = {} if drawn is None else drawn
+    for finding in found:
+        if finding.kind.name not in drawn:
+            part = drawn[finding.kind.name] = _section(folder, finding)
+            if part.picture is not None:
+                folder.write_bytes(f"{part.kind.name}.png", part.picture)
+    sections = [drawn[finding.kind.name] for finding in found]
+    shown = run if note is None else {**run, "notes": [*run["notes"], note]}
+    written = folder.write_bytes(PAGE, page.html(shown, sections, claims, advice).encode())
     return written, folder.write(ALL, _everything(run, found, claims, advice))
 
 

@@ -28,8 +28,26 @@ OnStage: TypeAlias = Callable[[str, float], object]
 """Called with the name of the current stage and its finished share."""
 
 
-def run(job: AnalysisJob, writer: Writer, folder: AnalysisFolder, on_stage: OnStage = lambda what, share: None) -> None:
+OnRecord: TypeAlias = Callable[[Sequence[type[Measurement]], float | None], object]
+"""Called after each record is written, with the measurements that are left and the seconds that these will take, about;
+``None`` while nobody knows."""
+
+
+def run(
+    job: AnalysisJob,
+    writer: Writer,
+    folder: AnalysisFolder,
+    on_stage: OnStage = lambda what, share: None,
+    on_record: OnRecord = lambda waiting, seconds: None,
+) -> None:
     """Make every measurement that the folder does not hold yet; each is written as soon as it is finished.
+
+    Args:
+        job: the analysis.
+        writer: the model.
+        folder: gets the records.
+        on_stage: called as the work goes on.
+        on_record: called after each record.
 
     Raises:
         InputError: the folder holds another run, another run is writing there, it cannot be written, or memory does not
@@ -39,8 +57,31 @@ def run(job: AnalysisJob, writer: Writer, folder: AnalysisFolder, on_stage: OnSt
     made = Pass(writer, job.text.tokens, job.seed, on_stage)
     with folder.locked():
         folder.open({**job.manifest(), **made.about()})
-        for record in made.make(left(job, folder)):
+        waiting = {kind.name: kind for kind in left(job, folder)}
+        pace = Pace()
+        for record in made.make([*waiting.values()]):
             folder.write(f"{record['name']}.json", record)
+            pace.add(waiting.pop(record["name"]), record)
+            on_record([*waiting.values()], pace.seconds([*waiting.values()]))
+
+
+class Pace:
+    """Estimates how long measurements take, from those that are finished and from `Measurement.effort`."""
+
+    def __init__(self) -> None:
+        self._seconds, self._effort = 0.0, 0
+
+    def add(self, kind: type[Measurement], record: Record) -> None:
+        """Count a finished measurement."""
+        if "seconds" in record:
+            self._seconds, self._effort = self._seconds + record["seconds"], self._effort + kind.effort
+
+    def seconds(self, waiting: Sequence[type[Measurement]]) -> float | None:
+        """Return how long the runs of other measurements take; ``None`` while none that has any is finished."""
+        effort = sum(kind.effort for kind in waiting)
+        if not effort:
+            return 0.0
+        return self._seconds / self._effort * effort if self._effort else None
 
 
 @dataclass(eq=False)
@@ -126,8 +167,8 @@ class Pass:
     def make(self, kinds: Sequence[type[Measurement]]) -> Iterator[Record]:
         """Make measurements, each as its record is asked for.
 
-        One walk serves all, and one more those with a control; then come the runs of the others. What is impossible
-        here is skipped, and comes first.
+        One walk serves all, and one more those with a control; then come the runs of the others, the cheapest first.
+        What is impossible here is skipped, and comes first.
         """
         able = []
         for kind in kinds:
@@ -141,7 +182,7 @@ class Pass:
             if "model" not in made.measurement.reads or made.reason:
                 yield _finished(made)
         yield from self._control([made for made in able if made.measurement.control])
-        for made in plain:
+        for made in sorted(plain, key=lambda made: made.measurement.effort):
             if "model" in made.measurement.reads and not made.reason:
                 self._run(made)
                 yield _finished(made)

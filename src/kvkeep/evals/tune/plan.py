@@ -30,7 +30,7 @@ from kvkeep.evals.tune.measure import (
     budgets_of,
     ladder,
 )
-from kvkeep.evals.tune.search import VERSION, WINDOWS
+from kvkeep.evals.tune.search import LIMITS, VERSION, Limits
 from kvkeep.kv.slot_codec import check_bits
 from kvkeep.models.checkpoint import Checkpoint
 from kvkeep.planning.model_shapes import outline
@@ -42,11 +42,37 @@ from kvkeep.result_files import in_full
 CONTEXT = 1024
 """Default tokens of a text; fewer if the model was trained for fewer."""
 
+FACTS = 16
+"""Default number of facts that are planted in a text."""
+
 SHORTEST, LONGEST = 32, 2**20
 """Fewest and most tokens of a text."""
 
 _EVERY = 2**20
 """Stands for all: more windows than a text has, and a budget that is never too small."""
+
+
+@dataclass(frozen=True)
+class QuickDefaults:
+    """The defaults of a first look.
+
+    Attributes:
+        context: tokens of a text.
+        facts: facts planted in a text.
+        policies: how many of the case's policies are searched.
+        shares: budgets, as shares of a text.
+        limits: how many documents are used.
+    """
+
+    context: int
+    facts: int
+    policies: int
+    shares: tuple[float, ...]
+    limits: Limits
+
+
+QUICK = QuickDefaults(384, 6, 3, (0.1, 0.3, 0.7), Limits(questions=24, windows=4, apart=False))
+"""A table in about a minute, of a model with 135 million parameters on two cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,24 +84,79 @@ class TuneArguments:
         text: content of a text file; ``None`` for the package's own sentences.
         questions: the user's questions; empty for planted facts.
         context: tokens of a text; ``None`` for the default.
-        facts: facts planted in a text.
+        facts: facts planted in a text; ``None`` for the default.
         seed: chooses facts and texts.
+        limit: questions of the confirmation, or texts; ``None`` for the default.
         policies: a list of policies; ``None`` for those of the case.
         budgets: shares of a text or numbers of tokens; empty for the default.
         setup: how all caches are made.
         head_budgets: rules that divide budgets among heads, each of which is searched; ``None``: the policy's own.
+        quick: whether defaults are those of a first look, see `QUICK`.
     """
 
     case: str
     text: str | None = None
     questions: Sequence[UserQuestion] = ()
     context: int | None = None
-    facts: int = 16
+    facts: int | None = None
     seed: int = 0
+    limit: int | None = None
     policies: str | None = None
     budgets: Sequence[float | int] = ()
     setup: Setup = PLAIN
     head_budgets: Sequence[str | None] = (None,)
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        """Check everything that needs no model.
+
+        Raises:
+            InputError: a number is out of range, there is no such case, or questions are given for a stream.
+            PolicyError: a policy does not exist, or evicts nothing.
+        """
+        case = _case(self.case)
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit={self.limit} leaves nothing to measure; give 1 or more.")
+        for budget in self.budgets:
+            RequestedBudget(ratio=budget) if isinstance(budget, float) else RequestedBudget(tokens=budget)  # checks it
+        Options(seed=self.seed, text=self.text, facts=self.planted)  # checks them
+        if self.questions and case == "stream":
+            raise InputError("`questions` are for the cases later and inside; a stream is measured by its loss.")
+        if self.context is not None and self.context < SHORTEST:
+            raise InputError(f"context={self.context} is too short to search in; give {SHORTEST} or more.")
+        if self.context is not None and self.context > LONGEST:
+            raise InputError(f"context={self.context} is more than a search can read; give {LONGEST} or less.")
+        for policy, _ in self.chosen():
+            if not policy.evicts:
+                raise PolicyError(
+                    f"{spec(policy)} evicts nothing: it is what the others are compared with. Leave it out."
+                )
+
+    @property
+    def planted(self) -> int:
+        """Return the number of facts in a text."""
+        return (QUICK.facts if self.quick else FACTS) if self.facts is None else self.facts
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of a text, for a model that was trained for as many."""
+        return (QUICK.context if self.quick else CONTEXT) if self.context is None else self.context
+
+    @property
+    def sizes(self) -> Limits:
+        """Return how many documents are used."""
+        return replace(QUICK.limits if self.quick else LIMITS, given=self.limit)
+
+    def chosen(self) -> list[tuple[Policy, str | None]]:
+        """Return the policies to search, each with the bits of its slots if its name says them.
+
+        Raises:
+            PolicyError: a policy does not exist.
+        """
+        if self.policies is not None:
+            return split_arms(self.policies)
+        default = POLICIES[_case(self.case)]
+        return split_arms(",".join(default[: QUICK.policies] if self.quick else default))
 
 
 @dataclass(frozen=True)
@@ -113,11 +194,8 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: TuneArguments, dtype: tor
         PolicyError: a policy does not exist, or evicts nothing.
     """
     case = _case(wanted.case)
-    for budget in wanted.budgets:
-        RequestedBudget(ratio=budget) if isinstance(budget, float) else RequestedBudget(tokens=budget)  # checks it
-    arms = _arms(checkpoint, case, wanted)
-    options = Options(seed=wanted.seed, text=wanted.text, facts=wanted.facts)  # checks them
-    measure = _measure(checkpoint, case, wanted, options)
+    arms = _arms(checkpoint, wanted)
+    measure = _measure(checkpoint, case, wanted)
     check_positions(checkpoint, measure.room, "the search", "context")
     ladders, full_bytes = _ladders(checkpoint, arms, wanted, measure, dtype)
     notes = past_training(checkpoint, measure.room, "the search")
@@ -138,19 +216,15 @@ def _case(name: str) -> Case:
     return next(case for case in CASES if case == name)
 
 
-def _arms(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> list[Arm]:
+def _arms(checkpoint: Checkpoint, wanted: TuneArguments) -> list[Arm]:
     """Return the policies, each combined with the setup; of the default policies, those that run so on this model.
 
     Raises:
-        PolicyError: a policy evicts nothing.
         KVKeepError: a policy that the user named cannot run so.
         InputError: none of the case's policies runs on this model.
     """
-    chosen = split_arms(",".join(POLICIES[case]) if wanted.policies is None else wanted.policies)
     arms = []
-    for policy, bits in chosen:
-        if not policy.evicts:
-            raise PolicyError(f"{spec(policy)} evicts nothing: it is what the others are compared with. Leave it out.")
+    for policy, bits in wanted.chosen():
         for rule in dict.fromkeys(wanted.head_budgets):
             setup = replace(wanted.setup, head_budget=rule, kv_bits=check_bits(bits or wanted.setup.kv_bits))
             try:
@@ -171,21 +245,18 @@ def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
     return f"{found}, {_hash(in_full(file).read_text('utf-8', 'replace'))[7:15]}" if file else found
 
 
-def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments, options: Options) -> Measure:
+def _measure(checkpoint: Checkpoint, case: Case, wanted: TuneArguments) -> Measure:
     if wanted.questions:
-        if case == "stream":
-            raise InputError("`questions` are for the cases later and inside; a stream is measured by its loss.")
         return Answers(own(checkpoint, wanted.questions, wanted.seed), later=case == "later")
-    context = min(CONTEXT, checkpoint.trained_length or CONTEXT) if wanted.context is None else wanted.context
-    if context < SHORTEST:
-        raise InputError(f"context={context} is too short to search in; give {SHORTEST} or more.")
-    if context > LONGEST:
-        raise InputError(f"context={context} is more than a search can read; give {LONGEST} or less.")
+    context = wanted.tokens
+    if wanted.context is None and checkpoint.trained_length is not None:
+        context = min(context, checkpoint.trained_length)
     if case == "stream":
         check_positions(checkpoint, context, "the search", "context")
-        rows = task.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * WINDOWS, length=context)
+        options = Options(seed=wanted.seed, text=wanted.text)
+        rows = task.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * LIMITS.windows, length=context)
         return Losses(rows[random.Random(wanted.seed).sample(range(len(rows)), len(rows))])
-    documents = planted(checkpoint, wanted.text, context=context, facts=wanted.facts, seed=wanted.seed)
+    documents = planted(checkpoint, wanted.text, context=context, facts=wanted.planted, seed=wanted.seed)
     return Answers(documents, later=case == "later")
 
 
@@ -242,7 +313,7 @@ def _budgets(wanted: TuneArguments, measure: Measure) -> list[int]:
     Raises:
         InputError: no budget is left.
     """
-    given = wanted.budgets or SHARES
+    given = wanted.budgets or (QUICK.shares if wanted.quick else SHARES)
     numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
     most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room
     found = sorted(number for number in numbers if number <= most)
@@ -264,7 +335,7 @@ def _settings(name: str, wanted: TuneArguments, measure: Measure) -> dict[str, A
         "text": "own" if wanted.text is None else _hash(wanted.text),
         "questions": _hash(repr(asked)) if asked else "planted",
         "context": measure.length,
-        "facts": wanted.facts,
+        "facts": wanted.planted,
         "seed": wanted.seed,
         "version": VERSION,
     }

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvkeep.config import Config
 from kvkeep.errors import show_bytes
-from kvkeep.evals.tune.measure import Candidate, Case, KeptQuality, Kind
-from kvkeep.evals.tune.search import SearchResult, TuneResult
+from kvkeep.evals.results import ABLE_PERCENT
+from kvkeep.evals.tune.measure import Candidate, Case, KeptQuality, Kind, most, needed
+from kvkeep.evals.tune.search import LEAST_WINDOWS, SearchResult, TuneResult
 from kvkeep.plots import Panel, Series
 from kvkeep.result_files import in_full
 
@@ -37,7 +38,11 @@ def lines(result: TuneResult, full_bytes: int) -> list[tuple[str, ...]]:
     for ladder in result.ladders:
         if ladder and ladder[0].arm not in named:
             candidate = _place(result, ladder)
-            rows.append(_line(candidate, replace(result.searched[candidate], low=math.nan), full_bytes, "searched"))
+            # these documents have chosen the budget, so their interval promises nothing
+            quality = (
+                replace(result.searched[candidate], low=math.nan) if result.promises else result.searched[candidate]
+            )
+            rows.append(_line(candidate, quality, full_bytes, "searched"))
     return rows
 
 
@@ -51,6 +56,8 @@ def _place(result: TuneResult, ladder: tuple[Candidate, ...]) -> Candidate:
 def _verdict(result: TuneResult, one: Candidate, found: KeptQuality) -> str:
     if one == result.found.chosen:
         return "chosen"
+    if not result.promises:
+        return "at the target" if found.share >= result.target else "below it"
     return "passes" if found.passes(result.target) else "fails"
 
 
@@ -85,10 +92,42 @@ def answer(result: TuneResult, full_bytes: int) -> str:
     one, found = result.found.chosen, result.found.kept
     assert one is not None
     assert found is not None
+    setting, memory = f"{one.arm.label} with a budget of {one.budget}", show_bytes(one.row_bytes)
+    size = f"{memory} per row: {one.row_bytes / full_bytes:.0%} of the full cache."
+    if result.promises:
+        return (
+            f"{setting} keeps {_percent(found.share)} of the full cache's quality, at least {_percent(found.low)} with "
+            f"95 % confidence, in {size}"
+        )
+    return f"{setting} kept {_percent(found.share)} of the full cache's quality here, in {size} {_doubt(result)}"
+
+
+def _doubt(result: TuneResult) -> str:
+    """Return why so few questions or texts promise nothing, and what it takes."""
+    documents, answered = result.documents, result.answered
+    if result.kind == "loss":
+        texts = "A single text" if documents == 1 else f"{documents} texts"
+        return (
+            f"{texts} cannot promise {result.target:.4g}: it takes {LEAST_WINDOWS}. Raise `limit`, or give a longer "
+            "`text` or a shorter `context`."
+        )
+    enough, among = needed(result.target, answered / documents)
+    of_texts = f" about {among} texts" if enough > among else ""
+    shown = f" show {_percent(most(answered, documents))} at most, and" if documents > 1 else ""
+    said = "One question" if answered == 1 else f"{answered} questions"
     return (
-        f"{one.arm.label} with a budget of {one.budget} keeps {_percent(found.share)} of the full cache's quality, at "
-        f"least {_percent(found.low)} with 95 % confidence, in {show_bytes(one.row_bytes)} per row: "
-        f"{one.row_bytes / full_bytes:.0%} of the full cache."
+        f"{said}{shown} cannot promise {result.target:.4g}: it takes {enough} questions{of_texts} that the full cache "
+        "answers."
+    )
+
+
+def weakness(result: TuneResult) -> str | None:
+    """Return a note if the full cache answers too few questions for the table to say much; else ``None``."""
+    if result.kind == "loss" or 100 * result.answered >= ABLE_PERCENT * result.asked:
+        return None
+    return (
+        f"the full cache answers {result.answered} of {result.asked} questions, fewer than {ABLE_PERCENT:.0f} %: the "
+        "model is too weak for them to show what eviction costs. Ask your own (`questions`), or `case=stream`."
     )
 
 
@@ -96,8 +135,9 @@ def failure(result: TuneResult) -> str:
     """Return the error about a target that no budget reaches."""
     best = result.found.best
     found = result.found.confirmed[best]
+    confidence = " with 95 % confidence" if result.promises else ""
     return (
-        f"No budget keeps {result.target:.4g} of the full cache's quality with 95 % confidence. The best was {best}: "
+        f"No budget keeps {result.target:.4g} of the full cache's quality{confidence}. The best was {best}: "
         f"{_percent(found.share)}, at least {_percent(found.low)}. Give a lower target, more questions (`limit`) or "
         "larger `budgets`, or keep the full cache."
     )
@@ -172,6 +212,7 @@ def everything(result: TuneResult, full_bytes: int) -> dict[str, Any]:
         "asked": result.asked,
         "answered": result.answered,
         "fresh": result.sizes.fresh,
+        "promises": result.promises,
         "full_bytes": full_bytes,
     }
 

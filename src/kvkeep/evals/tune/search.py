@@ -26,7 +26,6 @@ from kvkeep.evals.tune.measure import (
     best_case,
     kept,
     most,
-    needed,
 )
 from kvkeep.models.tokenization import Writer
 from kvkeep.result_files import (
@@ -202,7 +201,9 @@ class SearchResult:
         return max(self.confirmed, key=lambda candidate: (self.confirmed[candidate].share, -candidate.row_bytes))
 
 
-def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float) -> SearchResult:
+def search(
+    ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float, *, promises: bool = True
+) -> SearchResult:
     """Return the result of a search for the candidate with the smallest memory that keeps the target share.
 
     Args:
@@ -210,6 +211,7 @@ def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float)
         study: measures candidates.
         sizes: the documents of each round, and of the confirmation.
         target: the share of the full cache's quality.
+        promises: see `Confirmation`.
     """
     arms = [ladder for ladder in ladders if ladder]
     places = [len(ladder) for ladder in arms]
@@ -218,7 +220,7 @@ def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float)
         step = _halve if number == 0 else _walk
         places = [step(ladder, place, reaches) for ladder, place in zip(arms, places, strict=True)]
         arms, places = _best(arms, places, max(FINALISTS, -(-len(arms) // 2)))
-    test = Confirmation(study, sizes.confirm, target)
+    test = Confirmation(study, sizes.confirm, target, promises=promises)
     answers: list[Candidate] = []
     for ladder, place in zip(arms, places, strict=True):
         most = min((answer.row_bytes for answer in answers), default=None)
@@ -289,20 +291,23 @@ class Confirmation:
         study: measures candidates.
         span: the first document, and the end.
         target: the share of the full cache's quality.
+        promises: whether the documents suffice to show the target with confidence. Otherwise a candidate passes whose
+            share is at the target.
 
     Attributes:
         seen: every candidate that was tested, with its quality.
     """
 
-    def __init__(self, study: Study, span: tuple[int, int], target: float):
-        self._study, self._span, self._target = study, span, target
+    def __init__(self, study: Study, span: tuple[int, int], target: float, *, promises: bool = True):
+        self._study, self._span, self._target, self._promises = study, span, target, promises
         self.seen: dict[Candidate, KeptQuality] = {}
 
     def __call__(self, candidate: Candidate) -> bool:
         """Return whether a candidate passes. It is measured on the first call only."""
         if candidate not in self.seen:
             self.seen[candidate] = self._measure(candidate)
-        return self.seen[candidate].passes(self._target)
+        quality = self.seen[candidate]
+        return quality.passes(self._target) if self._promises else quality.share >= self._target
 
     def _measure(self, candidate: Candidate) -> KeptQuality:
         first, last = self._span
@@ -311,9 +316,10 @@ class Confirmation:
         for start in range(first, last, step):
             stop = min(start + step, last)
             found += self._study.tallies(candidate, start, stop)
-            rest = self._study.expected(stop, last)
-            if self._study.kind == "answers" and best_case(found, rest, last - first) < self._target:
-                break
+            if self._promises and self._study.kind == "answers":
+                rest = self._study.expected(stop, last)
+                if best_case(found, rest, last - first) < self._target:
+                    break
         return kept(found, self._study.kind)
 
 
@@ -339,21 +345,33 @@ def _descend(ladder: Ladder, place: int, passes: Callable[[Candidate], bool]) ->
 _SEARCHED = 192
 """Questions that the search uses, beside those of the confirmation."""
 
-QUESTIONS = 448
-"""Default number of questions of the confirmation."""
 
-WINDOWS = 24
-"""Default number of texts of the confirmation where text goes on."""
+@dataclass(frozen=True)
+class Limits:
+    """How many documents a search uses.
 
-_ABLE = 0.3
-"""Share of the questions that a model answers at least, if more of them could help."""
+    Attributes:
+        questions: number of questions of the confirmation by default.
+        windows: number of texts of the confirmation by default, where text goes on.
+        given: number of questions, or texts, that the user wants instead.
+        apart: whether other documents choose than confirm, if there are enough.
+    """
+
+    questions: int = 448
+    windows: int = 24
+    given: int | None = None
+    apart: bool = True
+
+
+LIMITS = Limits()
+"""The default."""
 
 _BLOCK = 8
 """Most documents that are measured before they are stored."""
 
 _SEARCHED_WINDOWS = 8
-_LEAST_WINDOWS = 6
-"""Fewest windows of the confirmation: with fewer, Student's quantile makes the interval useless."""
+LEAST_WINDOWS = 6
+"""Fewest windows that promise anything: with fewer, Student's quantile makes the interval useless."""
 
 
 @dataclass(frozen=True)
@@ -364,11 +382,13 @@ class Progress:
         arm: what is measured.
         budget: its budget; ``None`` for the full cache.
         units: documents that were measured so far, over all candidates.
+        expected: how many that will be in the end, estimated.
     """
 
     arm: str
     budget: int | None
     units: int
+    expected: int
 
 
 OnBlock = Callable[[Progress], object]
@@ -382,10 +402,12 @@ class CachedMeasure:
         writer: the model.
         records: the folder.
         on_block: called before each block that is measured.
+        expected: see `Progress`.
     """
 
-    def __init__(self, measure: Measure, writer: Writer, records: TuneRecords, on_block: OnBlock):
+    def __init__(self, measure: Measure, writer: Writer, records: TuneRecords, on_block: OnBlock, *, expected: int = 0):
         self._measure, self._writer, self._records, self._on_block = measure, writer, records, on_block
+        self._expected = expected
 
     @property
     def kind(self) -> Kind:
@@ -415,67 +437,50 @@ class CachedMeasure:
                 continue
             end = min(last, start + _BLOCK)
             stop = next((unit for unit in range(start, end) if (arm.name, budget, unit) in known), end)
-            self._on_block(Progress(arm.name, None if arm is FULL else budget, len(known)))
+            self._on_block(Progress(arm.name, None if arm is FULL else budget, len(known), self._expected))
             self._records.add(arm, budget, start, self._measure.run(self._writer, arm, budget, range(start, stop)))
             start = stop
         return [known[arm.name, budget, unit] for unit in range(first, last)]
 
 
-def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
+def sizes_of(measure: Measure, target: float, limits: Limits = LIMITS) -> Sizes:
     """Return the documents of the rounds and of the confirmation.
 
     Args:
         measure: the documents.
         target: the share to show.
-        limit: questions of the confirmation, or texts; by default `QUESTIONS` or `WINDOWS`.
-
-    Raises:
-        InputError: there are too few documents to show the target.
+        limits: how many there may be.
     """
     if measure.kind == "loss":
-        return _windows(measure.count or 0, limit or WINDOWS)
-    wanted = -(-(limit or QUESTIONS) // measure.per_unit)  # documents, rounded up
-    searched = max(1, round(_SEARCHED / measure.per_unit))
-    documents = int(wanted)
-    if measure.count is not None:
-        # without a limit, what matters is whether all of them together could show the target
-        documents = measure.count if limit is None else min(measure.count, documents)
-    questions = round(documents * measure.per_unit)
-    if most(questions, documents) < target:
-        said = "There is 1 question" if questions == 1 else f"There are {questions} questions"
-        raise too_few(questions, documents, target, said)
+        return _windows(measure.count or 0, limits)
+    # as many documents as have the questions that are asked for, rounded up
+    documents = int(-(-(limits.given or limits.questions) // measure.per_unit))
+    if not limits.apart:
+        documents = documents if measure.count is None else min(documents, measure.count)
+        return Sizes((documents,), (0, documents))  # so few that every policy can be measured on all
+    searched = max(1, round(min(_SEARCHED, limits.given or _SEARCHED) / measure.per_unit))
     if measure.count is None:
         return _split(searched, searched + documents)
     # most of the documents are left for the confirmation, on which the answer rests
     searched = min(searched, measure.count // 3)
-    left = min(int(wanted), measure.count - searched)
+    left = min(documents, measure.count - searched)
     if most(round(left * measure.per_unit), left) < target or not searched:
         # too few to keep some apart: the same ones choose and confirm, as the user is told
-        return Sizes(_rounds(measure.count), (0, measure.count))
+        return _together(measure.count if limits.given is None else min(documents, measure.count))
     return _split(searched, searched + left)
 
 
-def too_few(questions: int, documents: int, target: float, said: str) -> InputError:
-    """Return the error about questions, in so many documents, that cannot show a target."""
-    enough, among = needed(target, questions / documents if documents else 1.0)
-    about = f" about {among} texts" if enough > among else ""
-    return InputError(
-        f"{said}, and even if all answers stay these show no more than {most(questions, documents):.1%} with 95 % "
-        f"confidence: too few for `target={target:g}`. It takes {enough}{about}; give more, or a lower target."
-    )
-
-
-def _windows(count: int, limit: int) -> Sizes:
-    if count < _LEAST_WINDOWS:
-        raise InputError(
-            f"The text is long enough for {count} windows, and the search compares {_LEAST_WINDOWS} or more. Give a "
-            "longer `text`, or a shorter `context`."
-        )
-    # as in `sizes_of`
+def _windows(count: int, limits: Limits) -> Sizes:
+    limit = limits.given or limits.windows
     searched = min(_SEARCHED_WINDOWS, count // 3)
-    if count - searched < _LEAST_WINDOWS:
-        return Sizes(_rounds(count), (0, count))
+    if count - searched < LEAST_WINDOWS or not limits.apart:
+        return _together(min(count, limit))
     return _split(searched, min(count, searched + limit))
+
+
+def _together(documents: int) -> Sizes:
+    """Return sizes under which the same documents choose and confirm."""
+    return Sizes(_rounds(documents), (0, documents))
 
 
 def _split(searched: int, end: int) -> Sizes:
@@ -499,6 +504,9 @@ class TuneResult:
         target: the target.
         asked: number of questions of the confirmation, also those that the full cache cannot answer; or windows.
         answered: number of questions that the full cache answers, or of tokens.
+        documents: number of documents of the confirmation of which the full cache answers something; or windows.
+        promises: whether these documents suffice to show the target with confidence.
+        kind: what was measured.
     """
 
     found: SearchResult
@@ -508,6 +516,9 @@ class TuneResult:
     target: float
     asked: int
     answered: int
+    documents: int
+    promises: bool
+    kind: Kind
 
 
 def tune(
@@ -517,27 +528,47 @@ def tune(
     records: TuneRecords,
     *,
     target: float,
-    limit: int | None,
+    limits: Limits = LIMITS,
     on_block: OnBlock = lambda progress: None,
 ) -> TuneResult:
     """Measure, search and confirm, and return the result. The folder has to be open for more rows.
 
     Raises:
-        InputError: there are too few documents, the full cache answers too few questions, or a row cannot be written.
+        InputError: the full cache answers no question, or a row cannot be written.
     """
-    sizes = sizes_of(measure, target, limit)
-    study = CachedMeasure(measure, writer, records, on_block)
+    sizes = sizes_of(measure, target, limits)
+    study = CachedMeasure(measure, writer, records, on_block, expected=_expected(ladders, sizes))
     study.full(0, sizes.rounds[-1])  # before all candidates, which are compared with it
-    answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
+    full = study.full(*sizes.confirm)
+    answered, asked = round(study.expected(*sizes.confirm)), _asked(full)
+    if measure.kind == "answers" and not answered:
+        raise InputError(
+            f"The full cache answers 0 of {asked} questions: these are beyond the model, whatever its memory. Ask "
+            "others, or `case=stream`."
+        )
     # documents of which the full cache answers something
-    counted = sum(1 for outcome in study.full(*sizes.confirm) if isinstance(outcome, str) and "1" in outcome)
-    if measure.kind == "answers" and most(answered, counted) < target:
-        said = f"The full cache answers {answered} of {asked} questions"
-        if answered < _ABLE * asked:  # so few that more questions are no remedy
-            raise InputError(f"{said}: these are beyond the model, whatever its memory. Ask others, or `case=stream`.")
-        raise too_few(answered, counted, target, said)
-    found = search(ladders, study, sizes, target)
-    return TuneResult(found, ladders, _all(study, records, measure, ladders), sizes, target, asked, answered)
+    documents = sum(1 for outcome in full if not isinstance(outcome, str) or "1" in outcome)
+    enough = documents >= LEAST_WINDOWS if measure.kind == "loss" else most(answered, documents) >= target
+    found = search(ladders, study, sizes, target, promises=enough)
+    measured = _all(study, records, measure, ladders)
+    return TuneResult(found, ladders, measured, sizes, target, asked, answered, documents, enough, measure.kind)
+
+
+def _expected(ladders: Sequence[Ladder], sizes: Sizes) -> int:
+    """Return about how many documents a search measures, over all candidates.
+
+    The first round bisects each ladder. Later ones and the confirmation measure two steps of those that are left.
+    """
+    lengths = [len(ladder) for ladder in ladders if ladder]
+    first, last = sizes.confirm
+    documents = max(sizes.rounds[-1], last)  # of the full cache
+    documents += sum(length.bit_length() for length in lengths) * sizes.rounds[0]
+    arms, known = len(lengths), sizes.rounds[0]
+    for more in sizes.rounds[1:]:
+        arms = max(min(arms, FINALISTS), -(-arms // 2))
+        documents += arms * (2 * more - known)
+        known = more
+    return documents + min(arms, FINALISTS) * (2 if sizes.fresh else 1) * (last - first)
 
 
 def _asked(outcomes: Sequence[Outcome]) -> int:

@@ -35,8 +35,8 @@
     constructor(record, data) {
       Object.assign(this, record);
       this.prompt = data.tokens.length;
-      this.chunk = data.chunk;
-      this.chunks = Math.ceil(this.prompt / this.chunk);
+      this.promptEnds = data.prompt_ends;
+      this.chunks = data.prompt_ends.length;
       this.tokens = data.tokens.concat(this.answer);
       this.moments = this.chunks + this.answer.length;
     }
@@ -54,7 +54,7 @@
 
     read(moment) {
       const own = this.moment(moment);
-      if (own < this.chunks) return Math.min(this.prompt, (own + 1) * this.chunk);
+      if (own < this.chunks) return this.promptEnds[own];
       return this.prompt + own - this.chunks + 1;
     }
 

@@ -12,7 +12,8 @@
     return;
   }
   const data = await kvkeep.readData(find("data").textContent);
-  const state = { moment: data.moments - 1, token: -1, answer: 0, run: 0, head: 0, from: 0 };
+  const parting = Math.max(0, data.runs.findIndex((run) => run.parting !== null)); // the run whose answer is looked at first
+  const state = { moment: data.moments - 1, token: -1, answer: data.runs[parting].parting ?? 0, run: parting, head: 0, from: 0 };
   const KEYS = { m: "moment", t: "token", a: "answer", p: "run", h: "head", f: "from" };
   const parts = Math.ceil(data.tokens.length / PAGE_TOKENS); // long texts are shown a part at a time
   const MOST = { from: parts - 1, moment: data.moments - 1, token: data.tokens.length + 999, answer: 999, run: data.runs.length - 1, head: data.heads.length - 1 };
@@ -185,7 +186,9 @@
     event.preventDefault();
   }
 
-  about.textContent = `${data.tokens.length} tokens read by ${data.model} in chunks of ${data.chunk}, with ${data.budget} slots per layer and head` +
+  const cut = data.case === "later" ? ", and cut before the question was read," : "";
+  const how = data.chunk ? `in chunks of ${data.chunk}` : "at once";
+  about.textContent = `${data.tokens.length} tokens read by ${data.model} ${how}${cut} with ${data.budget} slots per layer and head` +
     (data.question ? `. The question: ${kvkeep.quoted(data.question)}` : ".");
   find("notes").append(...data.notes.map((note) => el("p", { class: "note" }, note)));
   if (parts > 1) {

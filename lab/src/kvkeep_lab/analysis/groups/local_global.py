@@ -61,6 +61,7 @@ class LocalGlobal(Measurement):
     VERSION: ClassVar[int] = 2
     least_tokens: ClassVar[int] = 128
     effort: ClassVar[int] = 25
+    slow: ClassVar[bool] = True
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Record the full cache, replay each policy on the record, and let each run freely."""

@@ -44,6 +44,7 @@ class Removal(Measurement):
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
     least_tokens: ClassVar[int] = 128
     effort: ClassVar[int] = 77
+    slow: ClassVar[bool] = True
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """One pass for the sums, then one for each set of keys."""

@@ -77,13 +77,25 @@ def _measure(job: AnalysisJob, request: AnalyzeOptions, folder: AnalysisFolder, 
     """
     if request.workers is not None:
         return run_on_ray(job, request, folder, held)
-    writer = Writer(
-        job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device, load_in=request.load_in)
-    )
+    with console.Heartbeat.working(lambda: f"loading the weights of {job.checkpoint.name} …"):
+        writer = Writer(
+            job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device, load_in=request.load_in)
+        )
     threads.use(writer.model, request.threads)
     held.enter_context(folder.locked())
+    drawn: dict[str, page.Section] = {}
+    rest = f"{console.count(len(left(job, folder)), 'measurement')} to make"
+
+    def on_record(waiting: Sequence[type[Measurement]], seconds: float | None) -> None:
+        nonlocal rest
+        if not waiting:
+            return  # the caller writes the whole page
+        time_left = "" if seconds is None else f", {console.show_time_left(seconds)}"
+        rest = f"{console.count(len(waiting), 'measurement')} to make{time_left}"
+        report.write(folder, drawn=drawn, note=f"This page is not finished: {rest}.")
+
     with resumable(), staged() as on_stage:
-        run(job, writer, folder, on_stage)
+        run(job, writer, folder, lambda what, share: on_stage(f"{what} ({rest})", share), on_record)
     return None
 
 

@@ -38,7 +38,7 @@ class AnalyzeOptions(ModelOptions):
         group=OUTPUT,
     )
     only: tuple[str, ...] = option(
-        "Measurements, e.g. sparsity,persistence. Default: all.",
+        "Measurements, e.g. sparsity,persistence, or all. Default: all but removal and local_global, which take long.",
         read=_names,
         reads_none=True,
         default=None,
