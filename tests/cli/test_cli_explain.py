@@ -98,6 +98,7 @@ def test_json_is_the_record_and_nothing_else(kv):
     [
         ("-o page.html", "needs --text FILE"),
         ("-f report.txt", "There is no place for the page"),
+        ("-f report.txt --case later -o page.html", "no question that could come later. Give one with --prompt"),
         ("-f binary -o page.html", "is not UTF-8 text: byte 1 is 0xff"),
         ("-f zero.txt -o page.html", "a binary file"),
         ("-f empty.txt -o page.html", "is empty"),

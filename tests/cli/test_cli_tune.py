@@ -188,6 +188,10 @@ def test_a_quick_search_has_a_folder_of_its_own_and_few_documents(tmp_path, answ
     assert Config.read(tmp_path / "tuned-quick" / "kvkeep.toml").policy in ("leverage", "tova")
     assert {unit for _, _, units in answers for unit in units} == set(range(4))
     assert len(answers) <= 16
+    assert "the same texts" not in result.stderr
+    result = tune("--quick", "--policies", "leverage,tova", "--context", 500, "--no-plots", "--target", 0.5)
+    assert "with 95 % confidence" in result.stdout
+    assert "the same texts choose and confirm, which flatters the choice" in " ".join(result.stderr.split())
 
 
 def test_a_first_look_in_which_nothing_reaches_the_target_is_no_error(tmp_path, answers):
@@ -318,6 +322,7 @@ def test_questions_and_a_stream_do_not_go_together(mine, tmp_path):
 def test_a_text_of_a_single_window_promises_nothing(text, tmp_path):
     options = ("--case", "stream", "--context", 1000, "--policies", "local", "--budgets", "20%,50%", "--target", "0.5")
     said = " ".join(tune("--text", text, *options, "--no-plots", "-o", tmp_path / "out").stdout.split())
+    assert "tokens in a single text" in said
     assert "A single text cannot promise 0.5: it takes 6. Raise --limit, or give a longer --text" in said
 
 

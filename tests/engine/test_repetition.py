@@ -106,6 +106,8 @@ def test_a_session_keeps_the_turn_that_a_repetition_has_ended(engine):
         ({"max_pattern_size": "4"}, "is not a whole number"),
         ({"size": 4}, "there is no 'size', but max_pattern_size"),
         ({4: 4}, "there is no 4, but"),
+        ({"": 4}, "there is no '', but"),
+        ({0: 4}, "there is no 0, but"),
     ],
     ids=str,
 )
@@ -117,7 +119,7 @@ def test_what_is_no_rule_is_refused(rule, word):
 def test_the_command_line_reads_on_off_and_numbers():
     assert parse_repetition_detection("on", "--r") is True
     assert parse_repetition_detection("off", "--r") is False
-    assert parse_repetition_detection("max_pattern_size=8, min_count=3", "--r") == {
+    assert parse_repetition_detection(f"max_pattern_size={' ' * 30}8, min_count=3", "--r") == {
         "max_pattern_size": 8,
         "min_count": 3,
     }

@@ -154,6 +154,7 @@ def test_a_model_of_your_own_is_left_as_it_was():
         ({"policies": ["spatten"], "prefill_chunk": 16}, UnsupportedOperationError, "prefill_chunk"),
         ({"case": "late"}, InputError, "neither inside nor later"),
         ({"case": "later"}, InputError, "A question that comes later is missing"),
+        ({"case": "later", "text": b"a", "question": "Why"}, InputError, "are texts"),
         ({"budget": 0.0}, BudgetError, "outside"),
         ({"budget": 0}, BudgetError, "1"),
         ({"budget": "20%"}, BudgetError, "whole number"),

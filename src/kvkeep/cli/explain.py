@@ -99,10 +99,12 @@ class ExplainOptions(ModelOptions):
         """Check that the page can be written, and return the options themselves.
 
         Raises:
-            InputError: there is no place for the page.
+            InputError: there is no place for the page, or no question that could come later.
         """
         if self.output is None and self.plots is None and not (self.terminal or self.json):
             raise InputError("There is no place for the page. Give --output page.html, or --terminal to see it here.")
+        if self.case == "later" and not (self.question or "").strip():
+            raise InputError("--case later was given, and no question that could come later. Give one with --prompt.")
         self.check_output()
         return self
 

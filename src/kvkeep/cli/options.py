@@ -505,7 +505,7 @@ def parse_repetition_detection(text: str, option: str) -> bool | Mapping[str, in
             f"{option} {text!r:.80} is no rule; give on, off, or numbers such as "
             f"{','.join(f'{name}={value}' for name, value in parameters.REPETITION_RULE.items())}."
         )
-    return {name.strip(): int(value[:20]) for name, value in pairs}
+    return {name.strip(): int(value.strip()[:20]) for name, value in pairs}
 
 
 def described(parameter: Parameter, **changes: Any) -> Option:

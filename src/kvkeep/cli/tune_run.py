@@ -135,6 +135,8 @@ def _show(request: TuneOptions, plan: TunePlan, result: TuneResult, records: Tun
     drawn = _draw(request, plan, result)
     if (note := report.weakness(result)) is not None:
         console.note(note)
+    if request.quick and result.promises and not result.sizes.fresh:
+        console.note("the same texts choose and confirm, which flatters the choice: search without --quick, too.")
     chosen = result.found.chosen
     if chosen is not None:
         _write(request, plan, result, records)

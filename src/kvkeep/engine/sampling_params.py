@@ -258,9 +258,9 @@ def _repetition_rule(given: Any) -> RepetitionDetectionParams | None:
         given = REPETITION_RULE
     if isinstance(given, Mapping):
         known = [field.name for field in fields(RepetitionDetectionParams)]
-        if unknown := next((name for name in given if name not in known), None):
+        if unknown := [name for name in given if name not in known]:
             raise InputError(
-                f"repetition_detection={_shown(dict(given))}: there is no {_shown(unknown)}, but {', '.join(known)}."
+                f"repetition_detection={_shown(dict(given))}: there is no {_shown(unknown[0])}, but {', '.join(known)}."
             )
         try:
             given = RepetitionDetectionParams(**given)

@@ -106,7 +106,7 @@ def explain(  # noqa: PLR0913  the choices of a user
         attached meanwhile, and afterwards what it was.
     """
     asked = check(policies, budget, case=case, prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens)
-    message = _joined(text.strip() if asked.case == "later" else text, question)
+    message = _joined(text, question, strip=asked.case == "later")  # `opened` strips the text, too
     if asked.case == "later" and not question.strip():
         raise InputError("A question that comes later is missing. Give one.")
     with _ready(model, tokenizer) as (found, checkpoint):
@@ -204,8 +204,13 @@ def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Check
         yield found, Checkpoint(name, found.config, tokenizer, position_limit(found), allow_pickle=False)
 
 
-def _joined(text: str, question: str) -> str:
+def _joined(text: str, question: str, *, strip: bool) -> str:
     """Return text and question as the user's message.
+
+    Args:
+        text: the text.
+        question: follows the text after a blank line; an empty one is left out.
+        strip: drop white space around the text.
 
     Raises:
         InputError: the text cannot be read.
@@ -217,7 +222,8 @@ def _joined(text: str, question: str) -> str:
     if "\0" in text:
         place = text.index("\0")
         raise InputError(f"The text has a zero byte at character {place}: a binary file. Give plain text.")
-    return text if not question.strip() else f"{text}{SEPARATOR}{question}"
+    shown = text.strip() if strip else text
+    return shown if not question.strip() else f"{shown}{SEPARATOR}{question}"
 
 
 def _prompt(

@@ -83,7 +83,7 @@ def title(result: TuneResult, case: Case, kind: Kind) -> str:
     first, last = result.sizes.confirm
     left = result.asked - result.answered
     out = f"; {left} that the full cache cannot answer are left out" if kind == "answers" and left else ""
-    units = "" if kind == "answers" else f" in {last - first} texts"
+    units = "" if kind == "answers" else " in a single text" if last - first == 1 else f" in {last - first} texts"
     return f"{_MEANING[case]}, % of the full cache's, {result.answered} {_NOUN[kind]}{units}{out}"
 
 
