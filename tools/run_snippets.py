@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.real_models import HOME
@@ -50,7 +51,7 @@ MORE = {
 }
 """Options that make a command short, by its name; those that a line has already are left out."""
 
-SHORTER = {"max_new_tokens=4096": "max_new_tokens=48", "2 * 2**30": "64 * 2**20"}
+SHORTER = {"2 * 2**30": "64 * 2**20"}
 """Parts of the pages' Python, and what stands for them."""
 
 BEFORE = "prompts = ['The capital of France is', 'Name three colours.']\n"
@@ -263,9 +264,9 @@ def main() -> int:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             environment = {**os.environ, "PATH": path, "KVKEEP_SESSIONS": str(folder / "sessions"), "COLUMNS": "100"}
 
-            def write(text: str, file: object = file) -> None:
+            def write(text: str, file: TextIO = file) -> None:
                 print(text, flush=True)
-                print(text, file=file, flush=True)  # type: ignore[call-overload]  # a text file
+                print(text, file=file, flush=True)
 
             write(f"======== {name}\n")
             failed += [

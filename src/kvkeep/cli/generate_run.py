@@ -650,7 +650,7 @@ def _verdict(bounded: Side, full: Side, difference: TextDifference) -> dict[str,
 
 
 _LONG_PROMPT = 512
-"""Tokens of a prompt that is read so fast that no bar is worth it."""
+"""Fewest tokens of a prompt that is read under a progress bar; shorter ones are mostly read in a moment."""
 
 # The work of ``kvkeep generate`` for one prompt, which the engine runs as a batch of one.
 #
@@ -739,8 +739,9 @@ def _is_text_seen() -> bool:
 
 
 def _show_reading(held: ExitStack, engine: Engine, tokens: int) -> None:
-    """Show how much of a long prompt is read, until the stack is closed."""
+    """Show how much of a long prompt is read, until the stack is closed; of others, only that they are read."""
     if tokens < _LONG_PROMPT:
+        held.enter_context(console.Heartbeat.working(lambda: "reading the prompt …"))  # a large model may be slow
         return
     bar = ProgressBar(
         *("spinner", "text", "wide bar", "percent", "note", "bare left"),
