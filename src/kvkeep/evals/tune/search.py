@@ -437,7 +437,7 @@ class CachedMeasure:
                 continue
             end = min(last, start + _BLOCK)
             stop = next((unit for unit in range(start, end) if (arm.name, budget, unit) in known), end)
-            self._on_block(Progress(arm.name, None if arm is FULL else budget, len(known), self._expected))
+            self._on_block(Progress(arm.label, None if arm is FULL else budget, len(known), self._expected))
             self._records.add(arm, budget, start, self._measure.run(self._writer, arm, budget, range(start, stop)))
             start = stop
         return [known[arm.name, budget, unit] for unit in range(first, last)]
