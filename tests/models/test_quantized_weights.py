@@ -11,7 +11,7 @@ import model_folders
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM, HunYuanMoEV1Config, LlamaConfig, Qwen2MoeConfig
 from typer.testing import CliRunner
 
 import kvkeep
@@ -143,25 +143,35 @@ def test_weights_of_odd_widths_stay_plain(tmp_path: Path):
     assert logits(model).isfinite().all()
 
 
+EXPERTS = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+}
+
+
 @kernel
 def test_layers_that_choose_experts_stay_plain(tmp_path: Path):
     folder = model_folders.copy(tmp_path / "m", "config.json", "*.safetensors")
-    config = Qwen2MoeConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    own = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts_per_tok": 2}
+    AutoModelForCausalLM.from_config(Qwen2MoeConfig(**EXPERTS, **own)).save_pretrained(folder)
     feed = load(folder, load_in="int4")[0].model.layers[0].mlp
     assert type(feed.shared_expert_gate.weight) is type(feed.gate.weight) is torch.nn.Parameter
     assert isinstance(feed.shared_expert.up_proj.weight, QuantizedTensor)
+
+
+@kernel
+def test_layers_within_modules_that_choose_experts_stay_plain(tmp_path: Path):
+    folder = model_folders.copy(tmp_path / "m", "config.json", "*.safetensors")
+    own = {"moe_topk": 2, "moe_intermediate_size": 32, "head_dim": 16, "pad_token_id": 0}
+    AutoModelForCausalLM.from_config(HunYuanMoEV1Config(**EXPERTS, **own)).save_pretrained(folder)
+    layer = load(folder, load_in="int4")[0].model.layers[0]
+    assert type(layer.mlp.gate.wg.weight) is torch.nn.Parameter
+    assert isinstance(layer.self_attn.o_proj.weight, QuantizedTensor)
 
 
 def test_only_gguf_files_can_be_unpacked():

@@ -137,8 +137,9 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
 # Weights that the native kernel reads packed, in the terms of transformers.
 
 METHOD = "kvkeep"
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Names of layers that choose experts: they are small, and an error of theirs sends a token to another expert."""
+_ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
+"""Names of layers that choose experts, or of modules around them, such as ``router.layer``: they are small, and an error
+of theirs sends a token to another expert."""
 
 
 @register_quantization_config(METHOD)
@@ -162,7 +163,7 @@ class _Packing(HfQuantizer):
         name, _dot, own = param_name.rpartition(".")
         weight = getattr(module := model.get_submodule(name), own, None)
         is_matrix = own == "weight" and isinstance(module, nn.Linear | nn.Embedding)
-        if name.rpartition(".")[2] in _ROUTERS:
+        if not _ROUTERS.isdisjoint(name.split(".")):
             return False
         return is_matrix and isinstance(weight, Tensor) and QuantizedTensor.can_have(weight.shape)
 
