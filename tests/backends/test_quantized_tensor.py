@@ -108,9 +108,10 @@ def test_rounding_errs_by_half_a_step(bits):
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_the_numbers(bits, group, dtype, bias):
     weight, numbers = matrix(35, 96, bits, group, dtype)
-    added = torch.randn(35).to(dtype) if bias else None
-    for rows in (1, 2, 3, 8, 15):
+    added = nn.Parameter(torch.randn(35).to(dtype), False) if bias else None
+    for rows in (1, 2, 3, 7, 8):
         x = torch.randn(2, rows, 96).to(dtype)
+        assert layer_ops.products(x, [layer_ops.Linear(weight, added)]) is not None
         exact = linear(rounded(x), numbers.double(), None if added is None else added.double())
         found = linear(x, weight, added)
         assert found.dtype == dtype

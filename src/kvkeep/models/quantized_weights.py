@@ -138,8 +138,8 @@ def options(name: str | None, config: PreTrainedConfig, device: torch.device) ->
 
 METHOD = "kvkeep"
 _ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
-"""Names of layers that choose experts, or of modules around them, such as ``router.layer``: they are small, and an error
-of theirs sends a token to another expert."""
+"""Names of layers that choose experts, or of modules around them as in ``router.proj``: they are small, and an error of
+theirs sends a token to another expert."""
 
 
 @register_quantization_config(METHOD)
