@@ -80,7 +80,7 @@ def test_weights_of_torchao_take_less_and_answers_are_near(wide: Path):
 
 
 @kernel
-@pytest.mark.parametrize(("form", "bits", "error"), [("int4", 4, 0.2), ("int8", 8, 0.01)])
+@pytest.mark.parametrize(("form", "bits", "error"), [("int4", 4, 0.2), ("int8", 8, 0.02)])
 @pytest.mark.parametrize("fused", [True, False])
 def test_packed_weights_take_less_and_answers_are_near(wide: Path, form: str, bits: int, error: float, fused: bool):
     plain, small = load(wide)[0], load(wide, load_in=form, fused=fused)[0]
@@ -111,10 +111,13 @@ def test_fused_modules_compute_what_plain_ones_do(wide: Path, dtype: str):
         engine = kvkeep.Engine(*load(wide, dtype, load_in="int4", fused=fused), budget=16, rows=3)
         requests = [kvkeep.Request(prompt=text, sampling=sampling, ignore_end=True, logprobs=0) for text in texts]
         found.append([result for _, result in engine.run(requests)])
+    near = {"float32": 5e-5, "bfloat16": 0.05, "float16": 0.01}[dtype]
     for one, other in zip(*found, strict=True):
-        assert one.token_ids == other.token_ids
-        near = {"float32": 5e-5, "bfloat16": 0.05, "float16": 0.01}[dtype]
-        assert [p.value for p in one.logprobs] == pytest.approx([p.value for p in other.logprobs], abs=near)
+        pairs = list(zip(one.token_ids, other.token_ids, strict=True))
+        parted = next((at for at, (token, its) in enumerate(pairs) if token != its), len(pairs))
+        assert parted == len(pairs) or dtype != "float32"  # in half precision two tokens can be as likely
+        values = ([p.value for p in result.logprobs][: parted + 1] for result in (one, other))
+        assert next(values) == pytest.approx(next(values), abs=near)
 
 
 @kernel
