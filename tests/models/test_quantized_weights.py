@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
 import sys
 from importlib import util
 from pathlib import Path
@@ -27,6 +29,7 @@ from kvkeep.models.weight_hash import fingerprint
 
 torchao = pytest.mark.skipif(util.find_spec("torchao") is None, reason="needs torchao")
 kernel = pytest.mark.skipif(not is_packable(torch.device("cpu")), reason="needs the native kernel")
+MAPS = Path("/proc/self/maps")
 FORMATS = [
     pytest.param("int4", marks=kernel),
     pytest.param("int8", marks=kernel),
@@ -180,6 +183,16 @@ def test_layers_within_modules_that_choose_experts_stay_plain(tmp_path: Path):
 def test_only_gguf_files_can_be_unpacked():
     with pytest.raises(InputError, match=r"`load_in=unpacked` is for GGUF files, and this is none\. Leave it out"):
         load(model_folders.folder(), load_in="unpacked")
+
+
+@kernel
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not say which files are mapped")
+def test_a_packed_model_lets_go_of_its_file(wide: Path, tmp_path: Path):
+    folder = shutil.copytree(wide, tmp_path / "m")
+    model = load(folder, load_in="int4")[0]
+    gc.collect()
+    assert str(folder) not in MAPS.read_text()
+    assert logits(model).isfinite().all()
 
 
 @kernel

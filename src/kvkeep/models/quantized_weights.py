@@ -176,8 +176,9 @@ class _Packing(HfQuantizer):
         for part in (model.config, model.config.get_text_config(decoder=True)):
             for name in ("quantization_config", "_is_quantized"):
                 vars(part).pop(name, None)
+        config: Any = self.quantization_config
         for weight in model.parameters():
-            if not isinstance(weight, QuantizedTensor):
+            if config.bits is not None and not isinstance(weight, QuantizedTensor):
                 weight.data = weight.data.clone()  # as it lies in the checkpoint, it keeps the whole file in memory
         return model
 
